@@ -11,7 +11,7 @@ from pathlib import Path
 from rlx.base import UserError
 from rlx.cli import command
 from rlx.launch import remote_servers
-from rlx.launch.machines import Machines, table
+from rlx.launch.remote_servers import Machines, table
 
 RAY_PORT = 6379  # of its head
 

@@ -12,7 +12,7 @@ from rlx.doctor import failures
 from rlx.fleet import wire
 from rlx.fleet.requests import Sampling
 from rlx.fleet.tls import client_tls
-from rlx.launch.servers import servers_of
+from rlx.launch.local import servers_of
 from rlx.model.directory import resolve
 
 DTYPES = ("float32", "bfloat16")

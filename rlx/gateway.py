@@ -15,7 +15,7 @@ from rlx.doctor import failures
 from rlx.engines.engine import EngineOptions
 from rlx.fleet import wire
 from rlx.fleet.tls import client_tls, server_tls
-from rlx.launch.servers import servers_of
+from rlx.launch.local import servers_of
 from rlx.model.directory import resolve
 from rlx.run import serving
 

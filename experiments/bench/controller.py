@@ -149,15 +149,15 @@ def drive(fleet, live: int, seconds: float, connect: bool) -> Result:
     weights = {"scale": np.ones(1, np.float32)}
     try:
         if connect:
-            executor.run(fleet.connect())
-        executor.run(fleet.publish(0, weights))
+            executor.loop.run(fleet.connect())
+        executor.loop.run(fleet.publish(0, weights))
         executor.set_version(0)
         batches, begun, most, peak = 0, 0.0, 0, 0.0
         while not begun or time.perf_counter() - begun < seconds:
             batch = executor.collect(timeout=PATIENCE)
             assert batch, f"the executor stands still: {executor.counters()}"
             batches += 1
-            executor.run(fleet.publish(batches, weights))
+            executor.loop.run(fleet.publish(batches, weights))
             executor.set_version(batches)
             most, peak = max(most, int(executor.counters()["running"])), max(peak, rss())
             if batches == WARM_BATCHES:
@@ -165,7 +165,7 @@ def drive(fleet, live: int, seconds: float, connect: bool) -> Result:
         taken = time.perf_counter() - begun
         cpu = time.process_time() - cpu
         assert executor.counters()["dropped"] == 0
-        executor.run(fleet.close())
+        executor.loop.run(fleet.close())
     finally:
         executor.close()
     rate = (batches - WARM_BATCHES) * BATCH_PROMPTS * SAMPLES / taken

@@ -79,11 +79,11 @@ def _trained(rate: float, steps: int, cores: list[int], directory: str) -> Itera
         executor = Executor(inputs.workflow, Cursor(inputs.train_rows, 0), limits, fleet, seed=0)
         executor.start()
         try:
-            executor.run(fleet.connect())
+            executor.loop.run(fleet.connect())
             old = hf.to_hf(state.params, inputs.model_config, "bfloat16")
             for version in range(steps + 1):
                 new = hf.to_hf(state.params, inputs.model_config, "bfloat16")
-                report = executor.run(fleet.publish(version, new, "delta"))
+                report = executor.loop.run(fleet.publish(version, new, "delta"))
                 executor.set_version(version)
                 if version:
                     share = 100 * report.sent_bytes / report.num_bytes
@@ -92,7 +92,7 @@ def _trained(rate: float, steps: int, cores: list[int], directory: str) -> Itera
                 if version < steps:
                     groups = executor.collect(timeout=120)
                     state, _ = update.update(state, groups)
-            executor.run(fleet.close())
+            executor.loop.run(fleet.close())
         finally:
             executor.close()
             inputs.reward_pool.close()

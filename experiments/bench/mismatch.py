@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from rlx.fleet.requests import Sampling
-from rlx.launch.servers import servers_of
+from rlx.launch.local import servers_of
 from rlx.mismatch import compare_table
 from rlx.model import directory, hf
 from rlx.model import params as parameters

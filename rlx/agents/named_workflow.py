@@ -12,7 +12,7 @@ from rlx.cli import user_code
 from rlx.fleet.requests import Sampling
 from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout import workflow_checks
-from rlx.rollout.multi_turn import MultiTurn
+from rlx.rollout.episode import MultiTurn
 from rlx.rollout.tool_use import ToolUse
 from rlx.rollout.workflows import RLVR, Prompts, Workflow, encode
 from rlx.sandbox.sandbox import SandboxOptions

@@ -26,7 +26,7 @@ from rlx.base import Group, Trajectory, UserError, install, place
 from rlx.fleet.requests import Sampling
 from rlx.fleet.tls import Tls, server_tls
 from rlx.option import read_options
-from rlx.rollout.episode import together
+from rlx.rollout.episode import run_all
 from rlx.rollout.workflows import Generator, Task, conversation
 from rlx.workers.worker_pool import Displaced, WorkerError, WorkerKind, WorkerPool
 from rlx.workers.worker_process import NO_LIMITS, StartWorker, WorkerLimits, start_worker
@@ -162,7 +162,7 @@ class AgentWorkflow:
                 priority=task.priority,
             )
             runs.append(self._run_once(front, data, f"{task.group_id}.{i}", session))
-        found = await together(*runs)
+        found = await run_all(*runs)
         return Group(task.group_id, tuple(t for run in found for t in run), task.row)
 
     async def aclose(self) -> None:

@@ -12,7 +12,7 @@ from rlx.cli import command
 from rlx.doctor import failures
 from rlx.doctor.findings import status
 from rlx.doctor.table import show
-from rlx.launch.machines import Machines, table
+from rlx.launch.remote_servers import Machines, table
 from rlx.run import command_line
 from rlx.run.run_checks import findings
 

@@ -103,7 +103,7 @@ class HeldOut:
         """Start the evaluation of `step`, if it is due, with the servers' current weights."""
         if self.due(step):
             self._done.add(step)
-            self._under_way.append((step, executor.submit(self._record(step, executor))))
+            self._under_way.append((step, executor.loop.submit(self._record(step, executor))))
 
     def take(self, seconds: float | None = 0.0) -> Iterator[dict[str, Any]]:
         """Yield the records finished within `seconds`, in order; None: all of them.

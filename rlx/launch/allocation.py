@@ -1,11 +1,11 @@
-"""Read which servers and which trainer have how many GPUs, and give them GPUs of hosts.
+"""Read how many GPUs servers and trainer have, and assign them GPUs of hosts.
 
     vllm:d4t2+jax:f8t2            four servers of two GPUs each, and a trainer of 16: 24 GPUs
     vllm[gen]:d4|jax[train]:f4    servers and trainer on the same four; names are free
     vllm:d4+eval                  servers only
 
 Letters: d copies (servers; a trainer's replicas), f fsdp, t tensor, c context, e experts (inside
-f). A letter that is absent counts 1. `rlx.areal.areal_allocation` translates AReaL's strings.
+f). An absent letter counts 1. `rlx.areal.areal_allocation` translates AReaL's strings.
 """
 
 import re
@@ -15,32 +15,27 @@ from math import lcm, prod
 
 from rlx.base import UserError
 
-LETTERS = {"vllm": "dt", "jax": "dftce", "torch": "dftc"}  # of an engine's trainer, or of servers
+LETTERS = {"vllm": "dt", "jax": "dftce", "torch": "dftc"}  # of vLLM's servers, or of a trainer
 MEANINGS = {"f": "fsdp", "d": "replica", "e": "expert", "t": "tensor", "c": "context"}
 
 
 @dataclass(frozen=True)
 class Part:
-    """Servers, or the trainer.
+    """Servers, or the trainer."""
 
-    Attributes:
-      backend: vllm | jax | torch. trains: whether it is the trainer.
-      sizes: letter → how many, of those above 1.
-    """
-
-    backend: str
-    trains: bool
-    sizes: Mapping[str, int]
+    backend: str  # vllm | jax | torch
+    trains: bool  # whether it is the trainer
+    sizes: Mapping[str, int]  # letter → its size, if above 1
     name: str = ""
 
     @property
     def gpus(self) -> int:
-        """How many GPUs it runs on."""
+        """Number of its GPUs."""
         return prod(n for x, n in self.sizes.items() if x != "e")
 
     @property
     def each(self) -> int:
-        """How many of them must be on one host where they fit: a server's, or a tensor group."""
+        """Number of GPUs that must share a host if they fit: a server's, or a tensor group's."""
         return self.sizes.get("t", 1)
 
     def __str__(self) -> str:
@@ -52,19 +47,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Parts in the order they were written, at most one of servers and one trainer.
-
-    Attributes:
-      shared: whether both are on the same GPUs. evaluates: whether nothing is trained.
-    """
+    """Parts in written order: at most one of servers and one trainer."""
 
     parts: tuple[Part, ...]
-    shared: bool = False
-    evaluates: bool = False
+    shared: bool = False  # whether both use the same GPUs
+    evaluates: bool = False  # whether nothing is trained
 
     @property
     def gpus(self) -> int:
-        """How many GPUs all parts have; shared ones count once."""
+        """Number of GPUs of all parts; shared ones count once."""
         return self.parts[0].gpus if self.shared else sum(part.gpus for part in self.parts)
 
     def __str__(self) -> str:
@@ -73,7 +64,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Placed:
-    """One server, or one process group of the trainer's that stays together, and its GPUs."""
+    """One server, or the trainer, and its GPUs."""
 
     part: Part
     index: int
@@ -81,11 +72,7 @@ class Placed:
 
 
 def parse(text: str) -> Allocation:
-    """Return what an allocation says.
-
-    Raises:
-      UserError: it cannot be read, or contradicts itself.
-    """
+    """Parse an allocation; raise UserError if it is malformed or contradicts itself."""
     both, plus, last = text.rpartition("+")
     evaluates = bool(plus) and last.strip() == "eval"
     parts: list[Part] = []
@@ -93,14 +80,14 @@ def parse(text: str) -> Allocation:
         parts.append(_part(piece.strip(), served=any(not part.trains for part in parts)))
     if len(parts) > len({part.trains for part in parts}):
         raise UserError(
-            f"allocation_mode={text!r} has too many parts; a run has one kind of server, and one "
-            "trainer, which has critic and reference too; leave the others out"
+            f"allocation_mode={text!r} has too many parts; keep one kind of server and one "
+            "trainer, which includes critic and reference"
         )
     shared = "|" in text
     if shared and parts[0].gpus != parts[1].gpus:
         raise UserError(
             f"allocation_mode={text!r}: {parts[0]} has {parts[0].gpus} GPUs and {parts[1]} "
-            f"{parts[1].gpus}; on the same GPUs both need as many"
+            f"{parts[1].gpus}; give both the same number, or write + for |"
         )
     return Allocation(tuple(parts), shared, evaluates)
 
@@ -125,14 +112,10 @@ def _part(text: str, served: bool) -> Part:
 
 
 def read_sizes(part: str, dims: str, letters: str) -> dict[str, int]:
-    """Return the sizes above 1 of a text such as d4t2, of a part that errors show.
-
-    Raises:
-      UserError: it is another text, or has another letter, a letter twice, or a size of 0.
-    """
+    """Return the sizes above 1 in `dims`, such as d4t2; UserError, with `part`, if invalid."""
     found = dict(re.findall(r"([a-z])([1-9]\d*)", dims))
-    whole = "".join(letter + number for letter, number in found.items()) == dims
-    if not found or not whole or not found.keys() <= set(letters):
+    complete = "".join(letter + number for letter, number in found.items()) == dims
+    if not found or not complete or not found.keys() <= set(letters):
         raise UserError(
             f"allocation_mode: cannot read the sizes {dims!r} of {part!r}; give each of "
             f"{', '.join(letters)} at most once, with a number from 1, such as d4t2"
@@ -141,7 +124,7 @@ def read_sizes(part: str, dims: str, letters: str) -> dict[str, int]:
 
 
 def settings(allocation: Allocation) -> dict[str, str | int]:
-    """Return the keys of a run's config that an allocation decides, and their values."""
+    """Return the config keys that an allocation sets, and their values."""
     found: dict[str, str | int] = {"fleet.num_servers": 0}
     for part in allocation.parts:
         if not part.trains:
@@ -151,21 +134,15 @@ def settings(allocation: Allocation) -> dict[str, str | int]:
         mesh = {**part.sizes, "f": part.sizes.get("f", 1) // part.sizes.get("e", 1)}
         axes = [f"{MEANINGS[x]}:{mesh[x]}" for x in "dfetc" if x in part.sizes and mesh[x] > 1]
         found |= {"trainer": part.backend, "train.mesh": ",".join(axes) or "fsdp:1"}
-        if part.backend == "torch" and part.gpus > 1:  # whose processes have one each
+        if part.backend == "torch" and part.gpus > 1:  # one process per GPU
             found["cluster.processes"] = part.gpus
     return found
 
 
 def place(allocation: Allocation, hosts: Mapping[str, Sequence[int]]) -> tuple[Placed, ...]:
-    """Give GPUs of hosts to the parts, in order; a server or a tensor group is on one host.
+    """Assign GPUs of hosts (name → ids) to the parts in order; UserError if there are too few.
 
-    Those larger than a host have whole hosts.
-
-    Args:
-      hosts: name → ids of its GPUs.
-
-    Raises:
-      UserError: there are too few, with the arithmetic.
+    A server or tensor group is on one host; one that is larger gets whole hosts.
     """
     free = {host: list(ids) for host, ids in hosts.items()}
     largest, placed = max(map(len, free.values()), default=0), []
@@ -181,7 +158,7 @@ def place(allocation: Allocation, hosts: Mapping[str, Sequence[int]]) -> tuple[P
 
     for part in allocation.parts:
         sharing = allocation.parts if allocation.shared else (part,)
-        each = lcm(*(p.each for p in sharing))  # those on the same GPUs cut them each in its way
+        each = lcm(*(p.each for p in sharing))  # parts on the same GPUs group them differently
         if part is sharing[0]:
             taken = []
             for index in range(part.gpus // each):
@@ -195,9 +172,9 @@ def place(allocation: Allocation, hosts: Mapping[str, Sequence[int]]) -> tuple[P
                     free[host] = free[host][least:]
                     need -= least
         cut = [tuple(taken[i : i + part.each]) for i in range(0, part.gpus, part.each)]
-        together = [len({host for host, _ in group}) == 1 for group in cut]
-        if part.each <= largest and not all(together):
-            raise too_few(part, part.each, sum(together))
+        fits = [len({host for host, _ in group}) == 1 for group in cut]
+        if part.each <= largest and not all(fits):
+            raise too_few(part, part.each, sum(fits))
         groups = [tuple(taken)] if part.trains else cut
         placed += [Placed(part, i, group) for i, group in enumerate(groups)]
     return tuple(placed)

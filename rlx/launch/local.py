@@ -1,12 +1,11 @@
-"""Rollout servers on this machine: started, watched, restarted, stopped.
-
-One thread starts every server and stays until the last has ended, because the kernel ends a
-server when the *thread* that started it ends (see system/process_settings.py): whatever kills the
-trainer, SIGKILL included, its servers go with it.
+"""Start, watch, restart and stop rollout servers on this machine.
 
     start ─▶ spawn all ─▶ JSON ready lines in WORKDIR/logs/server-i.log ─▶ wait() has addresses
-    the fleet finds one silent ─▶ SIGKILL ─▶ dead ─▶ back-off ─▶ spawn on the same port, up to
-                                                                 `max_restarts`
+    the fleet finds one silent ─▶ SIGKILL ─▶ back-off ─▶ spawn on the same port, at most
+                                                         `max_restarts` times in a row
+
+One thread starts all servers and outlives them, because the kernel ends a server when the *thread*
+that started it ends (rlx/system/process_settings.py). So servers end with the trainer, even by SIGKILL.
 """
 
 import contextlib
@@ -31,16 +30,17 @@ from rlx.fleet import wire
 from rlx.fleet.addresses import Joining
 from rlx.fleet.client import Fleet
 from rlx.fleet.scratch import Scratch
+from rlx.fleet.tls import Tls
 from rlx.system import exit_reason
 
 _POLL_SECONDS = 0.05
 _STOP_SECONDS = 5.0  # between SIGTERM and SIGKILL
-_STEADY_SECONDS = 60.0  # a server that lived so long has its restarts forgiven
+_STEADY_SECONDS = 60.0  # a server that ran this long may restart as often as a new one
 
 
 @dataclass(frozen=True)
 class CpuPlan:
-    """Which cores the trainer and each server run on."""
+    """The cores of the trainer and of each server."""
 
     trainer: tuple[int, ...]
     servers: tuple[tuple[int, ...], ...]
@@ -49,14 +49,13 @@ class CpuPlan:
 def cpu_plan(cores: Sequence[int], num_servers: int, threads: int = 0) -> CpuPlan:
     """Divide `cores` between the trainer and its servers.
 
-    Everyone gets cores of its own while they last; the trainer, which is one, takes the
-    remainder. When they do not last, the trainer keeps the first core and the servers share the
-    others; a single core is shared by all.
+    Each server gets its own cores, and the trainer the rest. With too few cores, servers share all
+    except the trainer's first; a single core is shared by all.
 
     Args:
-      cores: ids this process may run on, e.g. sorted(os.sched_getaffinity(0)).
+      cores: ids of the usable cores, such as sorted(os.sched_getaffinity(0)).
       num_servers: ≥ 0.
-      threads: cores a server; 0: the same for every process.
+      threads: cores per server; 0: the same number for every process.
     """
     cores = tuple(cores)
     if num_servers == 0 or len(cores) == 1:
@@ -70,14 +69,14 @@ def cpu_plan(cores: Sequence[int], num_servers: int, threads: int = 0) -> CpuPla
 
 
 def servers_plan(cores: Sequence[int], num_servers: int, threads: int = 0) -> CpuPlan:
-    """Divide `cores` between servers where no trainer runs; arguments as of `cpu_plan`."""
+    """Divide `cores` between servers without a trainer; the arguments are those of `cpu_plan`."""
     cores = tuple(cores)
     each = min(threads or max(1, len(cores) // max(1, num_servers)), len(cores))
     return CpuPlan(cores, _shared(cores, num_servers, each))
 
 
 def _shared(pool: tuple[int, ...], num_servers: int, each: int) -> tuple[tuple[int, ...], ...]:
-    """Return `each` cores of `pool` for every server, in turn; reused when they run out."""
+    """Return `each` cores of `pool` for every server, reused when they run out."""
     return tuple(
         tuple(sorted(pool[(i * each + k) % len(pool)] for k in range(each)))
         for i in range(num_servers)
@@ -87,53 +86,31 @@ def _shared(pool: tuple[int, ...], num_servers: int, each: int) -> tuple[tuple[i
 class LocalServers:
     """`num_servers` processes of `python -m rlx.serve`, as a context manager.
 
-    `start` returns at once, so the trainer can compile meanwhile; `wait` gives the addresses, and
-    `fleet` a client: they answer those who have `token`, and take files that lie in `directory`.
-
-    Args:
-      model: HF directory.
-      workdir: logs go to `workdir`/logs/`name`-i.log.
-      name: prefix of the servers' logs.
-      plan: cores of each server; default: `cpu_plan` of the cores of this process, so make it
-        before the trainer pins itself.
-      options: flags of rlx.serve by name: slots, max_model_len, decode_steps, dtype, seed (server
-        i gets seed + i), kv_on_update, engine.
-      publish_dir: where the private directory of these servers is made.
-      weight_roots: further directories that published files may be in.
-      token: bearer token that they require; default: a fresh one.
-      joining: where further servers of the fleet are found, which have the same token.
-      platform: of JAX in servers without GPUs of their own.
-      gpus: names of those that each server sees; empty: all have what this process has.
-      ready_timeout: seconds until every server must have said it is ready.
-      answer_timeout: seconds after which a server that does not answer is killed, to be restarted.
-      max_restarts: of one server in a row.
-      on_message: takes one line for the user.
-      command: what starts a server.
-
     Attributes:
-      directory: private to the servers and their client; removed after the last of them has ended.
+      directory: private directory of the servers and their client, removed after they have ended.
     """
 
     def __init__(
         self,
-        model: str | os.PathLike,
+        model: str | os.PathLike,  # HF directory
         *,
-        workdir: str | os.PathLike,
+        workdir: str | os.PathLike,  # logs go to its logs/`name`-i.log
         name: str = "server",
         num_servers: int = 1,
+        # The default uses the cores of this process, before the trainer pins itself.
         plan: CpuPlan | None = None,
-        publish_dir: str = "/dev/shm",
-        weight_roots: Sequence[str] = (),
-        token: str | None = None,
-        joining: Joining | None = None,
-        platform: str = "cpu",
-        gpus: Sequence[Sequence[str]] = (),
-        ready_timeout: float = 180.0,
-        answer_timeout: float = 60.0,
-        max_restarts: int = 5,
-        on_message: Callable[[str], None] | None = None,
+        publish_dir: str = "/dev/shm",  # parent of the private directory
+        weight_roots: Sequence[str] = (),  # further directories for published files
+        token: str | None = None,  # bearer token that servers require; None: a new one
+        joining: Joining | None = None,  # where to find further servers with the same token
+        platform: str = "cpu",  # of JAX in servers without their own GPUs
+        gpus: Sequence[Sequence[str]] = (),  # of each server; empty: all that this process sees
+        ready_timeout: float = 180.0,  # seconds that servers may take to start
+        answer_timeout: float = 60.0,  # seconds of silence before a server is restarted
+        max_restarts: int = 5,  # of one server in a row
+        on_message: Callable[[str], None] | None = None,  # takes one line for the user
         command: Sequence[str] = (sys.executable, "-m", "rlx.serve"),
-        **options: str | int,
+        **options: str | int,  # flags of rlx.serve; server i gets seed + i
     ):
         plan = plan or cpu_plan(sorted(os.sched_getaffinity(0)), num_servers)
         seed = int(options.pop("seed", 0))
@@ -157,31 +134,23 @@ class LocalServers:
         ]
         self._ready_timeout, self._max_restarts = ready_timeout, max_restarts
         self._answer_timeout, self._joining = answer_timeout, joining
-        self._silent = dict[str, float]()  # address → seconds, as the fleet has found
+        self._silent = dict[str, float]()  # address → seconds of silence, from the fleet
         self._say = on_message or (lambda text: None)
         self._ready: Future[tuple[str, ...]] = Future()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="local-servers", daemon=True)
 
     def start(self) -> "LocalServers":
-        """Begin to start the servers, and return."""
+        """Begin to start the servers; return at once, so that the trainer can compile."""
         self._thread.start()
         return self
 
     def wait(self) -> tuple[str, ...]:
-        """Return host:port of each server once all answer.
-
-        Raises:
-          UserError: one ended or took too long; has the last line of its log. All are stopped.
-        """
+        """Return host:port of each server once all are ready; UserError if one fails to start."""
         return self._ready.result()
 
     def fleet(self, **options: Any) -> Fleet:
-        """Return the fleet of these servers, not connected yet; raise as `wait`.
-
-        Args:
-          options: of Fleet.
-        """
+        """Return the servers' unconnected fleet once they are ready; `options` are Fleet's."""
         return Fleet(
             self.wait(),
             token=self.token,
@@ -193,11 +162,11 @@ class LocalServers:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Ids of the processes that run now."""
+        """Ids of the running processes."""
         return tuple(server.pid for server in self._servers if server.pid)
 
     def stop(self) -> None:
-        """End every server: SIGTERM, then SIGKILL for one that does not end in time."""
+        """End every server by SIGTERM, then SIGKILL."""
         self._stopping.set()
         if self._thread.ident:
             self._thread.join()
@@ -210,7 +179,7 @@ class LocalServers:
         self.stop()
 
     def _keep(self) -> None:
-        """Start, watch, restart and end the processes; runs in the thread that owns them."""
+        """Start, watch, restart and end the processes, in the thread that owns them."""
         try:
             for server in self._servers:
                 server.spawn()
@@ -223,7 +192,7 @@ class LocalServers:
             if not self._ready.done():
                 self._ready.set_exception(error)
             else:
-                self._say(f"the local rollout servers have to stop: {error}")
+                self._say(f"the local rollout servers stop because of an error: {error}")
         finally:
             _end(self._servers)
 
@@ -232,11 +201,10 @@ class LocalServers:
         while waiting := [server for server in self._servers if not server.read_port()]:
             for server in waiting:
                 if (status := server.poll()) is not None:
-                    said = server.last_words() or f"its log is {server.log}"
-                    raise UserError(f"a rollout server ended at start {status}: {said}")
+                    raise UserError(f"a rollout server ended at start {status}: {server.message}")
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"a rollout server was not ready within {self._ready_timeout:g} s; look at "
+                    f"a rollout server was not ready within {self._ready_timeout:g} s; read "
                     f"{waiting[0].log}"
                 )
             if self._stopping.wait(_POLL_SECONDS):
@@ -244,14 +212,14 @@ class LocalServers:
         return tuple(f"127.0.0.1:{server.port}" for server in self._servers)
 
     def _end_if_hung(self, server: "_Server") -> None:
-        """Kill `server` if it runs and has not answered for too long, or sends no token."""
+        """Kill `server` if it has not answered for too long, or sends no token."""
         silent = self._silent.pop(f"127.0.0.1:{server.port}", 0.0)
         ready, mute = server.read_port(), math.isinf(silent)
         limit = self._answer_timeout if ready else self._ready_timeout
         lived = time.monotonic() - (server.ready_at or server.started)
         if server.pid and (mute or min(silent, lived) > limit):
-            what = "sends no token" if mute else f"has not answered for {limit:g} s"
-            self._say(f"rollout server {server.log.stem} (port {server.port}) {what}; killing it")
+            why = "sends no token" if mute else f"has not answered for {limit:g} s"
+            self._say(f"{server} {why}; killing it")
             server.signal(signal.SIGKILL)
 
     def _revive(self, server: "_Server") -> None:
@@ -264,47 +232,48 @@ class LocalServers:
             if now - server.started > _STEADY_SECONDS:
                 server.restarts = 0
             server.restarts += 1
-            what = f"rollout server {server.log.stem} (port {server.port}) ended {status}"
+            ended = f"{server} ended {status}"
             if server.restarts > self._max_restarts:
-                said = server.last_words() or f"its log is {server.log}"
-                self._say(f"{what} after {self._max_restarts} restarts: {said}")
+                self._say(f"{ended} after {self._max_restarts} restarts: {server.message}")
                 return
-            server.retry_at = now + 0.25 * 4 ** (server.restarts - 1)  # five outlast a minute
-            said = server.last_words()
-            self._say(f"{what}{f' ({said})' if said else ''}; starting it again")
+            server.retry_at = now + 0.25 * 4 ** (server.restarts - 1)  # five last over a minute
+            self._say(f"{ended} ({server.message}); starting it again")
         if now >= server.retry_at:
             server.spawn()
 
 
 @dataclass(eq=False)
 class _Server:
-    """One server: its port, log and cores stay, its process may change."""
+    """One server, whose process may be restarted with the same port, log and cores."""
 
     command: Sequence[str]
     log: Path
     cpus: tuple[int, ...]
     env: dict[str, str]
-    lock: int  # descriptor of a file that the process inherits
+    lock: int  # descriptor for the process to inherit
     port: int = 0
-    ready_at: float = 0.0  # when this process was seen to be ready
+    ready_at: float = 0.0  # when this process was ready; 0: not yet
     restarts: int = 0
-    retry_at: float = 0.0  # 0: its end has not been seen yet
+    retry_at: float = 0.0  # 0: no restart is due
     started: float = 0.0
     process: subprocess.Popen | None = None
     oom_kills: exit_reason.OomKills = field(default_factory=exit_reason.OomKills)
-    peak: int = 0  # bytes, when the process was last seen running
+    peak: int = 0  # bytes
     ending: str = ""
     log_start: int = 0
 
+    def __str__(self) -> str:
+        return f"rollout server {self.log.stem} (port {self.port})"
+
     @property
     def pid(self) -> int:
-        """Id of the process; 0 when there is none."""
+        """Id of the process; 0 if none runs."""
         return self.process.pid if self.process and self.process.returncode is None else 0
 
     def spawn(self) -> None:
-        """Start the process on its cores, in its own session so that Ctrl-C spares it."""
+        """Start the process on its cores, in its own session, so Ctrl-C does not reach it."""
         ours = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, self.cpus)  # of this thread; the child inherits it
+        os.sched_setaffinity(0, self.cpus)  # this thread's, which the child inherits
         try:
             with open(self.log, "ab") as log:
                 self.log_start = log.seek(0, os.SEEK_END)
@@ -323,7 +292,7 @@ class _Server:
         self.oom_kills, self.peak = exit_reason.OomKills(), 0
 
     def poll(self) -> str | None:
-        """Return how the process ended, None while it runs; kill what it started once it ended."""
+        """Return how the process ended, None while it runs; kill its children once it ended."""
         process = self.process
         if process is None:
             return None
@@ -332,24 +301,25 @@ class _Server:
                 self.oom_kills.look()
                 self.peak = exit_reason.peak_memory(process.pid) or self.peak
                 return None
-            self.signal(signal.SIGKILL)  # its group, while its id cannot be another's
+            self.signal(signal.SIGKILL)  # its group, before the id can be reused
             short = self.oom_kills.lately()
             self.ending = exit_reason.words(process.wait(), self.peak, killed_for_memory=short)
         return self.ending
 
     def read_port(self) -> int:
-        """Return the port that the process announced; 0 before."""
+        """Return the port that the process has announced; 0 before that."""
         for line in () if self.ready_at else self._lines():
             if line.startswith('{"port"') and line.endswith("}"):
                 self.port, self.ready_at = json.loads(line)["port"], time.monotonic()
         return self.port if self.ready_at else 0
 
-    def last_words(self) -> str:
-        """Return what the process wrote last, with a remedy where it mentions memory; or ""."""
-        return exit_reason.last_words(self._lines())
+    @property
+    def message(self) -> str:
+        """Return the last line of the process, with a remedy if memory ran out, or its log."""
+        return exit_reason.last_words(self._lines()) or f"its log is {self.log}"
 
     def signal(self, number: int) -> None:
-        """Send the signal `number` to the process group."""
+        """Send a signal to the process group."""
         if self.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
@@ -363,7 +333,7 @@ class _Server:
 def _end(servers: Sequence[_Server]) -> None:
     for server in servers:
         server.signal(signal.SIGTERM)
-        server.signal(signal.SIGCONT)  # a stopped one would not hear it
+        server.signal(signal.SIGCONT)  # a stopped process would not handle SIGTERM
     deadline = time.monotonic() + _STOP_SECONDS
     while running := [s for s in servers if s.pid and s.poll() is None]:
         if time.monotonic() > deadline:
@@ -375,7 +345,7 @@ def _end(servers: Sequence[_Server]) -> None:
 def _environment(
     threads: int, platform: str, token: str, gpus: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Return the servers' environment: ours with rlx on the path, thread pools and a token."""
+    """Return ours with rlx on the path, sizes of thread pools, and a token."""
     pools = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     home = str(Path(next(iter(rlx.__path__))).parent)
     path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
@@ -388,3 +358,49 @@ def _environment(
         "PYTHONUNBUFFERED": "1",
         wire.TOKEN_VARIABLE: token,
     }
+
+
+class RunningServers:
+    """Running servers at known addresses; arguments are Fleet's."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        token: str | None = None,
+        tls: Tls | None = None,
+        publish_dir: str = "",  # parent of a private directory; "": nothing is published
+        joining: Joining | None = None,
+    ):
+        self._addresses, self._publish_dir = tuple(addresses), publish_dir
+        self._options: dict[str, Any] = {"token": token, "tls": tls, "joining": joining}
+        self._stack = contextlib.ExitStack()
+
+    def fleet(self, **options: Any) -> Fleet:
+        """Return an unconnected client of the servers; `options` are Fleet's."""
+        return Fleet(self._addresses, **self._options, **options)
+
+    def __enter__(self) -> "RunningServers":
+        if self._publish_dir:
+            scratch = self._stack.enter_context(Scratch(self._publish_dir))
+            self._options["publish_dir"] = scratch.directory
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stack.close()
+
+
+def servers_of(
+    addresses: Sequence[str],
+    model: str | os.PathLike,
+    *,
+    token: str | None = None,  # of servers at `addresses`, and of started ones that others may join
+    tls: Tls | None = None,  # of servers at `addresses`
+    joining: Joining | None = None,
+    **local: Any,  # other options of LocalServers
+) -> LocalServers | RunningServers:
+    """Return the servers at `addresses`; without any, servers of `model` to start."""
+    if addresses or (joining and not local["plan"].servers):
+        shared = {"publish_dir": local.get("publish_dir", ""), "joining": joining}
+        return RunningServers(addresses, token=token, tls=tls, **shared)
+    return LocalServers(model, token=token if joining else None, joining=joining, **local)

@@ -1,10 +1,9 @@
-"""Workers of rewards and agents on nodes of a Ray cluster, as `start_worker` has them here.
+"""Start workers of rewards and agents on nodes of a Ray cluster.
 
     pool ── socket pair ── two threads ── calls of an actor ══ socket pair ── supervisor, worker
 
-A pool cannot tell: it has a socket and a process that can be ended. What is said goes by Ray's own
-calls, so that no port is open to others. A worker ends with its actor, which ends with this process
-or with its node; the pool then starts another, wherever there is room.
+A pool sees a socket and a process, as with local workers. Ray's calls carry the bytes, so no port
+is open to others. A worker ends with its actor, which ends with this process or its node.
 """
 
 import os
@@ -22,19 +21,12 @@ from rlx.launch import ray_cluster, run_secrets
 from rlx.workers.kept_command import KeptWorker
 from rlx.workers.worker_process import StartWorker, WorkerHandle, WorkerLimits, start_worker
 
-_CHUNK = 1 << 20  # bytes of a call
-_ANSWER_SECONDS = 10.0  # for a node to say how a worker ended; then it is lost
+_CHUNK = 1 << 20  # bytes per call
+_ANSWER_SECONDS = 10.0  # for a node to report a worker's exit code; then it is lost
 
 
-def starter(key: str, config: Any) -> StartWorker:
-    """Return what starts workers: on this machine, or where a Ray cluster has `resources` for each.
-
-    Args:
-      key: of what they are for, and of its section in the run's config: reward | agents.
-
-    Raises:
-      UserError: they are no resources, Ray cannot be joined, or the cluster has too few of them.
-    """
+def starter(key: str, config: Any) -> StartWorker:  # key: reward | agents
+    """Return a function that starts workers here, or on Ray if the section has `resources`."""
     section, count, certificate = config[key], config.reward.workers, config.online.tls_cert
     if not section.resources:
         return start_worker
@@ -43,12 +35,12 @@ def starter(key: str, config: Any) -> StartWorker:
         pairs = (part.split(":") for part in section.resources.split(","))
         each = {kind.strip(): float(amount) for kind, amount in pairs}
     except ValueError:
-        raise UserError(f"{named}: give what Ray counts, as CPU:1 or CPU:2,big:1") from None
+        raise UserError(f"{named}: give Ray resources, such as CPU:1 or CPU:2,big:1") from None
     ray = ray_cluster.join()
     for kind, amount in each.items():
         if (there := ray.cluster_resources().get(kind, 0)) < amount * count:
             raise UserError(
-                f"{count} workers with {named} want {count * amount:g} {kind}, and the Ray cluster "
+                f"{count} workers with {named} need {count * amount:g} {kind}, and the Ray cluster "
                 f"has {there:g}; lower reward.workers"
             )
     env = {name: os.environ[name] for name in section.environment if name in os.environ}
@@ -70,22 +62,22 @@ def _start(
 
 
 class _RemoteWorker:
-    """A worker on some node; see `WorkerHandle`."""
+    """A `WorkerHandle` of a worker on another node."""
 
     def __init__(self, ray: Any, actor: Any, end: socket.socket):
         self._ray, self._actor, self._end = ray, actor, end
         self._code: int | None = None
         self.running = True
-        self._heard = threading.Thread(target=self._hear, daemon=True)
-        self._heard.start()
-        threading.Thread(target=self._tell, daemon=True).start()
+        self._receiving = threading.Thread(target=self._receive, daemon=True)
+        self._receiving.start()
+        threading.Thread(target=self._send, daemon=True).start()
 
     def stop(self) -> None:
-        """Have the worker and all that it started killed, and return at once."""
+        """Kill the worker and its children, and return at once."""
         self._ray.kill(self._actor)
 
     def end(self, patience: float = 0.0) -> int:
-        """End it, if it has not within `patience` seconds; return its exit code, −9 if lost."""
+        """End it after `patience` seconds at most; return its exit code, −9 if it is lost."""
         if self._code is None:
             self._code = -signal.SIGKILL
             if patience:
@@ -95,17 +87,17 @@ class _RemoteWorker:
             self.stop()
         return self._code
 
-    def _tell(self) -> None:
-        """Hand on what the pool says, one call after the other: actors do not keep their order."""
+    def _send(self) -> None:
+        """Forward the pool's bytes, one call after the other, as actors may reorder calls."""
         data = b"begin"
         with suppress(OSError, self._ray.exceptions.RayError):
             while data:
                 data = self._end.recv(_CHUNK)
                 self._ray.get(self._actor.write.remote(data))
-        self._heard.join()
+        self._receiving.join()
         self._end.close()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         with suppress(OSError, self._ray.exceptions.RayError):
             while data := self._ray.get(self._actor.read.remote(_CHUNK)):
                 self._end.sendall(data)

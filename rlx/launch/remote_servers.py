@@ -1,48 +1,191 @@
-"""Servers, or Ray, on hosts with ssh and nothing else: started, shown, ended.
+"""Check hosts over ssh, and start, show and end servers, or Ray, on them.
 
-SHARED/cluster.json names what was started; SHARED/servers has the address files of rlx.serve,
-SHARED/secrets their token and certificate, SHARED/logs what they write.
+SHARED/cluster.json lists the started processes. SHARED/servers holds the address files of
+rlx.serve, SHARED/secrets their token and certificate, SHARED/logs their output.
 """
 
 import json
+import secrets
 import shlex
 import socket
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, NamedTuple
 
+import rlx
 from rlx.base import UserError
 from rlx.fleet import wire
 from rlx.fleet.addresses import Joining, bracketed, split_address
 from rlx.launch import run_secrets
-from rlx.launch.machines import HOME, Machines, aligned
+from rlx.system import host_agent
 from rlx.system.exit_reason import last_words
 from rlx.system.jsonl import read_json, write_atomically
 from rlx.system.signals import interrupts
 
-Processes = dict[str, list[dict[str, Any]]]  # host → name, log and argv, env; then pid, begun
+Processes = dict[str, list[dict[str, Any]]]  # host → name, log, argv, env; once started pid, begun
 
 STATE, _HEAD = "cluster.json", "Ray's head at "
 READY_SECONDS, LOOK_SECONDS, STOP_SECONDS, REACH_SECONDS = 600.0, 2.0, 40.0, 5.0
+PACKAGES = ("jax", "torch", "transformers", "vllm", "grpcio", "numpy", "safetensors")
+CHECKS = ("reach", "python", "packages", "GPUs", "clock", "shared", "ports")
+CLOCK_SECONDS = 2.0  # that two clocks may differ
+ASK_SECONDS = 120.0
+HOME = str(Path(next(iter(rlx.__path__))).parent)  # directory that contains rlx
+
+
+class Check(NamedTuple):
+    """One finding about a host, with a remedy unless it is `ok`."""
+
+    host: str
+    name: str
+    ok: bool
+    found: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Hosts, asked all at once: host_agent's source and a request go to `ssh HOST python -`."""
+
+    hosts: tuple[str, ...]
+    ssh: str  # command with options, such as "ssh -F FILE"; "srun" inside a Slurm job
+    python: str  # the hosts' Python
+
+    @staticmethod
+    def of(hosts: str, ssh: str, python: str, environ: Mapping[str, str]) -> "Machines":
+        """Return the machines a,b,c, or for "" the nodes of this Slurm job; UserError if none."""
+        names = tuple(filter(None, hosts.split(",")))
+        if not names and (job := environ.get("SLURM_JOB_NODELIST")):
+            names, ssh = tuple(_run("scontrol", "show", "hostnames", job).split()), "srun"
+        if not names or len(set(names)) < len(names):
+            raise UserError(
+                f"--hosts={hosts}: give each host once, as --hosts=a,b,c, by a name that ssh "
+                "knows; inside a Slurm job none is needed"
+            )
+        return Machines(names, ssh, python)
+
+    def address(self, host: str) -> str:
+        """Return the address of `host` in ssh's configuration."""
+        lines = _run(*shlex.split(self.ssh), "-G", host).splitlines()
+        return dict(line.partition(" ")[::2] for line in lines).get("hostname", host)
+
+    def ask(self, action: str, requests: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Call a host_agent function with each host's arguments; return host → result or error."""
+        with ThreadPoolExecutor(max(1, len(requests))) as pool:
+            asked = {h: pool.submit(self._ask, h, action, r) for h, r in requests.items()}
+            return {host: answer.result() for host, answer in asked.items()}
+
+    def _ask(self, host: str, action: str, request: Mapping[str, Any]) -> Any:
+        answer = f"{action}(**json.loads({json.dumps(request)!r}))"
+        program = (
+            f"{Path(host_agent.__file__).read_text()}\nimport json\nprint(json.dumps({answer}))"
+        )
+        options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", host, "--"]
+        if self.ssh == "srun":
+            options = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}"]
+        command = [*shlex.split(self.ssh), *options, shlex.quote(self.python), "-"]
+        try:
+            done = subprocess.run(
+                command, input=program, capture_output=True, text=True, timeout=ASK_SECONDS,
+                start_new_session=True,  # so that Ctrl-C does not end ssh
+            )  # fmt: skip
+            return json.loads(done.stdout.splitlines()[-1])
+        except FileNotFoundError:
+            return UserError(f"{command[0]} is missing on this machine; install it")
+        except subprocess.TimeoutExpired:
+            return UserError(f"no answer within {ASK_SECONDS:g} s; check the host")
+        except (IndexError, ValueError):
+            last_line = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+            remedy = f"make `{self.ssh} {host} true` work without a password (ssh-copy-id {host})"
+            if done.returncode != 255:  # not an error of ssh
+                remedy = f"give the hosts' Python by --python (now {self.python})"
+            return UserError(f"{last_line}; {remedy}")
+
+    def check(self, shared: Path, ports: Sequence[int] = ()) -> tuple[list[Check], dict[str, Any]]:
+        """Compare all hosts with this one; return the checks, and host → result of `look`."""
+        mark = secrets.token_hex(8)
+        try:
+            shared.mkdir(parents=True, exist_ok=True)
+            (shared / ".rlx-mark").write_text(mark)
+        except OSError as error:
+            raise UserError(f"cannot write to --shared={shared}: {error.strerror}") from None
+        request: dict[str, Any] = {"path": HOME, "packages": PACKAGES, "mark": mark,
+                                   "shared": str(shared.absolute())}  # fmt: skip
+        sent, here = time.time(), host_agent.look(**request, ports=[])
+        try:
+            found = self.ask("look", {h: {**request, "ports": [*ports]} for h in self.hosts})
+        finally:
+            (shared / ".rlx-mark").unlink(missing_ok=True)
+        span = (sent, time.time())
+        return [c for h in self.hosts for c in checks_of(h, found[h], here, span)], found
+
+
+def checks_of(
+    host: str, found: Any, here: Mapping[str, Any], span: tuple[float, float]
+) -> list[Check]:
+    """Return the checks of a host with the result `found` of `look`, against the one `here`.
+
+    `span` is this machine's clock before and after, in seconds.
+    """
+    if isinstance(found, UserError):
+        text, _, remedy = str(found).rpartition("; ")
+        return [Check(host, "reach", False, text, remedy)]
+    versions, ours = found["versions"], here["versions"]
+    other = [f"{name} {versions[name] or 'missing'} (here {ours[name]})"
+             for name in ours if ours[name] and versions[name] != ours[name]]  # fmt: skip
+    gpus = f"{len(found['gpus'])} x {found['gpus'][0]}" if found["gpus"] else "none"
+    off = max(span[0] - found["clock"], found["clock"] - span[1], 0.0)
+    python = found["python"].split(".")[:2] == here["python"].split(".")[:2]
+    results: tuple[tuple[str, bool, str, str], ...] = (
+        ("reach", True, "yes", ""),
+        ("python", python, found["python"], f"give one as here ({here['python']}) by --python"),
+        ("packages", not other, ", ".join(other) or f"rlx {versions['rlx']}",
+         "install the same versions on all hosts"),
+        ("GPUs", not found["gpus_wrong"], found["gpus_wrong"] or gpus, "repair nvidia-smi there"),
+        ("clock", off <= CLOCK_SECONDS, f"{off:.1f} s off", "set it by NTP (chrony)"),
+        ("shared", not found["shared"], found["shared"] or "yes",
+         "give a directory that all hosts see and may write to by --shared"),
+        ("ports", not found["ports"], found["ports"] or "free", "give another --port, or 0: any"),
+    )  # fmt: skip
+    return [Check(host, name, ok, text, "" if ok else remedy) for name, ok, text, remedy in results]
+
+
+def table(checks: Sequence[Check]) -> str:
+    """Return a line per host with ✓ or ✗ for each check, and a line per ✗ with its remedy."""
+    cells = {(c.host, c.name): f"✓ {c.found}" if c.ok else "✗" for c in checks}
+    hosts = dict.fromkeys(check.host for check in checks)
+    rows = [[host, *(cells.get((host, name), "–") for name in CHECKS)] for host in hosts]
+    wrong = [f"✗ {c.host}: {c.name}: {c.found} → {c.remedy}" for c in checks if not c.ok]
+    return "\n".join([*aligned([["host", *CHECKS], *rows]), *wrong])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as lines with columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+
+
+def _run(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        raise UserError(f"{command[0]} is missing on this machine; install it") from None
 
 
 def servers(
     machines: Machines,
     shared: Path,
-    found: Mapping[str, Any],
-    each: int,
-    port: int,
-    serve: Sequence[str],
+    found: Mapping[str, Any],  # host → result of `look`
+    each: int,  # servers per host; 0: one per GPU, at least one
+    port: int,  # of a host's first server; 0: any
+    serve: Sequence[str],  # arguments of Python, such as -m rlx.serve --model=DIR
 ) -> Processes:
-    """Return the servers to start, with new secrets: `each` a host, 0: one a GPU, or one.
-
-    Args:
-      found: host → what `look` found there. port: of a host's first server; 0: any.
-      serve: what follows Python, as -m rlx.serve --model=DIR.
-    """  # fmt: skip
+    """Return the servers to start, with new secrets."""
     made, secret = Processes(), shared / "secrets"
     addresses = {host: machines.address(host) for host in machines.hosts}
     token = _new_secrets(shared, tuple(addresses.values()))
@@ -61,7 +204,7 @@ def servers(
 
 
 def ray_nodes(machines: Machines, shared: Path, port: int) -> Processes:
-    """Return a node of Ray for each host, with a new token; the first has the head, at `port`."""
+    """Return a Ray node for each host, with a new token; the first is the head, at `port`."""
     made, head = Processes(), bracketed(machines.address(machines.hosts[0]), port)
     token = _new_secrets(shared, tuple(map(machines.address, machines.hosts)))
     env = {"PYTHONPATH": HOME, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
@@ -76,32 +219,26 @@ def ray_nodes(machines: Machines, shared: Path, port: int) -> Processes:
 
 
 def _new_secrets(shared: Path, addresses: Sequence[str]) -> str:
-    """Make the secrets of `shared` and return the token; UserError where some are in use."""
+    """Make the secrets of `shared` and return the token; UserError if some are in use."""
     if (shared / STATE).exists():
-        raise UserError(f"{shared} has servers already; python -m rlx.cluster down ends them")
+        raise UserError(f"{shared} has servers already; end them by python -m rlx.cluster down")
     run_secrets.make_secrets(shared / "secrets", addresses)
     return (shared / "secrets" / run_secrets.TOKEN).read_text()
 
 
 def up(machines: Machines, shared: Path, wanted: Processes) -> None:
-    """Start processes, and return when all run and servers have joined.
-
-    Raises:
-      UserError: a process ends at its start, with its last words; then nothing is left running. As
-        at Ctrl-C.
-    """
+    """Start processes, and return when all run and servers have joined; else end all of them."""
     if machines.ssh == "srun":
         raise UserError(
-            "--hosts is missing, and what srun starts ends with its step; name hosts that ssh "
+            "--hosts is missing, and processes of srun end with its step; name hosts that ssh "
             "knows, or start runs by --config.scheduler.type=slurm"
         )
-    own = _forget(shared)
-    stop = Event()
-    with interrupts(stop.set):  # until it is written down what was started
-        _up(machines, shared, wanted, stop, own)
+    running, stop = _remove_dead_addresses(shared), Event()
+    with interrupts(stop.set):  # so that cluster.json lists every started process
+        _up(machines, shared, wanted, stop, running)
 
 
-def _up(machines: Machines, shared: Path, wanted: Processes, stop: Event, own: int) -> None:
+def _up(machines: Machines, shared: Path, wanted: Processes, stop: Event, running: int) -> None:
     answers = machines.ask("start", {host: {"commands": c} for host, c in wanted.items()})
     failed = {host: a for host, a in answers.items() if isinstance(a, UserError)}
     _write(machines, shared, {
@@ -112,33 +249,33 @@ def _up(machines: Machines, shared: Path, wanted: Processes, stop: Event, own: i
     try:
         for host, error in failed.items():
             raise UserError(f"{host}: {error}")
-        joining = sum(one["name"].startswith("server") for c in wanted.values() for one in c) + own
+        count = sum(one["name"].startswith("server") for c in wanted.values() for one in c)
         end, joined = time.monotonic() + READY_SECONDS, -1
-        while joined < joining:
+        while joined < running + count:
             if stop.wait(LOOK_SECONDS):
                 raise KeyboardInterrupt
             joined = len(_joined(shared))
             for host, one, runs in _alive(*read(shared)):
                 if runs is False or time.monotonic() > end:
                     lines = Path(one["log"]).read_text(errors="replace").splitlines()
-                    said = last_words(lines) or f"its log is {one['log']}"
-                    raise UserError(f"{host}: {one['name']} ended or is not ready: {said}")
+                    why = last_words(lines) or f"its log is {one['log']}"
+                    raise UserError(f"{host}: {one['name']} ended or is not ready ({why})")
     except BaseException:
         down(shared)
         raise
 
 
 def read(shared: Path) -> tuple[Machines, Processes]:
-    """Return what `up` has started in `shared`; raise UserError where that is nothing."""
+    """Return the machines and processes that `up` has started; UserError if there are none."""
     found = read_json(shared / STATE)
     if not found:
-        raise UserError(f"nothing was started in --shared={shared}; python -m rlx.cluster up does")
+        raise UserError(f"nothing was started in --shared={shared}; use python -m rlx.cluster up")
     machines = Machines(tuple(found["hosts"]), found["ssh"], found["python"])
     return machines, found["processes"]
 
 
 def status(shared: Path) -> tuple[str, bool]:
-    """Return a line for each process and how a run takes them, and whether all run."""
+    """Return a line for each process and the command of a run there, and whether all run."""
     states = {True: "✓ runs", False: "✗ ended: {log}", None: "✗ its host does not answer"}
     found = [
         (host, one["name"], str(one["pid"]), states[runs].format(**one))
@@ -161,11 +298,7 @@ def status(shared: Path) -> tuple[str, bool]:
 
 
 def down(shared: Path) -> int:
-    """Return 0 once what `up` started has ended; servers finish what they have, for a while.
-
-    Raises:
-      UserError: a host did not answer; what runs there is still in the list.
-    """
+    """End all processes of `up`, whose servers first finish requests for a while; return 0."""
     machines, started = read(shared)
     asked = {h: {"processes": some, "seconds": STOP_SECONDS} for h, some in started.items()}
     answers = machines.ask("stop", asked)
@@ -174,14 +307,14 @@ def down(shared: Path) -> int:
         _write(machines, shared, {host: started[host] for host in failed})
         host, answer = next(iter(failed.items()))
         why = answer if isinstance(answer, UserError) else f"{sum(answer)} cannot be killed"
-        raise UserError(f"{host}: {why}; what runs there is left, the same command tries again")
-    _forget(shared)
+        raise UserError(f"{host}: {why}; its processes may still run, give the same command again")
+    _remove_dead_addresses(shared)
     (shared / STATE).unlink()
     return 0
 
 
 def _alive(machines: Machines, started: Processes) -> list[tuple[str, dict[str, Any], bool | None]]:
-    """Return host, process and whether it runs; None where the host does not answer."""
+    """Return host, process and whether it runs; None if the host does not answer."""
     answers = machines.ask("alive", {h: {"processes": some} for h, some in started.items()})
     return [
         (host, one, None if isinstance(answers[host], UserError) else answers[host][i])
@@ -194,8 +327,8 @@ def _joined(shared: Path) -> tuple[str, ...]:
     return Joining(str(shared / "servers")).look() if there else ()
 
 
-def _forget(shared: Path) -> int:
-    """Remove the addresses at which nobody listens; return how many servers joined by hand."""
+def _remove_dead_addresses(shared: Path) -> int:
+    """Remove addresses of servers that do not listen; return the number of others."""
     left = 0
     for name in _joined(shared):
         host, port = split_address(name)

@@ -1,11 +1,10 @@
-"""Make what lets the hosts of one run trust each other, in a directory that all of them see.
+"""Make the secrets that a run's hosts share, in a directory that all of them see.
 
-    token       what a server asks for, as a bearer token
-    cert.pem    of all servers, signed by itself, by which the trainer knows them; and its key.pem
-    bundle.pem  with the certificates that this machine trusts, for clients that call others, too
+    token       the servers' bearer token
+    cert.pem    the servers' self-signed certificate, with key.pem
+    bundle.pem  cert.pem and this machine's trusted certificates, for clients that call others too
 
-Files are 0600 in a directory that is 0700: who reads another user's files on the shared disk, its
-administrator, can call the servers. They are made anew at each start.
+They are new at each start, in files of mode 0600 in a directory of mode 0700.
 """
 
 import ipaddress
@@ -24,11 +23,7 @@ TOKEN, CERTIFICATE, KEY, BUNDLE = "token", "cert.pem", "key.pem", "bundle.pem"
 
 
 def make_secrets(directory: Path, hosts: Sequence[str]) -> None:
-    """Write the files for servers on `hosts`, names or addresses.
-
-    Raises:
-      UserError: there is no `openssl`, or it fails.
-    """
+    """Write the files for servers on `hosts`, names or addresses; UserError if openssl fails."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     directory.chmod(0o700)
     for name in (TOKEN, CERTIFICATE, KEY, BUNDLE):
@@ -46,14 +41,13 @@ def make_secrets(directory: Path, hosts: Sequence[str]) -> None:
         subprocess.run(openssl, check=True, capture_output=True, text=True, umask=0o077)
     except FileNotFoundError:
         raise UserError(
-            "there is no openssl, which makes the servers' certificate; install it, or start "
-            "servers by hand with certificates and give fleet.addresses and fleet.tls"
+            "openssl, which makes the servers' certificate, is missing; install it, or start "
+            "servers with your own certificates and set fleet.addresses and fleet.tls"
         ) from None
     except subprocess.CalledProcessError as error:
-        said = (error.stderr or "").strip().splitlines() or ["nothing"]
+        lines = (error.stderr or "").strip().splitlines() or ["no message"]
         raise UserError(
-            f"openssl made no certificate for {names}: {said[-1]}; name the hosts by what others "
-            "reach them by"
+            f"openssl made no certificate for {names}: {lines[-1]}; give hosts' names or addresses"
         ) from None
     known = ssl.get_default_verify_paths().cafile
     trusted = Path(known).read_bytes() if known else b""

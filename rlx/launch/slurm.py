@@ -1,7 +1,4 @@
-"""Ask Slurm by its commands: submit a script, see what became of a job, cancel it.
-
-Accounting is not needed: `scontrol` knows a job while it lives and some minutes longer.
-"""
+"""Submit, follow and cancel Slurm jobs by Slurm's commands, without its accounting."""
 
 import re
 import shlex
@@ -18,7 +15,7 @@ UNSHARED = 66  # exit status of a job whose node does not see the run's director
 
 
 class Ending(NamedTuple):
-    """What the end of a job means: in words, and whether another start can do better."""
+    """The end of a job: its description, and whether another start may succeed."""
 
     words: str
     again: bool
@@ -45,12 +42,12 @@ LIVE: Mapping[str, str] = {
     "REQUEUE_HOLD": "is held", "REQUEUE_FED": "waits again", "RESV_DEL_HOLD": "is held",
     "RESIZING": "runs", "SIGNALING": "runs", "SUSPENDED": "is suspended", "STOPPED": "is stopped",
 }  # fmt: skip
-NEVER: Mapping[str, str] = {  # why a job waits that would do so for ever → what to change
+NEVER: Mapping[str, str] = {  # reason for which a job waits for ever → remedy
     "PartitionNodeLimit": "the partition has fewer nodes at work (`sinfo`); lower scheduler.nodes",
     "PartitionTimeLimit": "`sinfo -o '%P %l'` shows the time there is; lower scheduler.time",
     "BadConstraints": "correct scheduler.options",
 }
-_REMEDIES = {  # what sbatch says → what to change
+_REMEDIES = {  # word of sbatch's message → remedy
     "partition": "set scheduler.partition to one that `sinfo` shows",
     "account": "set scheduler.account and qos to yours (`sacctmgr show assoc user=$USER`)",
     "qos": "set scheduler.qos to one of yours",
@@ -65,22 +62,14 @@ _REMEDIES = {  # what sbatch says → what to change
 
 @dataclass(frozen=True)
 class Job:
-    """A job as Slurm sees it.
-
-    Attributes:
-      state: PENDING, …; COMPLETING while its last processes end.
-      reason: why it waits or has ended; "" for none.
-      nodes: as Slurm writes them, n[0-2].
-      restarts: times that Slurm has put it back in its queue.
-      status: exit status of its script. signal: that ended it, or 0.
-    """
+    """A job in Slurm's view."""
 
     state: str
-    reason: str = ""
-    nodes: str = ""
-    restarts: int = 0
-    status: int = 0
-    signal: int = 0
+    reason: str = ""  # why it waits or has ended
+    nodes: str = ""  # in Slurm's notation, such as n[0-2]
+    restarts: int = 0  # how often Slurm has requeued it
+    status: int = 0  # exit status of its script
+    signal: int = 0  # that ended it, or 0
 
     @property
     def ended(self) -> bool:
@@ -88,57 +77,51 @@ class Job:
 
     def __str__(self) -> str:
         known = LIVE.get(self.state) or ENDINGS.get(self.state, Ending("", False)).words
-        words = known or f"is in a state that is unknown here, {self.state}"
+        known = known or f"is in the unknown state {self.state}"
         where = f" on {self.nodes}" if self.nodes and self.state == "RUNNING" else ""
-        return f"{words}{where}{f' ({self.reason})' if self.reason else ''}"
+        return f"{known}{where}{f' ({self.reason})' if self.reason else ''}"
 
 
 def render(template: str, values: Mapping[str, str], where: str) -> str:
-    """Return a template with each <<name>> replaced; UserError for a name that is unknown."""
+    """Return a template with each <<name>> replaced; UserError for an unknown name."""
 
     def value(match: re.Match) -> str:
         if match[1] not in values:
-            raise UserError(f"{where} has <<{match[1]}>>; there are {', '.join(values)}")
+            raise UserError(f"{where} has <<{match[1]}>>; use only {', '.join(values)}")
         return values[match[1]]
 
     return re.sub(r"<<(\w+)>>", value, template)
 
 
 def submit(script: Path) -> str:
-    """Return the id of the job that runs a script.
-
-    Raises:
-      UserError: there is no Slurm here, or it refuses the job; in its own words.
-    """
+    """Submit a script and return the job's id; UserError if Slurm refuses or is missing."""
     done = _run("sbatch", "--parsable", str(script))
     if done.returncode:
-        lines = [line.removeprefix("sbatch: ") for line in done.stderr.splitlines()] or ["no words"]
-        said = next((x for x in lines if x.startswith("error: ")), " ".join(lines))
+        lines = [line.removeprefix("sbatch: ") for line in done.stderr.splitlines()] or ["unknown"]
+        message = next((x for x in lines if x.startswith("error: ")), " ".join(lines))
         fix = next((fix for word, fix in _REMEDIES.items() if word in " ".join(lines)), "")
         raise UserError(
-            f"Slurm refuses the job: {said.removeprefix('error: ')} "
+            f"Slurm refuses the job: {message.removeprefix('error: ')} "
             f"({lines[-1].removeprefix('error: ')}); {fix or f'its script is {script}'}"
         )
     return done.stdout.strip().split(";")[0]
 
 
 def job(number: str) -> Job | None:
-    """Return how a job is; None where Slurm does not answer now.
-
-    Raises:
-      UserError: Slurm does not know the job.
-    """
+    """Return a job; None if Slurm does not answer now. UserError if Slurm does not know it."""
     done = _run("scontrol", "show", "job", "--oneliner", number)
     if "Invalid job id" in done.stderr:
-        raise UserError(f"Slurm does not know job {number} any more; the same command starts anew")
+        raise UserError(
+            f"Slurm does not know job {number} any more; give the same command to resume"
+        )
     return parse_job(done.stdout) if done.returncode == 0 and done.stdout.strip() else None
 
 
 def lives(number: str) -> bool:
-    """Return whether a job has not ended; UserError where Slurm does not say so now."""
+    """Return whether a job has not ended; UserError if Slurm does not answer now."""
     try:
         found = job(number)
-    except UserError:  # it does not know the job any more
+    except UserError:  # Slurm has forgotten the job
         return False
     if found is None:
         raise UserError(
@@ -164,7 +147,7 @@ def parse_job(line: str) -> Job:
 
 
 def failed_nodes(nodes: str) -> tuple[str, ...]:
-    """Return those nodes of a list that are down, drained, or do not answer."""
+    """Return the nodes of a list that are down, drained, or do not answer."""
     if not nodes:
         return ()
     lines = _run("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %T").stdout
@@ -174,13 +157,13 @@ def failed_nodes(nodes: str) -> tuple[str, ...]:
 
 
 def start_now(number: str) -> None:
-    """Let a job that was put back in the queue start before the two minutes it would wait."""
-    # Slurm has revoked the job's credential in this second, and with it one made in the same.
+    """Let a requeued job start without waiting two minutes."""
+    # Slurm has just revoked the job's credential, and with it any made in the same second.
     _run("scontrol", "update", f"JobId={number}", "StartTime=now+3seconds")
 
 
 def ask_to_end(number: str) -> None:
-    """Let a job's script end its run after a saved step; a job that waits is cancelled."""
+    """Let a running job end after a saved step; cancel a waiting one."""
     if _run("scancel", "--batch", "--signal=TERM", "--state=RUNNING", number).returncode:
         cancel(number)
     _run("scancel", "--state=PENDING", number)
@@ -192,7 +175,7 @@ def cancel(number: str) -> None:
 
 
 def quoted(words: Sequence[str], places: Mapping[str, str]) -> str:
-    """Return words for a shell, each place in them replaced by what the shell expands."""
+    """Return words quoted for a shell, with each key of `places` replaced by its expansion."""
     found = []
     for word in words:
         parts = re.split(f"({'|'.join(map(re.escape, places))})", word)

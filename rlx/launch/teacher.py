@@ -1,8 +1,7 @@
-"""The teacher of a run, and its reward model: more fleets, which score what the first generates.
+"""Fleets that score rollouts: a run's teacher, and its reward model.
 
-Their servers are started by the run, of a `path`, or run already, at `addresses`. Nothing is ever
-published to them. Where a teacher's path is known, its vocabulary is compared with the student's
-before anything starts; servers at an address can only refuse tokens they do not know.
+The run starts their servers from a `path`, or uses servers at `addresses`; it never publishes to
+them. Only the vocabulary of a teacher with a path can be compared with the student's beforehand.
 """
 
 import importlib.util
@@ -15,8 +14,7 @@ from rlx.algorithms.algorithm import Algorithm
 from rlx.base import UserError
 from rlx.fleet.client import Fleet, Timeouts
 from rlx.fleet.tls import Tls
-from rlx.launch.local import CpuPlan, LocalServers
-from rlx.launch.servers import RunningServers
+from rlx.launch.local import CpuPlan, LocalServers, RunningServers
 from rlx.model import config_forms, directory
 from rlx.model.model_config import ModelConfig
 from rlx.option import read_options
@@ -24,29 +22,20 @@ from rlx.option import read_options
 
 @dataclass(frozen=True)
 class ScorerOptions:
-    """Where a run's teacher or reward model is, and how much it has to score.
+    """Options of a run's teacher or reward model, and of servers to start for it."""
 
-    Attributes:
-      name: `teacher` or `reward model`, for messages.
-      preset: of the run's algorithm, for messages.
-      path: HF directory or hub name that servers are started with; "": not known.
-      addresses: of running servers, which are used instead of starting any.
-      engine, num_servers, slots: of servers to start.
-      longest: tokens of what is scored.
-    """
-
-    name: str
-    preset: str
-    path: str
-    addresses: tuple[str, ...]
+    name: str  # teacher | reward model, for messages
+    preset: str  # of the run's algorithm, for messages
+    path: str  # HF directory or hub name; "": unknown
+    addresses: tuple[str, ...]  # of running servers; empty: start servers of `path`
     engine: str
     num_servers: int
     slots: int
-    longest: int
+    longest: int  # most tokens of a sequence to score
 
     @classmethod
     def of_teacher(cls, config: Any) -> "ScorerOptions":
-        """Return those of a run's teacher, which scores no evaluation."""
+        """Return the teacher's options; it scores no evaluations."""
         engine = config.teacher.engine or config.fleet.engine
         return read_options(
             cls,
@@ -61,7 +50,7 @@ class ScorerOptions:
 
     @classmethod
     def of_reward_model(cls, config: Any) -> "ScorerOptions":
-        """Return those of a run's reward model; its tokenizer may need more tokens for a text."""
+        """Return the reward model's options; its tokenizer may need twice the tokens for a text."""
         completion = max(config.sampling.max_new_tokens, config.eval.max_new_tokens)
         longest = 2 * (config.data.max_prompt_tokens + completion)
         return read_options(
@@ -81,36 +70,25 @@ class ScorerOptions:
 def check(
     options: ScorerOptions,
     algorithm: Algorithm,
-    student: Path,
-    read: Callable[[Path], ModelConfig] = directory.load_config,
+    student: Path,  # HF directory
+    read: Callable[[Path], ModelConfig] = directory.load_config,  # or directory.check, for tensors
 ) -> None:
-    """Check that there is a teacher exactly where one is learned from, and that it fits.
-
-    Args:
-      student: its HF directory.
-      read: returns the model of a directory; `directory.check` compares its tensors, too.
-
-    Raises:
-      UserError: the teacher is missing, in vain, no language model, of another vocabulary, or too
-        short.
-    """
+    """Raise UserError unless a run has a fitting teacher exactly if its algorithm needs one."""
     wanted = algorithm.kl_anchor == "teacher"
-    what = f"algorithm.preset={options.preset} (kl_anchor={algorithm.kl_anchor})"
+    preset = f"algorithm.preset={options.preset} (kl_anchor={algorithm.kl_anchor})"
     if wanted and not options:
-        raise UserError(
-            f"{what} learns from a teacher and there is none; set teacher.path or teacher.addresses"
-        )
+        raise UserError(f"{preset} needs a teacher; set teacher.path or teacher.addresses")
     if not options:
         return
     if not wanted:
         raise UserError(
-            f"teacher.path={options.path!r} is given and {what} learns from none; leave "
+            f"teacher.path={options.path!r} is unused, because {preset} has no teacher; leave "
             "teacher.path and teacher.addresses empty, or use preset distill"
         )
     if algorithm.data != "rollouts":
         raise UserError(
-            f"{what} trains on rows as they are, and a teacher scores rollouts alone; leave the "
-            "teacher out"
+            f"{preset} trains on rows, but a teacher scores rollouts; leave teacher.path and "
+            "teacher.addresses empty"
         )
     if options.engine == "vllm" and options.num_local and not importlib.util.find_spec("vllm"):
         raise UserError(
@@ -128,29 +106,27 @@ def _check_model(
     model = read(path)
     if model.value_head:
         raise UserError(
-            f"teacher.path={options.path} is a reward model, one value a token and no logits; give "
-            "a language model"
+            f"teacher.path={options.path} is a reward model, which has no logits; give a language "
+            "model"
         )
     if options.longest > model.max_position:
         raise UserError(
             f"data.max_prompt_tokens + sampling.max_new_tokens = {options.longest} exceeds the "
             f"teacher's context of {model.max_position} tokens; lower one of them"
         )
-    ours, theirs = vocabulary(student), vocabulary(path)
+    ours, theirs, found = vocabulary(student), vocabulary(path), ""
     if ours and theirs:
         for token, index in ours.items():
             if theirs.get(token) != index:
-                raise UserError(
-                    f"teacher.path={options.path} has another vocabulary: token {token!r} is "
-                    f"{index} in {student} and {theirs.get(token, 'nothing')} there; choose a "
-                    "teacher with the student's tokenizer"
-                )
-        return
-    vocab_size = directory.load_config(student).vocab_size
-    if model.vocab_size != vocab_size:
+                there = theirs.get(token, "nothing")
+                found = f"token {token!r} is {index} in {student} and {there} there"
+                break
+    elif model.vocab_size != (size := directory.load_config(student).vocab_size):
+        found = f"{model.vocab_size} tokens, the student has {size}"
+    if found:
         raise UserError(
-            f"teacher.path={options.path} has a vocabulary of {model.vocab_size}, the student's is "
-            f"{vocab_size}; choose a teacher with the student's tokenizer"
+            f"teacher.path={options.path} has another vocabulary ({found}); choose a teacher with "
+            "the student's tokenizer"
         )
 
 
@@ -168,20 +144,14 @@ def vocabulary(model: Path) -> dict[str, int]:
 
 def servers(
     options: ScorerOptions,
-    cores: Sequence[tuple[int, ...]],
+    cores: Sequence[tuple[int, ...]],  # of each of the `num_local` servers
     *,
-    token: str | None,
+    token: str | None,  # of the servers at `addresses`
     tls: Tls | None,
     on_message: Callable[[str], None],
-    **local: Any,
+    **local: Any,  # options of the student's LocalServers
 ) -> LocalServers | RunningServers:
-    """Return the servers that score, not started yet.
-
-    Args:
-      cores: of each of the `num_local` servers.
-      token, tls: of the servers at `addresses`.
-      local: of LocalServers, as the student's servers have them.
-    """
+    """Return the servers that score, not started yet."""
     if options.addresses:
         return RunningServers(options.addresses, token=token, tls=tls)
     model = directory.resolve(options.path, options.name)
@@ -202,12 +172,8 @@ def fleet(
     on_message: Callable[[str], None],
     name: str = "teacher",
 ) -> Fleet:
-    """Return the fleet of servers that score, not connected yet; waits until they are ready.
-
-    Raises:
-      UserError: one did not start.
-    """
-    # Report an outage before the attempt that waits for its end is given up.
+    """Return the unconnected fleet of servers that score, once they are ready."""
+    # So that an outage is reported before the attempt that waits for its end fails.
     limits = replace(limits, outage_seconds=min(limits.outage_seconds, limits.request / 2))
     try:
         return servers.fleet(limits=limits, on_message=lambda text: on_message(f"{name}: {text}"))

@@ -1,8 +1,7 @@
-"""XLA's flags for training on CUDA; set before JAX makes its backends. No JAX here.
+"""XLA's flags for training on CUDA, to set before JAX makes its backends. No JAX here.
 
-Collectives begin early and are awaited late (latency hiding), and those of one layer of the scanned
-stack run beside the products of the next (pipelining). XLA ends a process for a flag that it does
-not know: those of FLAGS are known to the versions of VERSIONS, which a test asks the installed one.
+They overlap collectives with matrix products (latency hiding), also across the layers of a scanned
+stack (pipelining). An unknown flag ends a process of XLA; VERSIONS know all of FLAGS.
 """
 
 from collections.abc import MutableMapping
@@ -20,7 +19,7 @@ PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
 def add(environment: MutableMapping[str, str]) -> None:
-    """Add FLAGS to XLA_FLAGS where JAX may use CUDA; flags that are there already stay."""
+    """Add FLAGS to XLA_FLAGS if JAX may use CUDA; flags that are set already stay."""
     platforms = environment.get("JAX_PLATFORMS") or "cuda"
     if not any(name in platforms for name in ("cuda", "gpu")) or not any(map(find_spec, PLUGINS)):
         return

@@ -81,7 +81,7 @@ class Gate:
 
     def ask(self, executor: Executor, fleet: Fleet, version: int, publish: Future | None) -> None:
         """Begin to ask every live server, once `publish` has brought them `version`."""
-        self._asked = executor.submit(self._probe(fleet, version, publish))
+        self._asked = executor.loop.submit(self._probe(fleet, version, publish))
 
     @property
     def asked(self) -> bool:

@@ -1,14 +1,11 @@
 r"""Make the problems of the embedded task: seeded chains of additions and subtractions. No I/O.
 
-A problem is `47a+38b-6=?`: each term but the first has a letter. A careful solution gives the
-running value after each term, one a line: `:47`, `a+38:85`, `b-6:79`, `\boxed{79}`. Every
-intermediate value stays within two digits; the number of operands is heavy-tailed, so that a
-batch holds a few solutions several times as long as the rest.
+A problem is `47a+38b-6=?`: each term except the first has a letter. A careful solution has the
+running value after each term on a line: `:47`, `a+38:85`, `b-6:79`, `\boxed{79}`. Values have at
+most two digits. The number of operands is heavy-tailed, so a few solutions are much longer.
 
-Whether a problem is for training or held out is a hash of its text: the two sets are disjoint
-whatever the seeds. The recipe of the model that ships with the package
-(`experiments/2026-11-arithmetic`) draws its demonstrations from the training side only. SFT and
-preference pairs use a right and a wrong solution of each problem.
+A hash of its text assigns a problem to training or to the held-out set, whatever the seed. The
+recipe of the packaged model (`experiments/2026-11-arithmetic`) learns from training problems only.
 """
 
 import hashlib
@@ -23,33 +20,21 @@ from rlx.base import unknown
 
 SPLITS = ("train", "held_out")
 MIN_OPERANDS, MAX_OPERANDS = 3, 14
-LARGEST_VALUE = 99  # of every intermediate value; the smallest is 0
-LARGEST_OPERAND = 49  # after the first
-_HELD_OUT_SHARE = 10  # one problem in this many
+LARGEST_VALUE = 99  # intermediate values lie between 0 and this
+LARGEST_OPERAND = 49  # except for the first
+_HELD_OUT_SHARE = 10  # 1 problem in 10
 _TAIL = 1.5  # P(k operands) ∝ k^−1.5
-_ERRORS = (-20, -10, -2, -1, 1, 2, 10, 20)  # of a wrong step: a slip of a digit or of the carry
-_GUESS_NOISE = 20  # a wrong guess is a ten that lies no farther from the answer
+_ERRORS = (-20, -10, -2, -1, 1, 2, 10, 20)  # of a wrong step: a digit or the carry is wrong
+_GUESS_NOISE = 20  # a wrong guess is a multiple of ten at most this far from the answer
 
 
 def problems(seed: int, split: str, n: int) -> list[dict[str, str]]:
-    """Return the first `n` distinct problems of a seed's stream, as dataset rows.
-
-    Args:
-      seed: any integer; a longer list of the same seed starts with the shorter one.
-      split: `train` or `held_out`; no problem is ever in both, whatever the seeds.
-      n: ≥ 0.
-
-    Returns:
-      Rows `{"question": "47a+38b-6=?", "answer": "79"}`.
-
-    Raises:
-      UserError: `split` is neither.
-    """
+    """Return the first `n` rows of `stream`: `{"question": "47a+38b-6=?", "answer": "79"}`."""
     return list(itertools.islice(stream(seed, split), n))
 
 
 def stream(seed: int, split: str) -> Iterator[dict[str, str]]:
-    """Yield distinct problems of a seed and split without end, as `problems` lists them."""
+    """Yield distinct problems without end; UserError if `split` is not train or held_out."""
 
     def draw(rng: random.Random, _: int) -> dict[str, str] | None:
         question, answer = _draw(rng)
@@ -62,11 +47,9 @@ def stream(seed: int, split: str) -> Iterator[dict[str, str]]:
 def distinct(
     name: str, seed: int, split: str, draw: Callable[[random.Random, int], dict[str, Any] | None]
 ) -> Iterator[dict[str, Any]]:
-    """Yield rows of different questions without end; UserError where there is no such split.
+    """Yield the rows of `draw` with distinct questions without end; UserError for a wrong split.
 
-    Args:
-      name: of the task; with another one the same seed gives other random numbers.
-      draw: makes a row, given how many there are before it; None where it is of the other split.
+    `draw` gets the number of rows before, and returns None if a row belongs to another split.
     """
     if split not in SPLITS:
         raise unknown("split", split, SPLITS)
@@ -79,13 +62,13 @@ def distinct(
 
 
 def split_of(question: str, held_out_share: int = _HELD_OUT_SHARE) -> str:
-    """Return the split a problem belongs to, a function of its text alone."""
+    """Return the split of a problem, which depends only on its text."""
     digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
     return "train" if int.from_bytes(digest, "big") % held_out_share else "held_out"
 
 
 class Step(NamedTuple):
-    """One operation: `value operator operand` is `result`; `letter` is its own in the problem."""
+    """One operation, marked by `letter` in the problem: `value operator operand` is `result`."""
 
     letter: str
     value: int
@@ -116,30 +99,32 @@ def first_value(question: str) -> int:
 
 def careful_solution(question: str) -> str:
     r"""Return the value after each term, then the boxed answer: `:47\na+38:85\n\boxed{85}`."""
-    chain = steps(question)
-    lines = [f":{first_value(question)}", *(f"{s.term}:{s.result}" for s in chain)]
-    return "\n".join([*lines, f"\\boxed{{{chain[-1].result}}}"])
+    return _written(question, [step.result for step in steps(question)])
 
 
 def wrong_solution(question: str) -> str:
     r"""Return a plausible solution with a wrong boxed answer; always the same for a question.
 
-    Half of them make one mistake and carry it through, `a+38:75`, the others give up at a step and
-    guess, as the model that ships with the package does: `a+38~\boxed{60}`.
+    Half of them make one mistake and continue with it, `a+38:75`. The others guess the answer at
+    some step, as the packaged model does: `a+38~\boxed{60}`.
     """
-    rng = random.Random(f"wrong {question}")
-    if rng.random() < 0.5 and (mistake := _mistake(question, rng)):
-        return _carried(question, *mistake)
-    chain = steps(question)
+    rng, chain = random.Random(f"wrong {question}"), steps(question)
+    if rng.random() < 0.5 and (mistake := _mistake(chain, rng)):
+        at, error = mistake
+        return _written(question, [s.result + error * (i >= at) for i, s in enumerate(chain)])
     at = rng.randrange(len(chain))
     lines = [f":{first_value(question)}", *(f"{s.term}:{s.result}" for s in chain[:at])]
     guesses = [g for g in range(0, 100, 10) if 0 < abs(g - chain[-1].result) <= _GUESS_NOISE]
     return "\n".join([*lines, f"{chain[at].term}~\\boxed{{{rng.choice(guesses)}}}"])
 
 
-def _mistake(question: str, rng: random.Random) -> tuple[int, int] | None:
+def _written(question: str, results: list[int]) -> str:
+    lines = [f"{s.term}:{result}" for s, result in zip(steps(question), results, strict=True)]
+    return "\n".join([f":{first_value(question)}", *lines, f"\\boxed{{{results[-1]}}}"])
+
+
+def _mistake(chain: list[Step], rng: random.Random) -> tuple[int, int] | None:
     """Return a step and an error in its result that leaves all values in 0…LARGEST_VALUE."""
-    chain = steps(question)
     possible = [
         (at, error)
         for at in range(len(chain))
@@ -147,14 +132,6 @@ def _mistake(question: str, rng: random.Random) -> tuple[int, int] | None:
         if all(0 <= step.result + error <= LARGEST_VALUE for step in chain[at:])
     ]
     return rng.choice(possible) if possible else None
-
-
-def _carried(question: str, at: int, error: int) -> str:
-    """Return the careful solution with results off by `error` from step `at` on."""
-    chain = steps(question)
-    results = [step.result + (error if index >= at else 0) for index, step in enumerate(chain)]
-    lines = [f"{step.term}:{result}" for step, result in zip(chain, results, strict=True)]
-    return "\n".join([f":{first_value(question)}", *lines, f"\\boxed{{{results[-1]}}}"])
 
 
 def _draw(rng: random.Random) -> tuple[str, int]:
@@ -170,7 +147,7 @@ def _draw(rng: random.Random) -> tuple[str, int]:
 
 
 def _draw_step(rng: random.Random, value: int) -> tuple[str, int]:
-    """Return an operator, likelier the more room it has, and an operand: half have one digit."""
+    """Return an operator and an operand that keep the value in range; half have one digit."""
     operator = "-" if rng.randint(1, LARGEST_VALUE) <= value else "+"
     room = LARGEST_VALUE - value if operator == "+" else value
     largest = min(room, 9 if rng.random() < 0.5 else LARGEST_OPERAND)

@@ -1,7 +1,4 @@
-"""The rules for failed attempts: a prompt is tried again, then skipped; a long outage ends the run.
-
-Shared by training, held-out evaluations and `rlx.evaluate`. No clock is read here.
-"""
+"""Decide about failed attempts: retry a prompt, skip it, or end the run after a long outage."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -12,8 +9,8 @@ from rlx.base import UserError
 from rlx.cli import user_code
 
 _LONGEST = 60.0  # seconds between two attempts at one prompt
-_FEW = 8  # prompts of which more than the rate must fail again at least, before a run ends
-_RATE = 0.5  # above which an outage begins where no rate ends the run
+_FEW = 8  # a run ends only if more than the allowed rate of at least this many prompts fail again
+_RATE = 0.5  # of failures at which an outage begins, in runs that no rate ends
 _CHARACTERS = 200  # of a row in a message
 
 
@@ -22,25 +19,21 @@ class RolloutError(UserError):
 
 
 class Skipped(RolloutError):
-    """One row failed in all its attempts; its cause is the last failure.
-
-    Attributes:
-      group_id: of the prompt. index: of the row in its dataset, from 0.
-    """
+    """A row whose attempts all failed; `index` is its place in the dataset, from 0."""
 
     def __init__(
         self, group_id: int, index: int, row: Mapping[str, Any], attempts: int, error: Exception
     ):
         super().__init__(
             f"{attempts} of rollout.max_attempts={attempts} failed; the last one, row {index}: "
-            f"{type(error).__name__}: {_told(error)}"
+            f"{type(error).__name__}: {_message(error)}"
         )
         self.group_id, self.index, self._row, self._attempts = group_id, index, row, attempts
         self.__cause__ = error
 
     @property
     def reason(self) -> BaseException:
-        """Return the user's mistake that caused this error, if one did, else this error."""
+        """Return the UserError that caused this error, if one did, else this error."""
         return self.__cause__ if isinstance(self.__cause__, UserError) else self
 
     def record(self, which: str) -> dict[str, Any]:
@@ -52,45 +45,33 @@ class Skipped(RolloutError):
             "text": describe(self._row),
             "attempts": self._attempts,
             "error": type(self.__cause__).__name__,
-            "message": _told(self.__cause__),
+            "message": _message(self.__cause__),
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """When a prompt is given up, and when the run ends.
+    """Limits at which a prompt is skipped, and at which the run ends."""
 
-    Attributes:
-      attempts: of one prompt, ≥ 1; after the last the prompt is skipped.
-      rate: share of the last prompts that may fail; 1: no failure ends the run.
-      pause: seconds before the second attempt at a prompt.
-      outage: seconds in which more may fail, and in which a failure is held against no prompt.
-      mistakes: whether a UserError is tried again like any failure.
-    """
-
-    attempts: int = 3
-    rate: float = 0.5
-    pause: float = 1.0
-    outage: float = 120.0
-    mistakes: bool = True
+    attempts: int = 3  # at a prompt before it is skipped, ≥ 1
+    rate: float = 0.5  # share of the last prompts that may fail; 1: no failure ends the run
+    pause: float = 1.0  # seconds before the second attempt at a prompt
+    outage: float = 120.0  # seconds for which more may fail, without counting against prompts
+    mistakes: bool = True  # whether to retry a UserError like any failure
 
     def over(self, failed: int, error: BaseException) -> bool:
         """Return whether to give up a prompt after `failed` failures, the last with `error`."""
         return failed >= self.attempts or (isinstance(error, UserError) and not self.mistakes)
 
     def back_off(self, failed: int, lasted: float = 0.0, group_id: int = 0) -> float:
-        """Return the seconds until a prompt that has failed `failed` ≥ 1 times is tried again.
-
-        Args:
-          lasted: seconds of the outage; a fourth of them passes unnoticed at its end.
-          group_id: of the prompt. In an outage prompts come back one after the other.
-        """
+        """Return the seconds to wait after `failed` ≥ 1 failures, `lasted` s into an outage."""
         wait = max(self.pause * 8 ** (failed - 1), lasted / 4)
-        return min(wait * (1 + (group_id % 8 / 8 if lasted else 0)), _LONGEST)
+        spread = group_id % 8 / 8 if lasted else 0  # so that not all prompts return at once
+        return min(wait * (1 + spread), _LONGEST)
 
 
 class _Outcomes(OrderedDict[int, bool]):
-    """group_id → whether it failed, of the last `most` prompts in the order of their first."""
+    """The last `most` prompts: group_id → whether it failed, in the order of first attempts."""
 
     def __init__(self, most: int):
         super().__init__()
@@ -104,7 +85,7 @@ class _Outcomes(OrderedDict[int, bool]):
             self.failed -= self.popitem(last=False)[1]
 
     def more(self, rate: float, least: int) -> bool:
-        """Return whether more than `rate` failed, of `least` prompts or more."""
+        """Return whether more than `rate` of at least `least` prompts failed."""
         return self.failed > rate * max(len(self), min(least, self.most))
 
     def __str__(self) -> str:
@@ -112,59 +93,44 @@ class _Outcomes(OrderedDict[int, bool]):
 
 
 class Failures:
-    """How the last prompts ended, and since when too many of them fail.
+    """Outcomes of the last prompts, and the outage in which too many of them fail."""
 
-    Failures at one time have one cause: a judge or a host that is down, a trainer that was stopped.
-    So each prompt counts once, a failure in an outage is held against no prompt, and a run ends
-    where an outage lasts and attempts that began in it fail too.
+    # Simultaneous failures share a cause, such as a judge or host that is down. So each prompt
+    # counts once, and only an outage whose own attempts fail too ends the run.
 
-    Args:
-      live: prompts that may be under way at one time.
-
-    Attributes:
-      room: prompts that may be under way or wait for their next attempt in an outage.
-    """
-
-    def __init__(self, patience: Patience, live: int):
+    def __init__(self, patience: Patience, live: int):  # live: most prompts that run at one time
+        # In an outage at most `room` prompts run or wait for their next attempt.
         self._patience, self.room = patience, max(_FEW, 2 * live)
         self._last = _Outcomes(2 * live)
-        self._again = _Outcomes(self.room)  # by attempts that began in the outage
+        self._again = _Outcomes(self.room)  # of attempts that began in the outage
         self._since: float | None = None
-        self._said = False
+        self._announced = False
 
     def lasted(self, now: float) -> float | None:
-        """Return the seconds since the outage began; None where there is none, or no longer."""
+        """Return the seconds since the outage began; None without one, or after its time is up."""
         seconds = None if self._since is None else now - self._since
         return None if seconds is None or seconds >= self._patience.outage else seconds
 
     def add(self, group_id: int, failed: bool, first: bool, begun: float, now: float) -> str:
-        """Record how an attempt ended; return a sentence where an outage begins or ends.
-
-        Args:
-          first: whether it is the prompt's first attempt. begun: when it began.
-        """
-        p, said = self._patience, ""
-        if first or not failed or group_id in self._last:  # else who is tried again counts more
+        """Record how an attempt ended; return a message when an outage begins or ends, else ""."""
+        p, message = self._patience, ""
+        if first or not failed or group_id in self._last:  # else retried prompts would count more
             self._last.note(group_id, failed)
         if self._since is not None and begun >= self._since:
             self._again.note(group_id, failed)
         if not self._last.more(p.rate if p.rate < 1 else _RATE, 2):
-            if self._said and self._since is not None:
-                said = f"rollouts succeed again, after {now - self._since:.0f} s"
-            self._since, self._again, self._said = None, _Outcomes(self.room), False
+            if self._announced and self._since is not None:
+                message = f"rollouts succeed again, after {now - self._since:.0f} s"
+            self._since, self._again, self._announced = None, _Outcomes(self.room), False
         elif self._since is None:
             self._since = now
-        elif not self._said and p.pause <= now - self._since < p.outage:
-            self._said = True
-            said = f"{self._last}; they are tried again for {p.outage:g} s"
-        return said
+        elif not self._announced and p.pause <= now - self._since < p.outage:
+            self._announced = True
+            message = f"{self._last}; they are tried again for {p.outage:g} s"
+        return message
 
-    def verdict(self, error: BaseException, what: str, now: float) -> RolloutError | None:
-        """Return the error that ends the run, or None while failures are few enough.
-
-        Args:
-          error: of the last failure. what: had that failure, as `row 3`.
-        """
+    def verdict(self, error: BaseException, name: str, now: float) -> RolloutError | None:
+        """Return the error that ends the run after `error` of row `name`; None if few rows fail."""
         p, found = self._patience, self._again if self._patience.outage else self._last
         if self._since is None or now - self._since < p.outage or not found.more(p.rate, _FEW):
             return None
@@ -173,22 +139,22 @@ class Failures:
         else:
             ended = RolloutError(
                 f"{found}, more than rollout.max_failure_rate={p.rate:g} allows for "
-                f"rollout.outage_seconds={p.outage:g}; the last one, {what}: {why(error)}; mend "
-                "that and give the same command, which goes on"
+                f"rollout.outage_seconds={p.outage:g}; the last one, {name}: {why(error)}; fix "
+                "that and give the same command to resume"
             )
         ended.__cause__ = error
         return ended
 
 
 def why(error: BaseException) -> str:
-    """Return an exception in one line: kind, message, the lines of the user's that it came by."""
+    """Return an exception in one line: its type, message, and the user's source lines."""
     first = str(error).partition("\n")[0]
     kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
     return f"{kind}{first} {user_code.line(error, most=4)}".rstrip()
 
 
-def _told(error: BaseException | None) -> str:
-    """Return an error's message, and the line of the user's source that it came by."""
+def _message(error: BaseException | None) -> str:
+    """Return an error's message and the line of the user's source that raised it."""
     return f"{error} {user_code.line(error) if error else ''}".rstrip()
 
 
@@ -198,7 +164,7 @@ def describe(row: Mapping[str, Any]) -> str:
 
 
 def sentence(record: Mapping[str, Any]) -> str:
-    """Return the line that the terminal shows for a skipped row, with the end of its failure."""
+    """Return the terminal's line about a skipped row, with the last line of its error."""
     why = (record["message"].strip().splitlines() or [""])[-1][:_CHARACTERS]
     return (
         f"skipped {record['which']} row {record['row']} after {record['attempts']} attempts "

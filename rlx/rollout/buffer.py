@@ -1,23 +1,21 @@
 """Decide which groups form the next batch: live and finished groups as a pure state machine.
 
-Shared by the executor, recovery and the simulator. Together with `staleness.capacity` it
-guarantees, without ever throwing a trajectory away, that no trained token is older than η
-versions, whatever order groups finish in.
+Together with `staleness.capacity` it guarantees that no trained token is older than η versions,
+in whatever order groups finish, and drops no trajectory.
 
-Words. Batch k (k = 0, 1, …) is trained on by the policy of version k, so a token of version
-u may be in batch k only if k − u ≤ η. Give every unconsumed group a *deadline*: the last
-batch that may contain it. For a finished group it is u + η with u its oldest token's
-version; for a live one a + η with a the version it was admitted at, since its tokens can
-only be newer. v is the published version, B the prompts of a batch.
+Terms. The policy of version k trains on batch k = 0, 1, …, so a token of version u may be in
+batch k only if k − u ≤ η. Every unconsumed group has a *deadline*: the last batch that may
+contain it. It is u + η for a finished group, with u its oldest token's version. It is a + η for a
+live one admitted at version a, since its tokens can only be newer. v is the published version, B
+the prompts of a batch.
 
 Rule. Batch k may be taken only if afterwards, for every j ≥ k,
 
     #{unconsumed groups with deadline ≤ j} ≤ (j − k)·B                                   (H)
 
-that is, if the remaining batches k+1 … j still have room for everything due by j (Hall's
-condition for unit jobs with deadlines). The B finished groups with the earliest deadlines
-are taken: they leave the smallest left-hand side for every j at once, so if any choice
-satisfies (H) this one does.
+Then batches k+1 … j have room for everything due by j (Hall's condition for unit jobs with
+deadlines). The B finished groups with the earliest deadlines are taken. They minimise the
+left-hand side for every j at once, so this choice satisfies (H) if any does.
 
 Invariant. While batch k is the next one, for every j ≥ k,
 
@@ -41,11 +39,8 @@ when version k is published. A known last step T only lowers capacity, and not f
 something is live it ends sooner or later. So the trainer waits only for generation, for slow
 groups that are due, or for its own publish.
 
-η = 0. At most B groups are unconsumed, all due at k: a batch is exactly the B accepted
-groups of the prompts admitted first, which is synchronous training in admission order.
-
-Cost: a copy of n references a finished group, O(d) a question, with n groups and
-d ≤ η + 1 + publish lag distinct versions among them.
+η = 0. At most B groups are unconsumed, all due at k. A batch is the B accepted groups of the
+prompts admitted first: synchronous training in admission order.
 """
 
 import bisect
@@ -57,26 +52,16 @@ from rlx.base import Group
 from rlx.rollout.staleness import Limits, StalenessViolation
 
 Counts = tuple[tuple[int, int], ...]  # (version, groups), ascending versions, groups ≥ 1
-Entry = tuple[int, int, Group]  # oldest version, group_id, which no other group has, and the group
+Entry = tuple[int, int, Group]  # oldest version, group_id (unique), the group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """Unconsumed groups, as a value.
+    """Unconsumed groups, as a value."""
 
-    Attributes:
-      live: live groups counted by the version they were admitted at.
-      finished: finished groups counted by the version of their oldest token.
-      groups: the finished groups in the order in which they are due.
-    """
-
-    live: Counts = ()
-    finished: Counts = ()
-    groups: tuple[Entry, ...] = ()
-
-    @property
-    def num_live(self) -> int:
-        return sum(count for _, count in self.live)
+    live: Counts = ()  # by the version of their admission
+    finished: Counts = ()  # by the version of their oldest token
+    groups: tuple[Entry, ...] = ()  # the finished ones, by deadline
 
     @property
     def num_finished(self) -> int:
@@ -94,11 +79,7 @@ def withdraw(buffer: Buffer, version: int) -> Buffer:
 
 
 def finish(buffer: Buffer, version: int, group: Group) -> Buffer:
-    """Record that a live prompt admitted at `version` finished as `group`, which awaits a batch.
-
-    Raises:
-      StalenessViolation: a token is older than the admission.
-    """
+    """Record that a live prompt admitted at `version` finished as `group`, without older tokens."""
     oldest = group.oldest_version
     if oldest < 0:  # nothing was sampled, so nothing can be stale
         oldest = version
@@ -111,10 +92,9 @@ def finish(buffer: Buffer, version: int, group: Group) -> Buffer:
 
 
 def restore(groups: Iterable[Group], step: int, limits: Limits) -> tuple[Buffer, list[Group]]:
-    """Return a buffer of checkpointed groups, all finished, and the groups that no longer fit.
+    """Return a buffer of checkpointed groups, and the groups that no longer fit, oldest first.
 
-    Nothing is left over unless η or B became smaller since the checkpoint; the caller
-    generates the prompts of the left-over groups, oldest first, again.
+    All fit unless η or B became smaller since the checkpoint.
     """
     left_over: list[Group] = []
     buffer = Buffer()
@@ -129,7 +109,7 @@ def restore(groups: Iterable[Group], step: int, limits: Limits) -> tuple[Buffer,
 
 
 def ready(buffer: Buffer, step: int, limits: Limits) -> bool:
-    """Return whether batch `step` can be taken without endangering a later one, rule (H)."""
+    """Return whether batch `step` can be taken under rule (H)."""
     for counts in (buffer.live, buffer.finished):
         if counts and counts[0][0] + limits.max_staleness < step:
             raise StalenessViolation(
@@ -142,11 +122,7 @@ def ready(buffer: Buffer, step: int, limits: Limits) -> bool:
 
 
 def take(buffer: Buffer, step: int, limits: Limits) -> tuple[Buffer, list[Group]]:
-    """Remove batch `step` from the buffer: the B finished groups due first, sorted by group_id.
-
-    Raises:
-      StalenessViolation: the batch is not ready, or a token in it is too old.
-    """
+    """Remove and return batch `step`: the B finished groups due first, sorted by group_id."""
     if not ready(buffer, step, limits):
         raise StalenessViolation(f"batch {step} was taken before it was ready")
     due, rest = buffer.groups[: limits.batch_prompts], buffer.groups[limits.batch_prompts :]
@@ -161,20 +137,18 @@ def take(buffer: Buffer, step: int, limits: Limits) -> tuple[Buffer, list[Group]
 
 
 def fits(buffer: Buffer, step: int, limits: Limits) -> bool:
-    """Return whether all that is in the buffer has a batch from `step` on, invariant (I)."""
+    """Return whether invariant (I) holds: every group fits a batch from `step` on."""
     return _feasible(buffer, 0, step - 1, limits)
 
 
 def groups(buffer: Buffer) -> list[Group]:
-    """Return the finished, unconsumed groups by group_id, for a checkpoint."""
+    """Return the finished, unconsumed groups, sorted by group_id."""
     return sorted((group for *_, group in buffer.groups), key=lambda g: g.group_id)
 
 
 def _feasible(buffer: Buffer, taken: int, step: int, limits: Limits) -> bool:
-    """Return whether (H) holds for `step` once the `taken` finished groups due first are gone.
-
-    D only jumps at deadlines and the right-hand side grows with j, so the deadlines suffice.
-    """
+    """Return whether (H) holds for `step` once the `taken` finished groups due first are gone."""
+    # D only jumps at deadlines and the right-hand side grows with j, so the deadlines suffice.
     live, finished = dict(buffer.live), dict(buffer.finished)
     due_live = due_finished = 0
     for version in sorted(live.keys() | finished.keys()):

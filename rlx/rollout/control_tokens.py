@@ -1,7 +1,7 @@
-"""Keep text from outside, which may spell `<|im_end|>`, from becoming control tokens of a prompt.
+"""Keep outside text that spells `<|im_end|>` from becoming control tokens of a prompt.
 
-`shielded` puts CUT into each such spelling before a chat template is rendered, so that only the
-template's own markers are whole; `workflows.encode` cuts the rendered text there.
+`shielded` puts CUT into such spellings before the chat template is rendered, and `workflows.encode`
+splits the rendered text there. Only the template's own markers stay intact.
 """
 
 import re
@@ -10,30 +10,24 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
-Decode = Callable[[Sequence[int], bool], str]
-CUT = "\ufdd0"  # no character of Unicode, and no tokenizer sees it
-RAW = "{% for m in messages %}{{ m.content }}{% endfor %}"  # a row is its whole prompt, markers too
+Decode = Callable[[Sequence[int], bool], str]  # (token ids, whether to show special tokens) → text
+CUT = "\ufdd0"  # a Unicode noncharacter; it is removed before tokenisation
+RAW = "{% for m in messages %}{{ m.content }}{% endfor %}"  # rows write their markers themselves
 _TAG = re.compile(r"</?\w+>")
 
 
 class Own(str):
-    """A text that the model wrote, whose markers are markers."""
+    """A text that the model wrote, whose markers are control tokens."""
 
     __slots__ = ()
 
 
 class Controls(NamedTuple):
-    """Control tokens: the special ones, and the added ones that the chat template writes.
+    """Control tokens: the special ones, and the added ones that the chat template writes."""
 
-    Attributes:
-      ids: all but tags such as <think>, which prompts spell on purpose.
-      pattern: the first character of each spelling of these.
-      strict: the same with the tags, for the outputs of tools.
-    """
-
-    ids: frozenset[int]
-    pattern: re.Pattern[str]
-    strict: re.Pattern[str]
+    ids: frozenset[int]  # without tags such as <think>, which prompts spell on purpose
+    pattern: re.Pattern[str]  # matches the first character of each spelling of `ids`
+    strict: re.Pattern[str]  # matches tags too, for the outputs of tools
 
 
 def controls(tokenizer: Any) -> Controls:
@@ -42,7 +36,7 @@ def controls(tokenizer: Any) -> Controls:
 
 
 def shielded(value: Any, pattern: re.Pattern[str]) -> Any:
-    """Return JSON whose texts spell no token of a pattern of `Controls`."""
+    """Return a JSON value with CUT inserted wherever its texts match a pattern of `Controls`."""
     if type(value) is str:
         return pattern.sub(rf"\g<0>{CUT}", value)
     if isinstance(value, Mapping):
@@ -51,11 +45,7 @@ def shielded(value: Any, pattern: re.Pattern[str]) -> Any:
 
 
 def own_text(ids: Iterable[int], decode: Decode, found: Controls) -> str:
-    """Return the text of a model's tokens, shielded where ordinary ones spell a control token.
-
-    Args:
-      decode: (token ids, True) → text with the special tokens.
-    """
+    """Return the text of a model's tokens, shielded where ordinary ones spell a control token."""
     runs = [(own, list(run)) for own, run in groupby(ids, found.ids.__contains__)]
     text = decode([i for _, run in runs for i in run], True)
     if shielded(text, found.pattern).count(CUT) == sum(len(run) for own, run in runs if own):
@@ -65,7 +55,7 @@ def own_text(ids: Iterable[int], decode: Decode, found: Controls) -> str:
 
 
 def plain(text: str) -> str:
-    """Return a rendered text as it reads."""
+    """Return a text without CUT."""
     return text.replace(CUT, "")
 
 

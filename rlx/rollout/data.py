@@ -1,12 +1,12 @@
-"""Read dataset rows from a file or the hub, and deal them out.
+"""Read dataset rows from files, the hub or users' code, and put them in training order.
 
-A row is a dict of JSON values with a question (text, or chat messages) and mostly an answer;
-whatever else it holds reaches the reward function too. Every mistake in a file is an error that
-names file and line, or row.
+A row is a dict of JSON values with a question (text, or chat messages) and usually an answer.
+Reward functions get all of it. Errors name file and line, or row.
 """
 
 import csv
 import difflib
+import functools
 import hashlib
 import inspect
 import io
@@ -28,7 +28,7 @@ from rlx.rollout import arithmetic, word_problems
 
 Row = dict[str, Any]
 
-MOST_ROWS = 1_000_000  # of a user's own code, which may have no end
+MOST_ROWS = 1_000_000  # from a user's own code, which may never end
 _NONE: Mapping[str, str] = {}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _CODE = re.compile(r".+\.py:\w+|[\w.]+:\w+")
@@ -39,23 +39,18 @@ _HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?P<options>(:[\w.+\[\]%-]+){0
 
 def load(
     source: str,
-    question_key: str = "question",
-    answer_key: str = "answer",
+    question_key: str = "question",  # of each row's text or chat messages; "": not checked
+    answer_key: str = "answer",  # of the answer that rewards compare with; "": none
     *,
-    texts: Mapping[str, str] = _NONE,
-    needed: Iterable[str] = (),
-    split: str = "train",
+    texts: Mapping[str, str] = _NONE,  # keys of other required texts or messages → their options
+    needed: Iterable[str] = (),  # keys of other required values
+    split: str = "train",  # of a hub data set whose name has none, or a function that takes one
 ) -> list[Row]:
-    """Return the rows of a file, a hub data set or a user's code, with `answer` of `answer_key`.
+    """Return the rows of a file, a hub data set or a user's code; `answer` holds `answer_key`.
 
     Args:
       source: a path; `owner/name`, `owner/name:split`, `owner/name:config:split`; FILE.py:name or
-        module:name. A file is read by its suffix: .csv, .parquet, others as .jsonl or JSON array.
-      question_key: key of each row's text or chat messages; not looked at if empty.
-      answer_key: key of the answer that rewards compare with; every row has it, unless empty.
-      texts: keys of further texts, or chat messages, that every row has → the option of each.
-      needed: keys of whatever else every row has.
-      split: of a hub data set whose name gives none, and of a function that takes one.
+        module:name. Files: .csv, .parquet, else .jsonl or a JSON array.
 
     Raises:
       UserError: a missing file, a bad row, an unreachable or unknown data set.
@@ -66,7 +61,7 @@ def load(
     for where, row in _rows(source, split):
         _check_keys(row, where, wanted, options)
         for key in filter(None, (question_key, *texts)):
-            row[key] = _said(row[key], f"{where}: {key!r}")
+            row[key] = _text_or_messages(row[key], f"{where}: {key!r}")
         if question_key:
             _check_question(row[question_key], f"{where}: {question_key!r}")
         rows.append({**row, "answer": row[answer_key]} if answer_key else row)
@@ -76,7 +71,7 @@ def load(
 
 
 class Source(NamedTuple):
-    """Rows of one place, and how often they are dealt out beside those of others."""
+    """Rows of one place, and their weight among the sources of a run."""
 
     name: str
     rows: list[Row]
@@ -84,22 +79,15 @@ class Source(NamedTuple):
 
 
 def named_sources(options: Any) -> list[tuple[str, float]]:
-    """Return name and weight of each source of training rows; none where they are generated.
-
-    Args:
-      options: as config.data: `dataset` or `mix`, else `kind` and `train` say it.
-
-    Raises:
-      UserError: they contradict each other, or none is given.
-    """
+    """Return name and weight of each source in `config.data`; none if rows are generated."""
     if options.dataset and options.mix:
-        raise UserError("data.dataset and data.mix are both set; name the one in the other")
+        raise UserError("data.dataset and data.mix are both set; list data.dataset in data.mix")
     if options.dataset or options.mix:
         return [tuple(entry) for entry in options.mix] or [(options.dataset, 1.0)]
     if options.kind in GENERATED and options.train:
         raise UserError(
-            f"data.train={options.train} is not read, as data.kind={options.kind} makes the rows; "
-            "set data.kind=jsonl"
+            f"data.train={options.train} is unused, because data.kind={options.kind} generates "
+            "rows; set data.kind=jsonl"
         )
     if options.kind not in GENERATED and not options.train:
         raise UserError("data.train is empty; give a .jsonl file or a hub name")
@@ -107,7 +95,7 @@ def named_sources(options: Any) -> list[tuple[str, float]]:
 
 
 def is_code(source: str) -> bool:
-    """Return whether a source is a user's own code: FILE.py:name or module:name."""
+    """Return whether a source is a user's code: FILE.py:name or module:name."""
     return bool(_CODE.fullmatch(source))
 
 
@@ -129,7 +117,7 @@ def _rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
 
 
 def takes_split(source: str) -> bool:
-    """Return whether a source is a function that takes `split`, and so has held-out rows too."""
+    """Return whether a source is a function that takes `split`, so that it has held-out rows."""
     made = user_code.find("dataset", source)
     return callable(made) and "split" in inspect.signature(made).parameters
 
@@ -143,8 +131,8 @@ def _own_rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
         for n, row in enumerate(made, 1):
             if n > MOST_ROWS:
                 raise UserError(
-                    f"{source} gives more than {MOST_ROWS:,} rows and may never end, and a run "
-                    "reads all as it starts; end it, as by itertools.islice"
+                    f"{source} yields more than {MOST_ROWS:,} rows, and a run reads all of them as "
+                    "it starts; limit it, for example by itertools.islice"
                 )
             yield f"{source}, row {n}", _plain(row, f"{source}, row {n}", default=None)
     except UserError:
@@ -154,7 +142,7 @@ def _own_rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
 
 
 def _json_lines(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:
-    """Yield place and row of a file with one JSON object a line, or of an array of them."""
+    """Yield place and row of a file of JSON objects, one per line or in one array."""
     content = content.removeprefix(b"\xef\xbb\xbf")
     if not content.strip():
         raise UserError(f"{path} is empty; it needs one JSON object a line")
@@ -177,12 +165,12 @@ def _csv(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:
             if None in row or None in row.values():
                 raise UserError(
                     f"{path}:{table.line_num}: the row has more or fewer fields than the header; "
-                    "mend it, and quote texts that hold commas"
+                    "correct it, and quote texts that hold commas"
                 )
             yield f"{path}:{table.line_num}", row
     except (csv.Error, UnicodeDecodeError) as error:
         line = table.reader.line_num
-        raise UserError(f"{path}:{line}: not CSV: {error}; mend it, saved as UTF-8") from None
+        raise UserError(f"{path}:{line} is not CSV: {error}; correct it, in UTF-8") from None
 
 
 def _parquet(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:
@@ -195,12 +183,11 @@ def _parquet(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:
         ) from None
     n = 0
     try:
-        for batch in parquet.ParquetFile(io.BytesIO(content)).iter_batches():
-            for row in batch.to_pylist():
-                n += 1
-                yield f"{path}, row {n}", _plain(row, f"{path}, row {n}")
+        batches = parquet.ParquetFile(io.BytesIO(content)).iter_batches()
+        for n, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
+            yield f"{path}, row {n}", _plain(row, f"{path}, row {n}")
     except (ArrowException, OSError) as error:
-        raise UserError(f"{path}, after row {n}: not Parquet: {error!r:.200}") from None
+        raise UserError(f"{path} is not Parquet after row {n}: {error!r:.200}") from None
 
 
 _READERS = {".jsonl": _json_lines, ".json": _json_lines, ".csv": _csv, ".parquet": _parquet}
@@ -220,7 +207,8 @@ def _hub_rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
     split = options[-1] if options else split
     config = options[0] if len(options) == 2 else None
     try:
-        config = config or _default_config(datasets.get_dataset_config_names(name))
+        if not config and (known := datasets.get_dataset_config_names(name)):
+            config = next((usual for usual in ("default", "main") if usual in known), known[0])
         found = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # the package raises dozens of kinds; each line says why
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
@@ -235,16 +223,11 @@ def _hub_rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
 class Cursor:
     """An endless sequence of rows; the order of an epoch is a function of (seed, epoch).
 
-    Position p, from 0, is row p mod N of epoch ⌊p/N⌋. A prompt's group_id is its position, so
-    a restored run finds the row of any prompt again.
+    Position p, from 0, is row p mod N of epoch ⌊p/N⌋. A prompt's group_id is its position.
 
-    Several sources share the positions by their weights, and each goes through epochs of its own.
-    The first takes ⌈p·w₁⌉ of the p positions from 0, the next as many of those that it leaves, and
-    so on, from the largest weight to the smallest: after any number of prompts, each of K sources
-    has had its share of them within 1 + ln K.
-
-    Args:
-      mix: number of rows and weight of each source, in the order of `rows`; empty: one source.
+    Several sources share the positions by weight, and each has its own epochs. The one with the
+    largest weight gets ⌈p·w₁⌉ of the first p positions, the next one its share of the rest, and so
+    on. At any p, each of K sources has its exact share to within 1 + ln K.
     """
 
     def __init__(
@@ -252,15 +235,15 @@ class Cursor:
         rows: Sequence[Mapping[str, Any]],
         seed: int = 0,
         shuffle: bool = True,
-        mix: Sequence[tuple[int, float]] = (),
+        mix: Sequence[tuple[int, float]] = (),  # rows and weight of each source; empty: one source
     ):
         if not rows:
             raise UserError("the dataset has no rows; it needs at least one")
         self._mix = [list(part) for part in mix] if len(mix) > 1 else []
         self._parts = _parts(mix or [(len(rows), 1.0)])
         self._rows, self._seed, self._shuffle = rows, seed, shuffle
-        self._orders: dict[tuple[int, int], np.ndarray] = {}
-        self._digest: str | None = None
+        # An epoch's stragglers need the order of the epoch before.
+        self._order = functools.lru_cache(3 * len(self._parts))(self._shuffled)
         self.position = 0
 
     def next(self) -> tuple[int, Mapping[str, Any]]:
@@ -285,27 +268,21 @@ class Cursor:
         raise AssertionError("the last part takes all that is left")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON-able state for `load_state_dict`."""
+        """Return a JSON-able state."""
         return {
             "position": self.position,
             "seed": self._seed,
             "shuffle": self._shuffle,
             "rows": len(self._rows),
-            "digest": self._content(),
+            "digest": self._digest,
             "mix": self._mix,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], allow_change: bool = False) -> str:
-        """Continue where `state` was.
+        """Continue from a `state`; return how the rows changed, or "".
 
-        Args:
-          allow_change: accept other rows; a prompt already begun uses the row now in its place.
-
-        Returns:
-          A sentence on what changed in the rows; empty if nothing did.
-
-        Raises:
-          UserError: rows, seed or shuffling are not those of the state.
+        A difference is a UserError, unless it is in the rows and `allow_change` is set. Unfinished
+        prompts then use the rows that are now at their positions.
         """
         mine, changed = self.state_dict(), ""
         for key, what in (
@@ -327,39 +304,32 @@ class Cursor:
         self.position = int(state["position"])
         return changed
 
-    def _order(self, part: "_Part", epoch: int) -> np.ndarray:
-        key = part.number, epoch
-        if key not in self._orders:
-            own = [other for other in self._orders if other[0] == part.number]
-            if len(own) > 2:  # an epoch's stragglers need the one before, no more
-                self._orders.pop(min(own))
-            seeds = [self._seed, epoch, *([part.number] if part.number else [])]
-            rng, n = np.random.default_rng(seeds), part.size
-            self._orders[key] = rng.permutation(n) if self._shuffle else np.arange(n)
-        return self._orders[key]
+    def _shuffled(self, part: "_Part", epoch: int) -> np.ndarray:
+        if not self._shuffle:
+            return np.arange(part.size)
+        seeds = [self._seed, epoch, *([part.number] if part.number else [])]
+        return np.random.default_rng(seeds).permutation(part.size)
 
-    def _content(self) -> str:
-        """Return a digest of all rows, computed once: rows do not change during a run."""
-        if self._digest is None:
-            digest = hashlib.blake2b(digest_size=8)
-            for row in self._rows:
-                digest.update(json.dumps(row, sort_keys=True).encode())
-            self._digest = digest.hexdigest()
-        return self._digest
+    @functools.cached_property
+    def _digest(self) -> str:
+        digest = hashlib.blake2b(digest_size=8)
+        for row in self._rows:
+            digest.update(json.dumps(row, sort_keys=True).encode())
+        return digest.hexdigest()
 
 
 class _Part(NamedTuple):
-    """A source of a cursor: its `size` rows from `first` on."""
+    """A source of a cursor: `size` rows from index `first` on."""
 
     number: int
     first: int
     size: int
-    share: Fraction  # of the positions that the parts before leave; 1 for the last
+    share: Fraction  # of the positions that earlier parts leave; 1 for the last
 
 
 def _parts(mix: Sequence[tuple[int, float]]) -> list[_Part]:
-    """Return the parts of a mix, of falling weight; weights are as their decimals say."""
-    weights = [Fraction(str(weight)) for _, weight in mix]
+    """Return the parts of a mix, heaviest first."""
+    weights = [Fraction(str(weight)) for _, weight in mix]  # str: 0.1 is exactly 1/10
     firsts = np.cumsum([0, *(count for count, _ in mix)]).tolist()
     parts, left = [], sum(weights)
     for i in sorted(range(len(mix)), key=lambda i: -weights[i]):
@@ -372,14 +342,13 @@ def _parsed(text: bytes, where: str) -> Any:
     try:
         return json.loads(text.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{where}: not UTF-8 at byte {error.start}; save the file as UTF-8"
-        ) from None
+        raise UserError(f"{where}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
     except json.JSONDecodeError as error:
         place = f"column {error.colno}" + f" of line {error.lineno}" * (error.lineno > 1)
-        raise UserError(f"{where}: not JSON: {error.msg} at {place}; one object a line") from None
-    except (ValueError, RecursionError) as error:  # a number or a nesting without end
-        raise UserError(f"{where}: not a row: {error}; one flat object a line") from None
+        what = f"not JSON: {error.msg} at {place}; write one object per line"
+        raise UserError(f"{where}: {what}") from None
+    except (ValueError, RecursionError) as error:  # a number too long, or nesting too deep
+        raise UserError(f"{where}: not a row ({error}); write one flat object per line") from None
 
 
 def _row(row: Any, where: str) -> Row:
@@ -389,24 +358,24 @@ def _row(row: Any, where: str) -> Row:
 
 
 def _text(value: Any) -> Any:
-    """Return what JSON has for a value of a column; raise ValueError or TypeError for others."""
+    """Return a column's value as JSON's closest type, for json.dumps."""
     if isinstance(value, bytes):
         return value.decode()
     if hasattr(value, "tolist"):  # numpy's
         return value.tolist()
     if hasattr(value, "isoformat") or type(value).__module__ in ("datetime", "decimal", "uuid"):
         return str(value)
-    raise TypeError(f"{type(value).__name__} is no text")
+    raise TypeError(f"{type(value).__name__} is not text")
 
 
 def _plain(row: Any, where: str, default: Callable[[Any], Any] | None = _text) -> Row:
-    """Return a row of JSON values, as checkpoints hold; `default` makes them of other objects."""
+    """Return a row of JSON values, which checkpoints can hold; `default` converts other objects."""
     try:
         plain = json.loads(json.dumps({**row}, default=default))
-        if "\\ud" in ascii(plain):  # perhaps half of a surrogate pair, which no tokenizer takes
+        if "\\ud" in ascii(plain):  # maybe half a surrogate pair, which tokenizers reject
             json.dumps(plain, ensure_ascii=False).encode()
     except (TypeError, ValueError) as error:
-        wanted = "a dict of texts, numbers, lists and dicts, which checkpoints hold"
+        wanted = "a dict of texts, numbers, lists and dicts, as checkpoints need"
         raise UserError(f"{where} is not {wanted}: {error}") from None
     return plain
 
@@ -419,8 +388,8 @@ def _check_keys(row: Row, where: str, wanted: Iterable[str], options: Mapping[st
             raise UserError(f"{where}: the row has no {key!r}, only {keys}; add it or {remedy}")
 
 
-def _said(given: Any, what: str) -> Any:
-    """Return a text, or chat messages whose contents are texts, joined of their parts."""
+def _text_or_messages(given: Any, what: str) -> Any:
+    """Return a text, or chat messages with each content's parts joined."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
@@ -440,21 +409,15 @@ def _said(given: Any, what: str) -> Any:
 
 
 def _check_question(question: Any, what: str) -> None:
-    """Raise UserError unless it is text, or chat messages that the model can answer."""
+    """Raise UserError unless a question is text, or messages that the model can answer."""
     if isinstance(question, str) and not question.strip():
         raise UserError(f"{what} must be text or a list of messages, got {question!r}")
     if not question or (isinstance(question, list) and question[-1]["role"] == "assistant"):
         raise UserError(f"{what} must end with a message to answer, not with the assistant's own")
 
 
-def _default_config(names: Sequence[str]) -> str | None:
-    return next(
-        (name for name in ("default", "main") if name in names), names[0] if names else None
-    )
-
-
 def _nearest(path: Path) -> str:
-    """Return a remedy for a path that does not exist."""
+    """Return a remedy for a path that does not exist, to follow its name."""
     folder = path.parent
     if not folder.is_dir():
         return f"; the directory {folder} does not exist either"

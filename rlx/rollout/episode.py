@@ -1,6 +1,6 @@
-"""One answer in several pieces: what the model was shown, and what it sampled in between.
+"""Answers in several pieces, sampled in turn with observations: tool outputs, or another try.
 
-Sampled tokens stay as they are; what comes next is appended, and no text is tokenised twice.
+Observations are appended to the sampled tokens, which are never tokenised again.
 """
 
 import asyncio
@@ -12,18 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from rlx.base import Trajectory, UserError
+from rlx.base import Group, Trajectory, UserError
 from rlx.engines.stop_strings import cut
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
-from rlx.rewards.reward_pool import RewardCall
-from rlx.rollout.workflows import Generator, Prompts, Task, chat, joined
+from rlx.rewards.reward_pool import RewardCall, RewardPool
+from rlx.rollout.workflows import Generator, Prompts, Task, chat, encode, joined
 
-_MARK = "@@ANSWER@@"  # stands for an answer, to find what a chat template puts behind it
+_MARK = "@@ANSWER@@"  # an answer, to find the text that a chat template puts after it
 
 
 class Episode:
-    """One sample in the making; `left` of its tokens, against which what it is shown counts too."""
+    """An unfinished sample; `left` counts the tokens it may still have, observations included."""
 
     def __init__(
         self, prompts: Prompts, task: Task, prompt: Sequence[int], index: int, sampling: Sampling
@@ -31,21 +31,21 @@ class Episode:
         self._tokenizer, self._sampling, self._task = prompts.tokenizer, sampling, task
         self._text, self._index, self._pieces = prompts.text(task.row), index, 0
         self._turns: list[tuple[Sequence[int], Completion]] = []
-        self._shown = prompt  # since the model sampled last
+        self._shown = prompt  # tokens for the model to read since it sampled last
         self.left, self.ended = sampling.max_new_tokens, False
 
     @property
-    def words(self) -> str:
-        """The text, special tokens included, of what was sampled in the last turn."""
+    def last_text(self) -> str:
+        """The text of the last turn's sampled tokens, special ones included."""
         return self._decode(self._turns[-1][1].tokens, special=True)
 
     @property
     def truncated(self) -> bool:
-        """Whether a budget ended it, not the model."""
+        """Whether a budget ended it."""
         return self._turns[-1][1].stop_reason == "length"
 
     def take(self, sampled: Completion, stop: Sequence[str]) -> None:
-        """Append what the model sampled, asked to stop at the texts `stop` among others."""
+        """Append a completion, sampled with the extra stop strings `stop`."""
         self._pieces += 1
         self.left -= len(sampled.tokens)
         if len(self._shown):
@@ -54,14 +54,14 @@ class Episode:
             seen, before = self._turns[-1]
             self._turns[-1] = seen, _continued(before, sampled)
         self._shown = ()
-        but_one = self._decode(self._turns[-1][1].tokens[:-1], special=True)
-        self.ended = self.left <= 0 or not cut(self.words, stop, but_one)[1]
+        before_last = self._decode(self._turns[-1][1].tokens[:-1], special=True)
+        self.ended = self.left <= 0 or not cut(self.last_text, stop, before_last)[1]
 
     async def sample(self, fleet: Generator, stop: Sequence[str] = ()) -> None:
-        """Let the model go on until its end, one of the texts `stop`, or that of its tokens."""
+        """Let the model continue to its end, a stop string, or the end of its budget."""
         before = [part for seen, made in self._turns for part in (seen, made.tokens)]
         prompt = np.concatenate([*before, self._shown]).astype(np.int32)
-        # The seed of the piece before would repeat its draws.
+        # The seed of the previous piece would repeat its draws.
         text = f"{self._sampling.seed} sample {self._index} piece {self._pieces}"
         digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
         seeded = replace(self._sampling, seed=int.from_bytes(digest, "big") >> 1)
@@ -70,42 +70,39 @@ class Episode:
         self.take(sampled, stop)
 
     def show(self, tokens: Sequence[int]) -> bool:
-        """Append what the model did not sample, without an end token that it did.
-
-        Where it could sample none after that, cut it and return False.
-        """
+        """Append an observation; if no budget is left after it, truncate and return False."""
         last = self._turns[-1][1].tokens[-1:].tolist()
-        tokens = tokens[last == list(tokens[:1]) :]
+        tokens = tokens[last == list(tokens[:1]) :]  # the model may have sampled the end token
         if len(tokens) >= self.left:
-            self.cut()
+            self.truncate()
             return False
         self._shown = tokens
         self.left -= len(tokens)
         return True
 
-    def cut(self) -> None:
-        """End it, as it is, for want of a budget."""
+    def truncate(self) -> None:
+        """End it because a budget is used up."""
         seen, last = self._turns[-1]
         self._turns[-1] = seen, replace(last, stop_reason="length")
         self.ended = True
 
-    def graded_as(self, first: int = 0) -> RewardCall:
-        """Return what rewards get: the model's own words from turn `first` on, and no tool's."""
+    def reward_call(self, first: int = 0) -> RewardCall:
+        """Return the arguments of reward functions: what was sampled from turn `first` on."""
         sampled = [made.tokens.tolist() for _, made in self._turns[first:]]
-        words, prompt = "".join(map(self._decode, sampled)), list(self._turns[0][0])
-        return RewardCall(self._text, words, prompt, [*chain(*sampled)], self._task.row)
+        text, prompt = "".join(map(self._decode, sampled)), list(self._turns[0][0])
+        return RewardCall(self._text, text, prompt, [*chain(*sampled)], self._task.row)
 
     def trajectory(self, reward: float, info: Mapping[str, float]) -> Trajectory:
-        """Return the trajectory: what was sampled is trained on, what was shown is not."""
-        completion, said = "", list[tuple[int, int]]()
+        """Return the trajectory, whose observations are not trained on."""
+        completion, spans = "", list[tuple[int, int]]()
         for number, (seen, made) in enumerate(self._turns):
             completion += self._decode(seen) if number else ""
             begin = len(completion)
             completion += self._decode(made.tokens)
-            said.append((begin, len(completion)))
+            spans.append((begin, len(completion)))
         return joined(
             self._turns, reward, f"{self._task.group_id}.{self._index}", info=info,
-            prompt=self._text, completion=completion, said=tuple(said),
+            prompt=self._text, completion=completion, said=tuple(spans),
         )  # fmt: skip
 
     def _decode(self, ids: Sequence[int] | np.ndarray, special: bool = False) -> str:
@@ -116,7 +113,7 @@ class Episode:
 async def begin(
     fleet: Generator, prompts: Prompts, task: Task, sampling: Sampling, n: int, stop: Sequence = ()
 ) -> list[Episode]:
-    """Return a task's `n` episodes up to the first of the texts `stop`, by a single request."""
+    """Return a task's `n` episodes after their first piece, by a single request."""
     sampling = replace(task.sampling or sampling, seed=task.seed)
     prompt = prompts.ids(task.row, f"group {task.group_id}")
     limits = _limits(sampling, sampling.max_new_tokens, stop)
@@ -128,8 +125,8 @@ async def begin(
     return found
 
 
-async def together(*coroutines: Coroutine) -> list[Any]:
-    """Return what each gives; where one fails, the others are cancelled and its error is raised."""
+async def run_all(*coroutines: Coroutine) -> list[Any]:
+    """Return all results; if one fails, cancel the others and raise its error."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in coroutines]
@@ -138,17 +135,17 @@ async def together(*coroutines: Coroutine) -> list[Any]:
     return [task.result() for task in tasks]
 
 
-def behind(tokenizer: Any, message: Mapping[str, str]) -> str:
-    """Return what a chat template puts between two answers for `message`; UserError if nothing."""
+def between_answers(tokenizer: Any, message: Mapping[str, str]) -> str:
+    """Return a message's text between two answers; UserError if the chat template omits it."""
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}, message]
     try:
         text, why = chat(tokenizer, talk).partition(_MARK)[2], "it is left out"
-    except Exception as error:  # of Jinja, or what the template raises on purpose
+    except Exception as error:  # of Jinja, or raised by the template on purpose
         text, why = "", f"{error!r:.100}"
     if message["content"] not in text:
         raise UserError(
-            f"the chat template takes no message of role {message['role']} after an answer "
-            f"({why}); give another by data.chat_template"
+            f"the chat template renders no message of role {message['role']} after an answer "
+            f"({why}); set another data.chat_template"
         )
     return text
 
@@ -161,7 +158,47 @@ def _continued(before: Completion, after: Completion) -> Completion:
 
 
 def _limits(sampling: Sampling, left: int, stop: Sequence[str]) -> Sampling:
-    """Return how a piece is sampled where `left` tokens are left of the whole."""
+    """Return the sampling parameters of a piece of which `left` tokens are left."""
     least = max(0, sampling.min_new_tokens - (sampling.max_new_tokens - left))
     texts = (*sampling.stop, *stop)
     return replace(sampling, max_new_tokens=left, min_new_tokens=least, stop=texts)
+
+
+class MultiTurn:
+    """Up to `max_turns` tries at a row; all answers are trained on, with one reward:
+
+        reward = turn_discount^retries · r(last answer)
+
+    An answer with a reward of at most `right` gets the user message `feedback`. All tokens after
+    the prompt count towards `sampling.max_new_tokens`. Other arguments are those of `RLVR`.
+    """
+
+    def __init__(
+        self, prompts: Prompts, sampling: Sampling, reward_pool: RewardPool, n: int,
+        max_turns: int = 2, turn_discount: float = 1.0, right: float = 0.5,
+        feedback: str = "Your answer is wrong. Please try again.",
+    ):  # fmt: skip
+        if max_turns < 1 or not 0 < turn_discount <= 1:
+            raise UserError(f"{max_turns=}, {turn_discount=}; give 1 or more, a number in (0, 1]")
+        self._prompts, self._sampling, self._rewards, self._n = prompts, sampling, reward_pool, n
+        self._max_turns, self._discount, self._right = max_turns, turn_discount, right
+        again = {"role": "user", "content": feedback}
+        self._feedback = encode(prompts.tokenizer, between_answers(prompts.tokenizer, again))
+
+    async def run(self, fleet: Generator, task: Task) -> Group:
+        """Return the group of the task's row."""
+        episodes = await begin(fleet, self._prompts, task, self._sampling, self._n)
+        rewards, infos = [0.0] * len(episodes), [dict[str, float]() for _ in episodes]
+        trying = list(range(len(episodes)))
+        for turn in range(self._max_turns):
+            graded = await self._rewards.grade(
+                [episodes[i].reward_call(first=turn) for i in trying]
+            )
+            for i, reward, info in zip(trying, graded.rewards, graded.infos, strict=True):
+                rewards[i], infos[i] = self._discount**turn * reward, {**info, "turns": turn + 1}
+            wrong = [i for i, r in zip(trying, graded.rewards, strict=True) if r <= self._right]
+            last = turn + 1 == self._max_turns
+            trying = [] if last else [i for i in wrong if episodes[i].show(self._feedback)]
+            await run_all(*(episodes[i].sample(fleet) for i in trying))
+        parts = zip(episodes, rewards, infos, strict=True)
+        return Group(task.group_id, tuple(e.trajectory(r, i) for e, r, i in parts), task.row)

@@ -1,20 +1,19 @@
-"""The runner of workflows: a thread that keeps the fleet busy and fills the buffer.
+"""Run workflows on a thread that keeps the fleet busy and fills the buffer.
 
     trainer thread                     executor thread (one asyncio loop)
 
     set_version(v) ──────────────────▶ admit while capacity > 0
-                                         │  a task a prompt: workflow.run → group
+                                         │  one task per prompt: workflow.run → group
                                          ├─ accepted ─▶ buffer ──┐
-                                         ├─ rejected: place free, next prompt
-                                         └─ failed: place free, same prompt again later; at
-    collect() ◀── the next batch ──────────────────┘    last skipped; too many: the run ends
+                                         ├─ rejected: next prompt│
+                                         └─ failed: later again, │ finally skipped;
+    collect() ◀── the next batch ────────────────────────────────┘ too many end the run
 
-What may be admitted and what forms a batch is decided by `staleness.py` and `buffer.py`; this
-file only feeds them events, under one lock. Both threads read and change the state, never while
-waiting for anything else.
+`staleness.py` decides how many prompts to admit, `buffer.py` which groups form a batch. Both
+threads change that state, under one lock that neither holds while it waits for anything else.
 
-Evaluations are executors too, with max_staleness = ∞, rows that end, and counters of their own;
-several executors share one loop (rlx/evaluation/runner.py).
+Evaluations run on executors with max_staleness = ∞ and finite rows, several on one loop
+(rlx/evaluation/runner.py).
 """
 
 import asyncio
@@ -24,10 +23,9 @@ import heapq
 import math
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from rlx.algorithms.advantages import running_baselines
 from rlx.base import Group, Unavailable, UserError
@@ -40,29 +38,29 @@ from rlx.rollout.workflow_checks import checked
 from rlx.rollout.workflows import Generator, Task, Workflow
 from rlx.system.loop_thread import LoopThread
 
-_ADMIT_AT_ONCE = 64  # tasks started before the loop serves the network again
+_ADMIT_AT_ONCE = 64  # tasks to start before the loop serves the network again
 _POLL_SECONDS = 0.5  # until a waiting trainer notices a dead executor
-_COUNTED = ("admitted", "rejected", "failed", "skipped")  # since step 0, in checkpoints
-_REJECTIONS = 20  # batches' worth of rejected groups in a row that end the run
-_END_SECONDS = 6.0  # that rollouts and their workflow have to end once they are cancelled
-_TIMER_SECONDS = 0.01  # a timer may fire a little before its time
+_COUNTED = ("admitted", "rejected", "failed", "skipped")  # kept in checkpoints
+_REJECTIONS = 20  # batches of rejected groups in a row that end the run
+_END_SECONDS = 6.0  # for cancelled rollouts and their workflow to end
+_TIMER_SECONDS = 0.01  # a timer may fire this much early
 
 
 class Exhausted(Exception):
-    """All answers are as good as the best so far: no further batch will fill, and none need to."""
+    """The data is solved: all answers are as good as the best so far, and no more batch fills."""
 
 
 class RowSource(Protocol):
-    """Rows as far as an executor uses them; `data.Cursor` is one, and can be saved too."""
+    """The part of `data.Cursor` that an executor needs; an evaluation has rows of its own."""
 
     def next(self) -> tuple[int, Mapping[str, Any]]:
         """Return (group_id, row) of the next prompt; raise StopIteration where there is none."""
 
     def row(self, position: int, /) -> Mapping[str, Any]:
-        """Return the row of a group_id that was dealt."""
+        """Return the row of a group_id that `next` has returned."""
 
     def index(self, position: int, /) -> int:
-        """Return the row's place in its dataset, for messages."""
+        """Return the row's index in its dataset, for messages."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -78,91 +76,67 @@ class Executor:
     """Admits prompts, runs workflows, and hands out batches of groups.
 
     Admission begins with the first `set_version`, when the fleet has its first weights.
-
-    Args:
-      workflow: makes a group of a row.
-      rows: deals out the rows; a `data.Cursor` where `state` is asked for.
-      limits: batch size, staleness bound, concurrency.
-      fleet: passed to the workflow; used on the executor's loop only.
-      seed: of the run; a group's seed is a function of it, the group's id and the attempt.
-      force_staleness: hand out a batch only when all that may be admitted has finished, so that
-        every batch lags by `limits.max_staleness` exactly. For experiments: it idles the fleet.
-      patience: with failed attempts.
-      max_tokens: of a trajectory, as training has room for; 0: any number.
-      on_skip: takes a prompt that is given up, on the loop's thread.
-      say: takes a line for the user, likewise.
-      on_change: called on the loop's thread when a group is accepted or the executor has stopped.
-      drop_equal_rewards: reject groups whose rewards are all equal (dynamic sampling).
-      request_timeout: seconds for one attempt, after which it has failed; None: it may take any.
-      running_mean: decay of the means that are the trajectories' baselines; 0: they have none.
-      keep_versions: whether prompts under way may go on after a restart with tokens that they had,
-        and are admitted again at the versions of before.
-      loop: that it runs on, started and ended by the caller; None: one of its own.
-      clock: seconds, monotonic.
-
-    Attributes:
-      loop, fleet, workflow: as given.
     """
 
     def __init__(
         self,
         workflow: Workflow,
-        rows: RowSource,
+        rows: RowSource,  # a data.Cursor, if `state` is used
         limits: Limits,
-        fleet: Generator,
+        fleet: Generator,  # used on the executor's loop only
         *,
-        seed: int = 0,
+        seed: int = 0,  # of the run
+        # Every batch lags by exactly max_staleness. For experiments: it idles the fleet.
         force_staleness: bool = False,
         patience: Patience | None = None,
-        max_tokens: int = 0,
-        on_skip: Callable[[Skipped], None] = lambda skipped: None,
-        say: Callable[[str], None] = lambda text: None,
-        on_change: Callable[[], None] = lambda: None,
-        drop_equal_rewards: bool = False,
-        request_timeout: float | None = 600.0,
+        max_tokens: int = 0,  # of a trajectory; 0: no limit
+        # These three are called on the loop's thread.
+        on_skip: Callable[[Skipped], None] = lambda skipped: None,  # a prompt is given up
+        say: Callable[[str], None] = lambda text: None,  # takes a line for the user
+        on_change: Callable[[], None] = lambda: None,  # a group is accepted, or the executor stops
+        drop_equal_rewards: bool = False,  # reject groups with equal rewards (dynamic sampling)
+        request_timeout: float | None = 600.0,  # seconds of an attempt
+        # Unfinished prompts keep their versions after a restart, as they may keep their tokens.
         keep_versions: bool = False,
-        running_mean: float = 0.0,
-        loop: LoopThread | None = None,
+        running_mean: float = 0.0,  # decay of the means that are baselines; 0: no baselines
+        loop: LoopThread | None = None,  # one that the caller starts and ends
         clock: Callable[[], float] = time.monotonic,
     ):
         self.workflow, self.fleet, self._owns_loop = workflow, fleet, loop is None
         self.loop = loop or LoopThread("executor")
         self._rows, self._limits, self._seed, self._clock = rows, limits, seed, clock
         self._patience, self._request_timeout = patience or Patience(), request_timeout
-        self._max_tokens, self._on_skip, self._on_change = max_tokens, on_skip, on_change
-        self._say = say
-        self._drop_equal_rewards = drop_equal_rewards
+        self._on_skip, self._say, self._on_change = on_skip, say, on_change
+        self._max_tokens, self._drop_equal_rewards = max_tokens, drop_equal_rewards
         self._force_staleness, self._keep_versions = force_staleness, keep_versions
         self._running_mean = running_mean
 
         self._changed = threading.Condition()  # guards everything below
         self._staleness, self._buffer = Staleness(), buffers.Buffer()
         self._live: dict[int, Ticket] = {}
-        self._retry: list[Ticket] = []  # a heap: prompts to start again, oldest first
-        self._later: list[tuple[float, Ticket]] = []  # a heap: those whose time has not come
+        self._retry: list[Ticket] = []  # a heap of prompts to start again, oldest first
+        self._later: list[tuple[float, Ticket]] = []  # a heap of (time, prompt) to start again
         self._open = self._stopped = self._closing = False
         self._error: BaseException | None = None
-        self._raised_at: TracebackType | None = None  # where the error came up first
+        self._raised_at: TracebackType | None = None  # where the error was first raised
         live = min(limits.concurrency, (limits.max_staleness + 1) * limits.batch_prompts)
         self._failures = attempts.Failures(self._patience, max(1, int(live)))
-        self._rejected: list[float] = []  # rewards of the groups rejected since the last accepted
+        self._rejected: list[float] = []  # rewards of groups rejected since the last accepted one
         self._rejected_since = 0.0
         self._best = -math.inf  # reward of any trajectory
         self._means: Mapping[str, float] = {}
         self._dropped = 0
         self._generated_tokens, self._wait_seconds, self._idle_seconds = 0, 0.0, 0.0
         self._idle_since: float | None = None
-        self._tasks: dict[asyncio.Task, tuple[str, float]] = {}  # row, and when it began
-
-    # Life.
+        self._tasks: dict[asyncio.Task, tuple[str, float]] = {}  # row, and start time
 
     def start(self) -> None:
-        """Start the loop's thread; coroutines may be submitted from now on."""
+        """Start the loop's thread, unless the caller owns it."""
         if self._owns_loop:
             self.loop.start()
 
     def close(self) -> None:
-        """Cancel what is under way and end the workflow. The fleet is the caller's to close."""
+        """Cancel unfinished rollouts and close the workflow; the caller closes the fleet."""
         self.stop_admitting()
         with self._changed:
             self._closing = True
@@ -171,23 +145,15 @@ class Executor:
             if self.loop.alive:
                 self.loop.run(self._end_attempts(), _END_SECONDS)
         except TimeoutError:
-            self._say("rollouts under way do not end; they are left to the end of the process")
+            self._say("cancelled rollouts are still running; they end with this process")
         finally:
             if self._owns_loop:
                 self.loop.close()
 
-    def submit(self, coroutine: Coroutine) -> Future:
-        """Run `coroutine` on the loop, concurrently with everything else there."""
-        return self.loop.submit(coroutine)
-
-    def run(self, coroutine: Coroutine, seconds: float | None = None) -> Any:
-        """Run `coroutine` on the loop and wait for its result, as `LoopThread.run`."""
-        return self.loop.run(coroutine, seconds)
-
-    # The trainer's side.
+    # Methods for the trainer's thread; `set_version` and `wake` for any thread.
 
     def set_version(self, version: int) -> None:
-        """Note that every live server has acknowledged `version`. From any thread."""
+        """Record that every live server has acknowledged `version`."""
         with self._changed:
             self._staleness = staleness.publish(self._staleness, version)
             if not self._stopped:
@@ -196,27 +162,21 @@ class Executor:
         self.wake()
 
     def wake(self) -> None:
-        """Look for prompts to admit; `rows` may have new ones. From any thread."""
+        """Look for prompts to admit; call it when `rows` has new ones."""
         self.loop.call_soon(self._admit)
 
     def stop_admitting(self) -> None:
-        """Start no more prompts; those under way finish."""
+        """Start no more prompts; unfinished ones continue."""
         with self._changed:
             self._open, self._stopped = False, True
 
     def collect(self, timeout: float | None = None) -> list[Group] | None:
-        """Wait for the next batch and return it: `limits.batch_prompts` groups by group_id.
-
-        Args:
-          timeout: seconds to wait; None: for ever.
-
-        Returns:
-          The groups, or None when the time is up.
+        """Wait for the next batch; return its groups by group_id, or None after `timeout` seconds.
 
         Raises:
-          RolloutError, UserError: too many failures; the last, with its traceback, is the cause.
+          RolloutError, UserError: too many failures; the last one is the cause.
           Unavailable: no attempt can succeed any more.
-          Exhausted: the data has nothing more to teach, and no batch is left.
+          Exhausted: the data is solved, and no batch is left.
         """
         begun = self._clock()
         with self._changed:
@@ -244,10 +204,10 @@ class Executor:
             return self._staleness.version
 
     def counters(self) -> dict[str, float]:
-        """Return totals: of the run for events, of this process for tokens and seconds.
+        """Return the run's totals of events, and this process's totals of tokens and seconds.
 
-        `dropped` counts groups that were accepted and are neither trained on nor buffered.
-        `wait_seconds` is the trainer's, `idle_seconds` the time without any live prompt.
+        `dropped` counts accepted groups that are neither trained on nor buffered. `wait_seconds` is
+        the trainer's waiting time, `idle_seconds` the time without any live prompt.
         """
         with self._changed:
             state, buffered = self._staleness, self._buffer.num_finished
@@ -256,11 +216,7 @@ class Executor:
             if self._idle_since is not None:
                 idle += self._clock() - self._idle_since
             return {
-                "admitted": state.admitted,
-                "accepted": state.accepted,
-                "rejected": state.rejected,
-                "failed": state.failed,
-                "skipped": state.skipped,
+                **{event: getattr(state, event) for event in (*_COUNTED, "accepted")},
                 "dropped": self._dropped + state.accepted - consumed - buffered,
                 "running": state.running,
                 "buffered": buffered,
@@ -270,29 +226,24 @@ class Executor:
             }
 
     def under_way(self) -> list[tuple[asyncio.Task, str, float]]:
-        """Return task, row, and time of its begin of each attempt under way, oldest first."""
+        """Return (task, row, start time) of each unfinished attempt, oldest first."""
         return [(task, *about) for task, about in list(self._tasks.items())]
 
-    # Checkpoints.
-
     def state(self) -> tuple[dict[str, Any], list[Group]]:
-        """Return what `restore` needs: JSON-able facts, and the groups not yet trained on.
+        """Return JSON-able facts for `restore`, and the groups not yet trained on.
 
-        Take it when the batch collected last has been trained on. Prompts under way are kept by
-        their ids and start again, with the same seeds.
+        Call it when the last collected batch has been trained on. Unfinished prompts start again
+        after `restore`, with the same seeds.
         """
         with self._changed:
             waiting = [*self._live.values(), *self._retry, *(ticket for _, ticket in self._later)]
             pending = [(t.group_id, t.attempt) for t in waiting]
             host = {
                 "step": self._staleness.consumed,
-                "cursor": self._cursor().state_dict(),
+                "cursor": cast(Cursor, self._rows).state_dict(),
                 "pending": [list(pair) for pair in sorted(pending)],
                 "admitted_at": [[t.group_id, t.version] for t in self._live.values()],
-                "admitted": self._staleness.admitted,
-                "rejected": self._staleness.rejected,
-                "failed": self._staleness.failed,
-                "skipped": self._staleness.skipped,
+                **{event: getattr(self._staleness, event) for event in _COUNTED},
                 "dropped": self._dropped,
                 "means": dict(self._means),
                 "best_reward": self._best if math.isfinite(self._best) else None,
@@ -302,25 +253,18 @@ class Executor:
     def restore(
         self, host: Mapping[str, Any], groups: Sequence[Group], allow_change: bool = False
     ) -> str:
-        """Continue where `state` was taken; before the first `set_version`.
+        """Resume from a `state` before the first `set_version`; return how rows changed, or "".
 
-        Groups that a lowered max_staleness has made too old are generated again (and counted as
-        dropped). Prompts that had failed have the attempts that were left to them, at least one.
+        Groups that a lowered max_staleness makes too old are dropped and generated again. Prompts
+        that had failed keep the attempts they had left, at least one.
 
-        Args:
-          allow_change: accept a dataset whose rows changed.
-
-        Returns:
-          A sentence on what changed in the rows; empty if nothing did.
-
-        Raises:
-          UserError: the dataset changed and may not.
+        Unless `allow_change`, a changed dataset is a UserError.
         """
         with self._changed:
             if self._open or self._staleness.admitted:
                 raise RuntimeError("restore comes before the first set_version")
             step = int(host["step"])
-            changed = self._cursor().load_state_dict(host["cursor"], allow_change)
+            changed = cast(Cursor, self._rows).load_state_dict(host["cursor"], allow_change)
             self._buffer, left_over = buffers.restore(groups, step, self._limits)
             self._staleness = dataclasses.replace(
                 staleness.resume(step, self._buffer.num_finished, self._limits),
@@ -336,7 +280,7 @@ class Executor:
             heapq.heapify(self._retry)
             return changed
 
-    # The loop's side.
+    # Methods for the loop's thread.
 
     async def _end_attempts(self) -> None:
         under_way = list(self._tasks)
@@ -347,27 +291,20 @@ class Executor:
         await workflows.close(self.workflow)
 
     def _kept_versions(self, host: Mapping[str, Any], step: int) -> dict[int, int]:
-        """Return group_id → version of prompts that are admitted at the version of before.
-
-        Where the limits became smaller there may be no batch for these, and they are admitted anew.
-        """
+        """Return group_id → version of prompts to admit at their old versions."""
         found = dict(host.get("admitted_at", [])) if self._keep_versions else {}
         held = self._buffer
         for version in found.values():
             held = buffers.admit(held, version)
+        # Smaller limits may leave no batch for them; then they are admitted at new versions.
         return found if buffers.fits(held, step, self._limits) else {}
 
-    def _cursor(self) -> Cursor:
-        """Return the rows, which can be saved."""
-        if not isinstance(self._rows, Cursor):
-            raise RuntimeError(f"{type(self._rows).__name__} deals out rows that cannot be saved")
-        return self._rows
-
     def _admit(self) -> None:
-        """Start as many prompts as the rules allow, with a look at the network in between."""
+        """Start as many prompts as the rules allow, and serve the network in between."""
         with self._changed:
             for _ in range(_ADMIT_AT_ONCE):
-                if not self._may_admit():
+                room = staleness.capacity(self._staleness, self._limits)
+                if not self._open or self._error is not None or room < 1:
                     return
                 try:
                     ticket = self._next_ticket()
@@ -376,17 +313,14 @@ class Executor:
                 self._staleness = staleness.admit(self._staleness, self._limits)
                 self._buffer = buffers.admit(self._buffer, ticket.version)
                 self._live[ticket.group_id] = ticket
-                self._stop_idling()
+                if self._idle_since is not None:
+                    self._idle_seconds += self._clock() - self._idle_since
+                    self._idle_since = None
                 task = asyncio.get_running_loop().create_task(self._attempt(ticket))
                 row = f"row {self._rows.index(ticket.group_id)}"
                 self._tasks[task] = row, self._clock()  # the loop itself keeps weak references
                 task.add_done_callback(self._ended)
         asyncio.get_running_loop().call_soon(self._admit)
-
-    def _may_admit(self) -> bool:
-        if not self._open or self._error is not None:
-            return False
-        return staleness.capacity(self._staleness, self._limits) > 0
 
     def _next_ticket(self) -> Ticket:
         version = self._staleness.version
@@ -397,7 +331,7 @@ class Executor:
             return dataclasses.replace(ticket, version=version) if ticket.version < 0 else ticket
         held = self._staleness.running + len(self._later)
         if held >= self._failures.room and self._failures.lasted(self._clock()) is not None:
-            raise StopIteration  # what waits for the end of an outage has places
+            raise StopIteration  # prompts that wait for the end of an outage take up places
         return Ticket(self._rows.next()[0], 0, version)
 
     async def _attempt(self, ticket: Ticket) -> None:
@@ -414,14 +348,12 @@ class Executor:
             within = RuntimeError(f"the workflow was cancelled from within: {error}")
             self._fail(ticket, row, within, begun)
         except Exception as error:
-            self._fail(ticket, row, self._too_slow() if limit.expired() else error, begun)
+            seconds = f"rollout.request_timeout_seconds={self._request_timeout}"
+            slow = TimeoutError(f"it took longer than {seconds}")
+            self._fail(ticket, row, slow if limit.expired() else error, begun)
         else:
             self._finish(ticket, group, begun)
         self._admit()
-
-    def _too_slow(self) -> TimeoutError:
-        limit = f"rollout.request_timeout_seconds={self._request_timeout:g}"
-        return TimeoutError(f"it took longer than {limit}")
 
     def _finish(self, ticket: Ticket, group: Group, begun: float) -> None:
         """Accept or reject a finished group."""
@@ -429,28 +361,27 @@ class Executor:
         with self._changed:
             self._leave(ticket)
             first, now = ticket.attempt == 0, self._clock()
-            said = self._failures.add(ticket.group_id, False, first, begun, now)
+            message = self._failures.add(ticket.group_id, False, first, begun, now)
             self._best = max([self._best, *map(float, rewards)])
             self._generated_tokens += sum(int((t.versions >= 0).sum()) for t in group.trajectories)
             if self._drop_equal_rewards and len(rewards) == 1:
                 self._buffer = buffers.withdraw(self._buffer, ticket.version)
-                self._staleness = staleness.reject(self._staleness)
+                self._staleness = staleness.end(self._staleness, "rejected")
                 self._count_rejection(rewards.pop())
             else:
                 self._buffer = buffers.finish(self._buffer, ticket.version, group)
-                self._staleness = staleness.accept(self._staleness)
+                self._staleness = staleness.end(self._staleness, "accepted")
                 self._rejected.clear()
             self._changed.notify_all()
-        if said:
-            self._say(said)
+        if message:
+            self._say(message)
         self._on_change()
 
     def _count_rejection(self, reward: float) -> None:
-        """End the run when rejections do not end: well if it has solved its data, else in error.
+        """End the run after too many rejections in a row.
 
-        It has solved them when at least half of these groups are right, that is as good as the best
-        answer so far, and it was not so from the beginning. The others are too hard for the model,
-        or their judge is down and gives all of them the same.
+        The data counts as solved when the run has trained and at least half of these groups equal
+        the best reward so far. Otherwise the run ends in an error.
         """
         if not self._rejected:
             self._rejected_since = self._clock()
@@ -466,9 +397,10 @@ class Executor:
         if learned and 2 * right >= len(self._rejected):
             self._stop(Exhausted(f"{found}, {right} of them at the best reward, {self._best:g}"))
             return
+        # A judge that is down may give all answers the same reward for a while.
         if self._clock() - self._rejected_since < self._patience.outage:
             return
-        remedy = "choose easier data, or look at the reward function"
+        remedy = "choose easier data, or check the reward function"
         if learned:
             remedy = f"no answer gets {self._best:g} any more; lower the learning rate"
         self._stop(
@@ -479,49 +411,43 @@ class Executor:
         )
 
     def _fail(self, ticket: Ticket, row: Mapping[str, Any], error: Exception, begun: float) -> None:
-        """Queue the prompt again, give it up, or end the run when too many fail for too long."""
+        """Retry the prompt later, skip it, or end the run when too many fail for too long."""
         now, index = self._clock(), self._rows.index(ticket.group_id)
         about = attempts.describe(row)
-        what = f"row {index}" if about in str(error) else f"row {index} {about}"
+        name = f"row {index}" if about in str(error) else f"row {index} {about}"
         with self._changed:
             self._leave(ticket)
             self._buffer = buffers.withdraw(self._buffer, ticket.version)
-            said = self._failures.add(ticket.group_id, True, ticket.attempt == 0, begun, now)
+            message = self._failures.add(ticket.group_id, True, ticket.attempt == 0, begun, now)
             lasted = self._failures.lasted(now)
-            failed = 0 if lasted is not None else ticket.attempt + 1  # that are held against it
-            held = Ticket(ticket.group_id, failed or ticket.attempt)
+            failed = 0 if lasted is not None else ticket.attempt + 1  # counted against the prompt
+            again = Ticket(ticket.group_id, failed or ticket.attempt)
             ended: BaseException | None = self._error
             if isinstance(error, Unavailable):
                 ended = ended or error
-            ended = ended or self._failures.verdict(error, what, now)
+            ended = ended or self._failures.verdict(error, name, now)
             skipped = ended is None and self._patience.over(failed, error)
-            event = staleness.skip if skipped else staleness.fail
-            self._staleness = event(self._staleness)
+            self._staleness = staleness.end(self._staleness, "skipped" if skipped else "failed")
             if ended is not None:
                 heapq.heappush(self._retry, Ticket(ticket.group_id, ticket.attempt))
                 self._stop(ended)
             elif not skipped:
-                pause = self._patience.back_off(ticket.attempt + 1, lasted or 0.0, held.group_id)
-                heapq.heappush(self._later, (now + pause, held))
+                pause = self._patience.back_off(ticket.attempt + 1, lasted or 0.0, again.group_id)
+                heapq.heappush(self._later, (now + pause, again))
                 loop = asyncio.get_running_loop()
                 loop.call_later(pause + _TIMER_SECONDS, self._admit)  # there may be no other rows
-        if said:
-            self._say(f"{said}; the last one, {what}: {attempts.why(error)}")
+        if message:
+            self._say(f"{message}; the last one, {name}: {attempts.why(error)}")
         if skipped:
-            self._on_skip(Skipped(held.group_id, index, row, ticket.attempt + 1, error))
+            self._on_skip(Skipped(again.group_id, index, row, ticket.attempt + 1, error))
 
     def _leave(self, ticket: Ticket) -> None:
         del self._live[ticket.group_id]
         if not self._live:
             self._idle_since = self._clock()
 
-    def _stop_idling(self) -> None:
-        if self._idle_since is not None:
-            self._idle_seconds += self._clock() - self._idle_since
-            self._idle_since = None
-
     def _ended(self, task: asyncio.Task) -> None:
-        """Pass an exception that got out of an attempt, which is a bug, to the trainer."""
+        """Pass an exception that escaped an attempt, which is a bug, to the trainer."""
         del self._tasks[task]
         if not task.cancelled() and task.exception():
             self._stop(task.exception())
@@ -537,11 +463,11 @@ class Executor:
         """Return whether a batch can be taken; raise what ended the run."""
         ready = buffers.ready(self._buffer, self._staleness.consumed, self._limits)
         if any(ticket.version >= 0 for ticket in self._retry):
-            ready = False  # they have a batch from here on, and are not in the buffer yet
+            ready = False  # prompts of a checkpoint that have a batch, and are not admitted yet
         if self._force_staleness and not staleness.full(self._staleness, self._limits):
             ready = False
         if self._error is not None and not (ready and isinstance(self._error, Exhausted)):
-            # Raised at each call, it would collect the frames of all.
+            # Without this, each call would add its frames to the traceback.
             raise self._error.with_traceback(self._raised_at)
         if not self.loop.alive:
             raise RuntimeError("the executor's thread is not running")
@@ -549,9 +475,7 @@ class Executor:
 
 
 def group_seed(seed: int, group_id: int, attempt: int) -> int:
-    """Return a sampling seed in [0, 2³¹), a function of the run's seed, the group and the attempt.
-
-    A retry draws anew, because a completion that hung its reward function would hang it again.
-    """
+    """Return a sampling seed in [0, 2³¹), a hash of the run's seed, the group and the attempt."""
+    # A retry samples anew: a completion that hung its reward function would hang it again.
     digest = hashlib.blake2b(f"{seed} {group_id} {attempt}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,8 +1,7 @@
 """Decide how many prompts may be admitted: counters and the capacity formula, nothing else.
 
-A pure state machine, `(state, event) → state`, shared by the executor, recovery and the
-simulator. It knows numbers, not groups; `buffer.py` knows which groups form a batch, and
-its docstring proves that the two together keep every trained token within the bound.
+A pure state machine, `(state, event) → state`. `buffer.py` decides which groups form a batch, and
+proves that the two keep every trained token within the bound.
 """
 
 from dataclasses import dataclass, replace
@@ -14,43 +13,26 @@ class StalenessViolation(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Numbers that govern admission.
+    """Numbers that govern admission."""
 
-    Attributes:
-      batch_prompts: B ≥ 1, prompts a train batch.
-      max_staleness: η ≥ 0, versions; 0 is synchronous training, ∞ an evaluation.
-      concurrency: C, live prompts at most; below 1 counts as 1.
-      total_steps: T, batches of the whole run; None: as many as are taken.
-    """
-
-    batch_prompts: int
-    max_staleness: float  # a whole number or math.inf
-    concurrency: int
-    total_steps: int | None = None
+    batch_prompts: int  # B ≥ 1, prompts per train batch
+    max_staleness: float  # η, an integer ≥ 0 (0: synchronous), or ∞ in an evaluation
+    concurrency: int  # C, most live prompts; below 1 counts as 1
+    total_steps: int | None = None  # T, batches of the whole run; None: no limit
 
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """Counters of a run.
+    """Counters of a run, since step 0."""
 
-    Attributes:
-      version: v, the newest version that every live server has acknowledged.
-      consumed: batches handed to the trainer so far; v never exceeds it.
-      running: live prompts (admitted, not yet accepted, rejected or failed).
-      accepted: groups accepted since step 0, consumed ones included.
-      rejected, failed: groups filtered out, and attempts that raised.
-      skipped: prompts given up, the last of whose attempts is among `failed`.
-      admitted: attempts started.
-    """
-
-    version: int = 0
-    consumed: int = 0
-    running: int = 0
-    accepted: int = 0
-    rejected: int = 0
-    failed: int = 0
-    skipped: int = 0
-    admitted: int = 0
+    version: int = 0  # v, the newest version that every live server has acknowledged
+    consumed: int = 0  # batches given to the trainer; never below v
+    running: int = 0  # live prompts: admitted, and not yet accepted, rejected or failed
+    accepted: int = 0  # groups, consumed ones included
+    rejected: int = 0  # groups filtered out
+    failed: int = 0  # attempts that raised
+    skipped: int = 0  # prompts given up, whose last attempts also count as failed
+    admitted: int = 0  # attempts started
 
 
 def resume(version: int, buffered: int, limits: Limits) -> Staleness:
@@ -77,8 +59,8 @@ def capacity(state: Staleness, limits: Limits) -> int:
 def full(state: Staleness, limits: Limits) -> bool:
     """Return whether everything that may be admitted before the next publish is accepted.
 
-    A trainer that waits for this has batches of exactly min(version, max_staleness) versions of
-    lag: each version's prompts finish under it, and wait η batches for their turn.
+    A trainer that waits for this has batches that are exactly min(version, max_staleness) versions
+    old.
     """
     return state.accepted >= _wanted(state.consumed, limits)
 
@@ -90,25 +72,13 @@ def admit(state: Staleness, limits: Limits) -> Staleness:
     return replace(state, running=state.running + 1, admitted=state.admitted + 1)
 
 
-def accept(state: Staleness) -> Staleness:
-    """Record that a live prompt finished and its group goes to the buffer."""
-    return replace(_leave(state, "accept"), accepted=state.accepted + 1)
-
-
-def reject(state: Staleness) -> Staleness:
-    """Record that a live prompt finished and is filtered out; its place is free again."""
-    return replace(_leave(state, "reject"), rejected=state.rejected + 1)
-
-
-def fail(state: Staleness) -> Staleness:
-    """Record that a live prompt's attempt raised; its place is free again."""
-    return replace(_leave(state, "fail"), failed=state.failed + 1)
-
-
-def skip(state: Staleness) -> Staleness:
-    """Record that a live prompt's last attempt raised; its place is free for another one."""
-    state = fail(state)
-    return replace(state, skipped=state.skipped + 1)
+def end(state: Staleness, outcome: str) -> Staleness:
+    """Record the outcome of a live prompt's attempt: accepted, rejected, failed or skipped."""
+    if state.running < 1:
+        raise StalenessViolation(f"{outcome} without a live prompt: {state}")
+    counts = {"failed": state.failed + 1} if outcome == "skipped" else {}
+    counts[outcome] = getattr(state, outcome) + 1
+    return replace(state, running=state.running - 1, **counts)
 
 
 def publish(state: Staleness, version: int) -> Staleness:
@@ -135,9 +105,3 @@ def _wanted(version: int, limits: Limits) -> float:
     if limits.total_steps is not None:
         horizon = min(horizon, limits.total_steps)
     return horizon * limits.batch_prompts
-
-
-def _leave(state: Staleness, event: str) -> Staleness:
-    if state.running < 1:
-        raise StalenessViolation(f"{event} without a live prompt: {state}")
-    return replace(state, running=state.running - 1)

@@ -1,95 +1,71 @@
 """Workflows whose trajectories a second fleet scores: a teacher's, or a reward model's.
 
-    workflow ─▶ trajectories ─▶ Fleet.score, all at once ─▶ reference_logprobs, or reward + w·value
-
-A teacher scores no evaluations, which bring their own sampling and are not trained on.
+workflow ─▶ trajectories ─▶ Fleet.score, all at once ─▶ reference_logprobs, or reward + w·value
 """
 
 import asyncio
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from rlx.base import Group, Trajectory, UserError
+from rlx.fleet.client import Fleet
 from rlx.rollout import workflows
 from rlx.rollout.datasets import answered
 from rlx.rollout.workflow_checks import checked
 from rlx.rollout.workflows import Generator, Prompts, Task, Workflow
 
 
-class Scorer(Protocol):
-    """A fleet that scores, as far as it is used here."""
-
-    async def score(
-        self, tokens: Any, first: int, *, temperature: float = 1.0, values: bool = False
-    ) -> np.ndarray: ...
-
-
 class Scored:
-    """A workflow whose trajectories a second fleet scores.
+    """A workflow whose trajectories the fleet `scorer` scores."""
 
-    Args:
-      workflow: makes them. scorer: the fleet.
-    """
+    _who = ""  # the scorer's name in messages
 
-    _who = ""  # scores, in messages
-
-    def __init__(self, workflow: Workflow, scorer: Scorer):
+    def __init__(self, workflow: Workflow, scorer: Fleet):
         self._workflow, self._scorer = workflow, scorer
         self.name = workflows.name(workflow)
 
     async def run(self, fleet: Generator, task: Task) -> Group:
-        """Return the workflow's group, scored.
-
-        Raises:
-          UserError: no scorer is alive, it refuses a trajectory, or its numbers are not finite.
-        """
+        """Return the workflow's group, scored; UserError if the scorer fails or refuses it."""
         group = await checked(self._workflow, fleet, task)
         scored = await asyncio.gather(*(self._scored(t, task) for t in group.trajectories))
         return replace(group, trajectories=tuple(scored))
 
     async def aclose(self) -> None:
-        """End what the workflow holds."""
+        """Close the workflow."""
         await workflows.close(self._workflow)
 
     async def _scored(self, trajectory: Trajectory, task: Task) -> Trajectory:
         raise NotImplementedError
 
     async def _ask(self, t: Trajectory, tokens: np.ndarray, at: np.ndarray, **options: Any) -> Any:
-        """Return the fleet's numbers at the places `at`, ascending; they must be finite."""
+        """Return the fleet's finite scores at the ascending positions `at`."""
         try:
             scores = (await self._scorer.score(tokens, int(at[0]), **options))[at]
         except ValueError as error:
-            what = f"{self._who} does not score trajectory {t.trajectory_id}"
-            raise UserError(f"{what}: {error}") from error
+            raise UserError(f"{self._who} refuses trajectory {t.trajectory_id}: {error}") from error
         except UserError as error:
             raise type(error)(f"{self._who}: {error}") from error
         if not np.isfinite(scores).all():
             raise UserError(
-                f"{self._who} gives trajectory {t.trajectory_id} numbers that are not finite; "
+                f"{self._who} gives trajectory {t.trajectory_id} scores that are not finite; "
                 "check its weights, or serve it in float32"
             )
         return scores
 
 
 class TeacherScored(Scored):
-    """A workflow that adds the teacher's log-probabilities to another workflow's trajectories.
-
-    Args:
-      workflow: of the student.
-      teacher: a fleet whose model has the same vocabulary.
-      temperature: of training, so that teacher and student are compared as they are sampled.
-    """
+    """A workflow that adds the teacher's log-probabilities to the student's trajectories."""
 
     _who = "the teacher"
 
-    def __init__(self, workflow: Workflow, teacher: Scorer, temperature: float):
+    def __init__(self, workflow: Workflow, teacher: Fleet, temperature: float):
         super().__init__(workflow, teacher)
         self._temperature = temperature
 
     async def _scored(self, trajectory: Trajectory, task: Task) -> Trajectory:
-        if task.sampling is not None:
+        if task.sampling is not None:  # an evaluation, which is not trained on
             return trajectory
         tokens = trajectory.tokens
         trained = np.flatnonzero(trajectory.loss_mask[1:]) + 1  # nothing comes before token 0
@@ -101,23 +77,17 @@ class TeacherScored(Scored):
 
 
 class ModelRewarded(Scored):
-    """A workflow that adds a reward model's values, after the last token, to another's rewards.
-
-    Args:
-      weight: of the values; `reward/model` is logged without it.
-      prompts: in the model's own tokens, where they are not the policy's; then completions are
-        read as texts, and end in the token `end` unless they were cut off.
-    """
+    """A workflow that adds a reward model's value of the last token to another's rewards."""
 
     _who = "the reward model"
 
     def __init__(
         self,
         workflow: Workflow,
-        scorer: Scorer,
-        weight: float,
-        prompts: Prompts | None = None,
-        end: int = 0,
+        scorer: Fleet,
+        weight: float,  # of the value; `reward/model` is logged without it
+        prompts: Prompts | None = None,  # in the reward model's tokens; None: the policy's
+        end: int = 0,  # with `prompts`, the token that ends a complete answer
     ):
         super().__init__(workflow, scorer)
         self._weight, self._prompts, self._end = weight, prompts, end

@@ -1,8 +1,8 @@
-"""Tools inside generation: the model writes a call, is shown its output, and goes on.
+"""Tools inside generation: the model writes a call, reads its output, and continues.
 
-A call is `<tool_call>{"name": …, "arguments": …}</tool_call>` where the chat template has tools in
-that form (Hermes, Qwen); else, as for base models, it is what stands between markers of the tool,
-JSON or its only argument, and the output comes as a fenced block.
+A call is `<tool_call>{"name": …, "arguments": …}</tool_call>` if the chat template has that form
+(Hermes, Qwen). Otherwise, as for base models, it is JSON or the only argument between the tool's
+markers, and the output is a fenced block.
 """
 
 import asyncio
@@ -16,19 +16,18 @@ from rlx.fleet.requests import Sampling
 from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout import tools as toolbox
 from rlx.rollout.control_tokens import controls, shielded
-from rlx.rollout.episode import Episode, begin, behind, together
+from rlx.rollout.episode import Episode, begin, between_answers, run_all
 from rlx.rollout.workflows import Generator, Prompts, Task, close, encode
 from rlx.sandbox.sandbox import SandboxLost, SandboxOptions
 
-_OUTPUT = "@@OUTPUT@@"  # stands for what a tool says
+_OUTPUT = "@@OUTPUT@@"  # stands for a tool's output
 
 
 class ToolUse:
     """Answers in which the model uses tools, each with a verifiable reward.
 
-    `tools` are names as `tools.load` takes them; `max_calls` and `max_seconds` are of an answer's
-    calls together, `max_output_tokens` of what each says. `sampling.max_new_tokens` are all tokens
-    after the prompt, outputs included; the rest is as of `RLVR`.
+    `max_calls` and `max_seconds` are totals of an answer, `max_output_tokens` a limit per call.
+    Outputs count towards `sampling.max_new_tokens`.
     """
 
     def __init__(
@@ -44,13 +43,14 @@ class ToolUse:
         self._tools = {tool.name: tool for tool in toolbox.load(tools, sandbox)}
         self._ends, self._marked = dict[str, str](), dict[str, toolbox.Tool]()  # by start
         if "tools" in template and "<tool_call>" in template and "<function=" not in template:
-            parts, self._ends = (
-                ("name", "description", "parameters"),
-                {"<tool_call>": "</tool_call>"},
-            )
+            self._ends, parts = (
+                {"<tool_call>": "</tool_call>"}, ("name", "description", "parameters"),
+            )  # fmt: skip
             listed = [{each: getattr(t, each) for each in parts} for t in self._tools.values()]
-            self._prompts = prompts.told_of([{"type": "function", "function": f} for f in listed])
-            around = behind(self._tokenizer, {"role": "tool", "content": _OUTPUT})
+            self._prompts = prompts.with_tools(
+                [{"type": "function", "function": f} for f in listed]
+            )
+            around = between_answers(self._tokenizer, {"role": "tool", "content": _OUTPUT})
         else:
             around = f"\n```output\n{_OUTPUT}\n```\n"
             for name, tool in self._tools.items():
@@ -61,96 +61,93 @@ class ToolUse:
         self._sampling, self._rewards, self._n = sampling, reward_pool, n
 
     def check(self, row: Mapping[str, Any], name: str) -> None:
-        """Raise as `Prompts.check`, of the prompt with what it says about tools."""
+        """Check the prompt, which describes the tools, as `Prompts.check`."""
         self._prompts.check(row, name)
 
     async def run(self, fleet: Generator, task: Task) -> Group:
         """Return the group of the task's row."""
         stop = tuple(self._ends)
         episodes = await begin(fleet, self._prompts, task, self._sampling, self._n, stop)
-        used = await together(*(self._answer(fleet, episode) for episode in episodes))
-        graded = await self._rewards.grade([episode.graded_as() for episode in episodes])
+        used = await run_all(*(self._answer(fleet, episode) for episode in episodes))
+        graded = await self._rewards.grade([episode.reward_call() for episode in episodes])
         parts = zip(episodes, graded.rewards, graded.infos, used, strict=True)
         found = [episode.trajectory(r, {**info, **use}) for episode, r, info, use in parts]
         return Group(task.group_id, tuple(found), task.row)
 
     async def aclose(self) -> None:
-        """End what the tools hold."""
+        """Close the tools."""
         for tool in self._tools.values():
             await close(tool)
 
     async def _answer(self, fleet: Generator, episode: Episode) -> dict[str, float]:
-        """Bring an answer to its end; return what its calls came to."""
+        """Complete an answer; return metrics of its calls."""
         calls = right = cut = 0
         seconds, over, clock = 0.0, "", asyncio.get_running_loop().time
         while not episode.ended:
             if calls == self._max_calls:
                 over = "calls"
                 break
-            start, body = self._call(episode.words)
+            start, body = self._call(episode.last_text)
             while body is None and not episode.ended:
                 await episode.sample(fleet, [self._ends[start]])
-                start, body = self._call(episode.words)
+                start, body = self._call(episode.last_text)
             if body is None or not episode.left:
                 break
             began, calls = clock(), calls + 1
             try:
                 async with asyncio.timeout(self._max_seconds - seconds):
-                    said, good = await self._run(start, body)
+                    text, good = await self._run(start, body)
             except TimeoutError:
                 over = "seconds"
                 break
             finally:
                 seconds += clock() - began
-            output, whole = self._observation(said)
-            right, cut = right + good, cut + (not whole)
+            output, complete = self._observation(text)
+            right, cut = right + good, cut + (not complete)
             if episode.show(output):
                 await episode.sample(fleet, tuple(self._ends))
         if over:
-            episode.cut()
+            episode.truncate()
         elif episode.truncated:
             over = "tokens"
-        told: dict[str, float] = {"calls": calls, "seconds": seconds, "outputs_cut": cut}
-        told |= {f"over_{budget}": budget == over for budget in ("calls", "seconds", "tokens")}
-        told |= {"success": right / calls} if calls else {}
-        return {f"tools/{name}": float(value) for name, value in told.items()}
+        found: dict[str, float] = {"calls": calls, "seconds": seconds, "outputs_cut": cut}
+        found |= {f"over_{budget}": budget == over for budget in ("calls", "seconds", "tokens")}
+        found |= {"success": right / calls} if calls else {}
+        return {f"tools/{name}": float(value) for name, value in found.items()}
 
-    def _call(self, words: str) -> tuple[str, str | None]:
-        """Return the first start marker, and the call behind it, None where it has no end yet.
-
-        JSON ends where it is whole: an end marker in one of its texts ends nothing.
-        """
-        starts = [start for start in self._ends if start in words]
-        start = min(starts, key=lambda each: (words.index(each), -len(each)))
-        rest, unfinished = words.partition(start)[2], False
-        if self._argument(start) is None:
+    def _call(self, text: str) -> tuple[str, str | None]:
+        """Return the first start marker and the call after it; None for a call without its end."""
+        starts = [start for start in self._ends if start in text]
+        start = min(starts, key=lambda each: (text.index(each), -len(each)))
+        rest, unfinished = text.partition(start)[2], False
+        if self._argument(start) is None:  # JSON, whose texts may hold an end marker
             try:
                 blank = len(rest) - len(rest.lstrip())
                 return start, rest[: json.JSONDecoder().raw_decode(rest, blank)[1]]
             except json.JSONDecodeError as error:
                 unfinished = error.msg.startswith("Unterminated string")
-            except (ValueError, RecursionError):  # `_read` raises the same
+            except (ValueError, RecursionError):  # `_read` reports it
                 pass
         body, end, _ = rest.partition(self._ends[start])
         return start, body if end and not unfinished else None
 
     def _argument(self, start: str) -> str | None:
-        """Return the only argument of a marked tool, which its text is; None: calls are JSON."""
+        """Return the name of a marked tool's only argument, a text; None if calls are JSON."""
         known = self._marked[start].parameters["properties"] if start in self._marked else {}
         return next(iter(known)) if [a.get("type") for a in known.values()] == ["string"] else None
 
     async def _run(self, start: str, body: str) -> tuple[str, bool]:
-        """Return what a call says, and whether it succeeded."""
+        """Return a call's output, and whether it succeeded."""
         try:
             return await toolbox.call(*self._read(start, body)), True
-        except SandboxLost:  # no fault of the model: the attempt fails
+        except SandboxLost:  # not the model's fault: the attempt fails
             raise
-        except Exception as error:  # of a user's tool, whatever it likes
+        except Exception as error:  # a user's tool may raise anything
             known = isinstance(error, toolbox.ToolError)
             return f"Error: {error if known else user_code.words(error)}", False
 
     def _read(self, start: str, body: str) -> tuple[toolbox.Tool, Mapping[str, Any]]:
-        """Return tool and arguments of a call; ToolError where they cannot be read."""
+        """Return tool and arguments of a call; raise ToolError if they cannot be read."""
         tool = self._marked.get(start)
         if tool and (name := self._argument(start)):
             return tool, {name: body.strip("\n")}
@@ -163,12 +160,12 @@ class ToolUse:
             wanted = ", ".join(known) if tool else f"name: {' or '.join(self._tools)}, arguments"
             raise toolbox.ToolError(f"a call is a JSON object of {wanted}") from None
 
-    def _observation(self, said: str) -> tuple[list[int], bool]:
-        """Return the tokens of an output, none of them special, and whether all of it is there."""
+    def _observation(self, text: str) -> tuple[list[int], bool]:
+        """Return the tokens of an output, none of them special, and whether it is complete."""
         most, longest = self._max_output, 64 * self._max_output  # characters
-        if long := len(said) > 2 * longest:
-            said = f"{said[:longest]}...{said[-longest:]}"
-        ids = encode(self._tokenizer, shielded(said, controls(self._tokenizer).strict))
+        if long := len(text) > 2 * longest:
+            text = f"{text[:longest]}...{text[-longest:]}"
+        ids = encode(self._tokenizer, shielded(text, controls(self._tokenizer).strict))
         if len(ids) > most:
             dots, half = encode(self._tokenizer, "..."), most // 2
             long, ids = True, [*ids[: most - half], *dots, *ids[len(ids) - half :]]

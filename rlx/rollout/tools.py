@@ -14,23 +14,23 @@ from rlx.rollout.workflows import close
 from rlx.sandbox.sandbox import SandboxOptions
 from rlx.system.loop_thread import run_alone
 
-KEY = "rollout.workflow_kwargs.tools"  # of the config, that names tools
+KEY = "rollout.workflow_kwargs.tools"  # the config key that lists tools
 _TRIAL_SECONDS = 60.0
 _LONGEST_EXPRESSION = 1000  # characters
-_MOST_BITS = 4096  # of a number of the calculator
+_MOST_BITS = 4096  # of the calculator's numbers
 _TYPES: Mapping[str, Any] = {
     "string": str, "integer": int, "number": int | float, "boolean": bool, "array": list,
     "object": dict,
 }  # fmt: skip
 
-# A tool has `name`, `description`, `parameters`, a JSON Schema of the arguments of `run`, async or
-# not. What `run` raises is told to the model. The first of the schema's `examples` is tried at the
-# start. It may have `async aclose()`, and `markers`, start → end, besides `<name>` and `</name>`.
+# A tool has `name`, `description`, `run` (async or not) and `parameters`, a JSON Schema of its
+# arguments. The model reads its errors. The schema's first example is tried at the start. Optional:
+# `async aclose()`, and `markers`, start → end, in addition to `<name>` and `</name>`.
 Tool = Any
 
 
 class ToolError(Exception):
-    """A call that failed; the message is for the model."""
+    """A failed call, with a message for the model."""
 
 
 class Calculator:
@@ -65,10 +65,10 @@ class Python:
 
     def __init__(self, sandbox: SandboxOptions):
         self._options, self._starting = sandbox, asyncio.Lock()
-        self._sandbox: Any = None  # as `make` gives it, once it is needed
+        self._sandbox: Any = None  # made by the first call
 
     async def run(self, code: str) -> str:
-        """Return what it prints; raise ToolError with that and the error where it fails."""
+        """Return what the program prints; if it fails, raise ToolError with that and the error."""
         async with self._starting:
             if self._sandbox is None:
                 self._sandbox = await self._options.make(("numpy", "sympy")).__aenter__()
@@ -92,7 +92,7 @@ _BINARY: Mapping[type, Callable[[Fraction, Fraction], Any]] = {
 
 
 def _value(node: ast.expr) -> Fraction:
-    """Return the value of a node; ValueError for what is no arithmetic, or too large."""
+    """Return the value of an arithmetic node; ValueError for another one, or a large value."""
     match node:
         case ast.Constant(value=value) if type(value) in (int, float):
             found = Fraction(str(value))
@@ -102,21 +102,21 @@ def _value(node: ast.expr) -> Fraction:
             base, power = _value(left), _value(right)
             bits = (base.numerator * base.denominator).bit_length()
             if power.denominator != 1 or abs(power) * bits > 2 * _MOST_BITS:
-                raise ValueError("an exponent is no integer, or too large")
+                raise ValueError("an exponent is not an integer, or too large")
             found = base ** int(power)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             found = Fraction(_BINARY[type(op)](_value(left), _value(right)))
         case _:
-            raise ValueError(f"{type(node).__name__} is no arithmetic")
+            raise ValueError(f"{type(node).__name__} is not arithmetic")
     if (found.numerator * found.denominator).bit_length() > _MOST_BITS:
         raise ValueError("a number has too many digits")
     return found
 
 
 def load(names: Sequence[str], sandbox: SandboxOptions) -> list[Tool]:
-    """Return the tools of these names, with `sandbox` if they take it; UserError for no tool."""
+    """Return tools by name, made with `sandbox` if they take it; UserError if that fails."""
     if isinstance(names, str) or not names:
-        raise UserError(f"{KEY}={names!r} names no tools; give a list, as ['calculator']")
+        raise UserError(f"{KEY}={names!r} names no tools; give a list such as ['calculator']")
     found: dict[str, Tool] = {}
     for name in names:
         tool = user_code.find(KEY, name, TOOLS)
@@ -129,18 +129,18 @@ def load(names: Sequence[str], sandbox: SandboxOptions) -> list[Tool]:
             for example in tool.parameters.get("examples", [])[:1]:
                 run_alone(_try(tool, example), "trial of a tool", _TRIAL_SECONDS)
         except Exception as error:
-            what = user_code.where(error, getattr(tool, "run", None))
-            raise UserError(f"{KEY}: {name} cannot be used: {what}") from error
+            why = user_code.where(error, getattr(tool, "run", None))
+            raise UserError(f"{KEY}: {name} cannot be used ({why})") from error
     return list(found.values())
 
 
 def _check(tool: Any, others: Mapping[str, Tool]) -> None:
-    """Raise UserError where an object is no tool, or has the name of another."""
+    """Raise UserError if an object is not a tool, or has another's name."""
     for part, kind in (("name", str), ("description", str), ("parameters", Mapping)):
         if not isinstance(given := getattr(tool, part, None), kind):
             raise UserError(f"its {part} is {given!r:.60}; give a {kind.__name__}")
     if not tool.name.isidentifier() or tool.name in others:
-        raise UserError(f"its name {tool.name!r} is no name, or another's; rename it")
+        raise UserError(f"its name {tool.name!r} is invalid or taken; rename it")
     if "properties" not in tool.parameters or not hasattr(tool, "run"):
         raise UserError("it lacks `run`, or its JSON Schema `properties`; give both")
 
@@ -153,7 +153,7 @@ async def _try(tool: Tool, example: Mapping[str, Any]) -> None:
 
 
 async def call(tool: Tool, arguments: Mapping[str, Any]) -> str:
-    """Return what a tool says; raise ToolError where an argument is of another type."""
+    """Return a tool's output; raise ToolError if an argument has the wrong type."""
     for name, about in tool.parameters["properties"].items():
         kinds = _TYPES.get(str(about.get("type")), object)
         if name in arguments and not isinstance(arguments[name], kinds):

@@ -1,14 +1,12 @@
 """Make word problems in plain English: seeded stories of one to four steps, with solutions. No I/O.
 
-A story begins with some things that somebody has, things happen to them, and a question ends it:
-"Ana has 9 books. Then Ana sells 5 of them. How many books does Ana have now?". Its solution is an
-equation for each step: "9 - 5 = 4. The answer is 4." Tens come before ones, as a small model cannot
-carry at sight: "43 + 18 = 53 + 8 = 61." From level 3 on there are products, quotients, comparisons
-and sums of two people; from level 4 on one number is beside the point: "12 does not matter."
+A story is "Ana has 9 books. Then Ana sells 5 of them. How many books does Ana have now?". Its
+solution has an equation per step: "9 - 5 = 4. The answer is 4." Equations treat tens before ones,
+because small models cannot carry: "43 + 18 = 53 + 8 = 61." Level 3 adds products, quotients,
+comparisons and sums of two people. Level 4 adds an irrelevant number: "12 does not matter."
 
-Held-out problems are told in sentences of their own, with verbs and words that no problem for
-training has, and their numbers, in whatever order, are those of none: a hash decides about each
-sentence, wording and set of numbers. The sentences are in `word_problems.txt`.
+A hash of each sentence, wording and set of numbers holds some of them out: training problems
+share none with held-out ones. The sentences are in `word_problems.txt`.
 """
 
 import functools
@@ -26,19 +24,19 @@ THINGS = (
     "apples", "books", "marbles", "stickers", "coins", "pencils", "cards", "shells", "stamps",
     "cookies",
 )  # fmt: skip
-LARGEST_VALUE = 100  # of every intermediate value; the smallest is 2
-_HELD_OUT_SHARE = 5  # one set of numbers in this many
-_WORDS_SHARE = 13  # one sentence, and one wording, in this many: a fifth of what can be said
-_LONGEST_COMMON_WORD = 4  # "has", "gets": in training always, as nobody speaks without them
+LARGEST_VALUE = 100  # intermediate values lie between 2 and this
+_HELD_OUT_SHARE = 5  # 1 set of numbers in 5
+_WORDS_SHARE = 13  # 1 sentence, and 1 wording, in 13: a fifth of all sentences
+_LONGEST_COMMON_WORD = 4  # letters; "has" and "gets" are never held out
 _SIGNS = {"packs": "*", "add": "+", "take": "-", "times": "*", "share": "/",
           "more": "+", "fewer": "-", "together": "+"}  # fmt: skip
 _QUESTIONS = {"share": "ask_one", "more": "ask_friend", "fewer": "ask_friend",
               "together": "ask_both"}  # fmt: skip
-LAST = tuple(_QUESTIONS)  # nothing happens after them
+LAST = tuple(_QUESTIONS)  # steps that end a story
 
 
 class Level(NamedTuple):
-    """How hard stories are: equations, what may happen, and sentences that do not matter."""
+    """A difficulty: the numbers of equations and irrelevant sentences, and the kinds of steps."""
 
     steps: int
     kinds: tuple[str, ...]
@@ -56,24 +54,12 @@ LEVELS = {
 
 
 def problems(seed: int, split: str, n: int) -> list[dict[str, Any]]:
-    """Return the first `n` distinct problems of a seed's stream, as dataset rows.
-
-    Args:
-      seed: any integer; a longer list of the same seed starts with the shorter one.
-      split: `train` or `held_out`; they share no set of numbers and no sentence.
-      n: ≥ 0; levels 1 to 5 come in turns.
-
-    Returns:
-      Rows `{"question", "answer", "solution", "level"}`, all but the last of text.
-
-    Raises:
-      UserError: `split` is neither.
-    """
+    """Return the first `n` rows of `stream`: question, answer, solution and level (1 to 5)."""
     return list(itertools.islice(stream(seed, split), n))
 
 
 def stream(seed: int, split: str) -> Iterator[dict[str, Any]]:
-    """Yield distinct problems of a seed and split without end, as `problems` lists them."""
+    """Yield distinct problems of all levels in turn; UserError if there is no such split."""
     levels = list(LEVELS)
 
     def draw(rng: random.Random, before: int) -> dict[str, Any] | None:
@@ -83,21 +69,20 @@ def stream(seed: int, split: str) -> Iterator[dict[str, Any]]:
 
 
 def split_of(numbers: list[int]) -> str:
-    """Return the split that a story's numbers belong to, whatever their order."""
+    """Return the split of a story's numbers, in any order."""
     return arithmetic.split_of(repr(sorted(numbers)), _HELD_OUT_SHARE)
 
 
 @functools.cache
 def phrases(split: str) -> dict[str, tuple[str, ...]]:
-    """Return the sentences of a split, by kind, with one wording of each `<…>` and `[…|…]` left.
+    """Return the sentences of a split by kind, one for each wording in `<…|…>`.
 
-    A sentence is held out where the lot falls on it or on a wording that it holds, wherever that
-    stands: a held-out wording is in no sentence for training.
+    A sentence is held out if its hash, or that of a wording in it, says so.
     """
     text = Path(__file__).with_suffix(".txt").read_text()
     lines = [line for line in text.splitlines() if line and line[0] != "#"]
     drawn = [w for line in lines for part in re.findall("<(.*?)>", line) for w in part.split("|")]
-    foreign = sorted(w for w in drawn if len(w) > _LONGEST_COMMON_WORD and _by_lot(w))
+    foreign = sorted(w for w in drawn if len(w) > _LONGEST_COMMON_WORD and _held_out(w))
     held_out = re.compile(rf"\b({'|'.join(map(re.escape, foreign))})(?!\w)")
     found: dict[str, list[str]] = {}
     for line in lines:
@@ -105,25 +90,22 @@ def phrases(split: str) -> dict[str, tuple[str, ...]]:
             kind = line
         else:
             for sentence in alternatives(line.strip(), "<>"):
-                left = _by_lot(line.strip()) or held_out.search(sentence)
-                if bool(left) == (split != "train"):
+                left_out = _held_out(line.strip()) or held_out.search(sentence)
+                if bool(left_out) == (split != "train"):
                     found.setdefault(kind, []).append(sentence)
     return {kind: tuple(sentences) for kind, sentences in found.items()}
 
 
 def alternatives(sentence: str, brackets: str) -> Iterator[str]:
-    """Yield a sentence with each choice of what stands between brackets: `<this|that>`."""
+    """Yield a sentence with each combination of its alternatives in brackets, as `<this|that>`."""
     parts = re.split(rf"\{brackets[0]}(.*?)\{brackets[1]}", sentence)
     return map("".join, itertools.product(*(
         part.split("|") if index % 2 else [part] for index, part in enumerate(parts)
     )))  # fmt: skip
 
 
-def _by_lot(words: str) -> bool:
-    """Return whether the lot holds a sentence or a wording out.
-
-    It does not look at names and choices: who gives and who gets is told in the same words.
-    """
+def _held_out(words: str) -> bool:
+    """Return whether the hash of a sentence or wording holds it out; names do not matter."""
     bare = re.sub(r"\[.*?\]|<.*?>", "", words).replace("{friend}", "{name}")
     return arithmetic.split_of(bare, _WORDS_SHARE) != "train"
 
@@ -150,35 +132,40 @@ class Change(NamedTuple):
 
 
 def _draw(rng: random.Random, split: str, level: int) -> dict[str, Any] | None:
-    """Return one row; None where the numbers drawn are the other split's or do not work out."""
+    """Return one row; None if its numbers belong to the other split or do not work out."""
     first, steps = _plot(rng, LEVELS[level])
     asides = [rng.randint(3, 60) for _ in range(LEVELS[level].asides)]
     numbers = [first, *(step.n for step in steps), *asides]
-    if not all(_works(step) for step in steps) or split_of(numbers) != split:
+    whole = all(step.kind != "share" or step.value == step.result * step.n for step in steps)
+    bounded = all(2 <= step.result <= LARGEST_VALUE for step in steps)
+    if not whole or not bounded or split_of(numbers) != split:
         return None
     name, friend = rng.sample(NAMES, 2)
     words = {"name": name, "friend": friend, "things": rng.choice(THINGS)}
 
-    def told(kind: str, n: int = 0, k: int = 0) -> str:
+    def sentence_of(kind: str, n: int = 0, k: int = 0) -> str:
         phrase = rng.choice(phrases(split)[kind])
         chosen = re.sub(r"\[(.*?)\]", lambda choice: rng.choice(choice[1].split("|")), phrase)
         return chosen.format(n=n, k=k, **words)
 
     packed = steps[0].kind == "packs"
-    begin = told("packs", first, steps[0].n) if packed else told("start", first)
+    begin = sentence_of("packs", first, steps[0].n) if packed else sentence_of("start", first)
     story = [(begin, steps[0].equation if packed else "")]
-    story += [(told(step.kind, step.n), step.equation) for step in steps[packed:]]
-    story.append((told(_QUESTIONS.get(steps[-1].kind, "ask")), ""))
+    story += [(sentence_of(step.kind, step.n), step.equation) for step in steps[packed:]]
+    story.append((sentence_of(_QUESTIONS.get(steps[-1].kind, "ask")), ""))
     for n in asides:  # not after the question
-        story.insert(rng.randint(1, len(story) - 1), (told("aside", n), f"{n} does not matter."))
+        story.insert(
+            rng.randint(1, len(story) - 1), (sentence_of("aside", n), f"{n} does not matter.")
+        )
     answer = str(steps[-1].result)
     question = " ".join(sentence for sentence, _ in story)
-    solution = " ".join([*filter(None, (said for _, said in story)), f"The answer is {answer}."])
+    equations = filter(None, (equation for _, equation in story))
+    solution = " ".join([*equations, f"The answer is {answer}."])
     return {"question": question, "answer": answer, "solution": solution, "level": level}
 
 
 def _plot(rng: random.Random, level: Level) -> tuple[int, list[Change]]:
-    """Return the first number and the steps; the last kinds come last, packs first alone."""
+    """Return the first number and the steps; packs may only come first, and LAST kinds last."""
     middle = [kind for kind in level.kinds if kind not in LAST and kind != "packs"]
     kinds = [rng.choice(middle) for _ in range(level.steps)]
     if "share" in level.kinds:
@@ -188,15 +175,9 @@ def _plot(rng: random.Random, level: Level) -> tuple[int, list[Change]]:
     steps = []
     for kind in kinds:
         n = rng.randint(2, 9 if kind == "packs" else 4 if kind == "times" else 30)
-        if kind == "share":  # else a share would be rare, as most numbers leave something over
+        if kind == "share":  # a divisor, since most numbers leave a remainder
             n = rng.choice([k for k in range(2, 10) if value % k == 0] or [2])
         result = {"+": value + n, "-": value - n, "*": value * n, "/": value // n}[_SIGNS[kind]]
         steps.append(Change(kind, value, n, result))
         value = result
     return first, steps
-
-
-def _works(step: Change) -> bool:
-    """Return whether the result is within bounds, and a share leaves nothing over."""
-    whole = step.kind != "share" or step.value == step.result * step.n
-    return whole and 2 <= step.result <= LARGEST_VALUE

@@ -1,4 +1,4 @@
-"""What is asked of a workflow, whoever wrote it: of each group, and once before a run begins."""
+"""Check the groups that workflows make, and try users' workflows before a run begins."""
 
 import asyncio
 import numbers
@@ -24,14 +24,12 @@ _TEXTS = ("stop_reason", "trajectory_id", "agent", "prompt", "completion")
 
 
 class TrajectoryError(RuntimeError):
-    """A workflow's group cannot be trained on; the message names workflow, row and reason."""
+    """A group that cannot be trained on; the message shows workflow, row and reason."""
 
 
 async def checked(workflow: Workflow, fleet: Generator, task: Task, max_tokens: int = 0) -> Group:
-    """Return a task's group; raise TrajectoryError where it is unfit or above `max_tokens` > 0.
-
-    The workflow may do what it likes with its row: checkpoints hold the row as it was read.
-    """
+    """Return a task's group; raise TrajectoryError if it is unfit or above `max_tokens` > 0."""
+    # The workflow gets a copy of the row, because checkpoints hold the row as it was read.
     group = await workflow.run(fleet, replace(task, row=dict(task.row)))
     if found := _wrong(group, task, max_tokens):
         name, row = workflows.name(workflow), describe(task.row)
@@ -40,11 +38,7 @@ async def checked(workflow: Workflow, fleet: Generator, task: Task, max_tokens: 
 
 
 def dry_run(workflow: Workflow, row: Mapping[str, Any], name: str, token: int) -> None:
-    """Have `workflow` make a group of answers of one `token` each, and end it.
-
-    Raises:
-      UserError: it raises, or gives what is no group; names it, the row, and the user's line.
-    """
+    """Let `workflow` make a group of answers of one `token` each; raise UserError if it fails."""
 
     async def once() -> None:
         try:
@@ -68,8 +62,8 @@ class _OneToken:
         self._token = np.array([token], np.int32)
 
     async def generate(self, prompt_tokens: Any, sampling: Any, n: int, **_: Any) -> list:
-        """Return `n` answers; raise TypeError where the prompt is no list of token ids."""
-        await asyncio.sleep(0)  # else who asks until an answer is right could not be timed out
+        """Return `n` answers; raise TypeError unless the prompt is a list of token ids."""
+        await asyncio.sleep(0)  # lets a workflow that retries for ever time out
         prompt = np.asarray(prompt_tokens)
         if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
             raise TypeError(f"generate takes token ids of a prompt, not {prompt_tokens!r}"[:100])
@@ -77,7 +71,7 @@ class _OneToken:
 
 
 def _wrong(group: Any, task: Task, max_tokens: int) -> str:
-    """Return what was given that cannot be used as the group of a task; empty where all can."""
+    """Return why an object is not the group of a task; empty if it is."""
     if not isinstance(group, Group):
         return f"a {type(group).__name__}, not a Group"
     if group.group_id != task.group_id:
@@ -94,25 +88,25 @@ def _wrong(group: Any, task: Task, max_tokens: int) -> str:
 
 
 def _unfit(trajectory: Trajectory, max_tokens: int) -> str:
-    """Return why a trajectory cannot be trained on; empty where it can."""
+    """Return why a trajectory cannot be trained on; empty if it can."""
     given = (trajectory.reward, *trajectory.turn_rewards)
     if wrong := [found for reward in given if (found := reward_pool.problem(reward))]:
         return f"the reward {wrong[0]}"
     for name in (*_ARRAYS, *(each for each in _OPTIONAL if getattr(trajectory, each) is not None)):
         if not isinstance(array := getattr(trajectory, name), np.ndarray) or array.ndim != 1:
-            return f"{name} that are no array of one dimension: {str(array)[:60]!r}"
+            return f"{name} that are not a one-dimensional array: {str(array)[:60]!r}"
     if texts := [name for name in _TEXTS if not isinstance(getattr(trajectory, name), str)]:
-        return f"{texts[0]} that is no text: {str(getattr(trajectory, texts[0]))[:60]!r}"
+        return f"{texts[0]} that is not text: {str(getattr(trajectory, texts[0]))[:60]!r}"
     for name, value in trajectory.info.items():
         if not isinstance(name, str) or not isinstance(value, numbers.Real | np.bool_):
-            return f"info[{name!r}] that is no number: {str(value)[:60]!r}"
+            return f"info[{name!r}] that is not a number: {str(value)[:60]!r}"
     if found := malformed(trajectory):
-        return f"a shape that is none: {found}"
+        return f"inconsistent shapes: {found}"
     if not np.isfinite(trajectory.behaviour_logprobs).all():
         return "behaviour_logprobs that are not finite"
     if 0 < max_tokens < (length := len(trajectory.tokens)):
         return (
             f"{length} tokens, training has room for {max_tokens} (train.max_tokens_per_microbatch "
-            "and the longest of train.row_buckets); raise them, or let the workflow stop earlier"
+            "and the largest of train.row_buckets); raise them, or let the workflow stop earlier"
         )
     return ""

@@ -1,13 +1,10 @@
-"""Turn one dataset row into one group of trajectories.
+"""Turn one dataset row into a group of trajectories, on an event loop that nothing may block."""
 
-A workflow has `async run(fleet, task) -> Group`; it runs on the executor's event loop, so
-everything here is short or awaited.
-"""
-
+import contextlib
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,7 +22,7 @@ _COLUMNS = {
 
 
 class Generator(Protocol):
-    """A fleet, as far as a workflow uses it."""
+    """The method of a fleet that workflows use."""
 
     async def generate(
         self, prompt_tokens: Any, sampling: Sampling, n: int, *, priority: int = 0
@@ -34,53 +31,40 @@ class Generator(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """What a workflow is asked for: the group of one row.
-
-    Attributes:
-      row: of the dataset. group_id: of the group.
-      seed: of its samples, in [0, 2³¹); a function of the run's seed, the group and the attempt.
-      sampling: how an evaluation samples, whatever its seed; None: as training does.
-      n: trajectories of the group; None: as many as training wants.
-      priority: of the requests; the highest are served first.
-      version: at which the group was admitted; none of its tokens may be older. −1: any.
-    """
+    """A request for the group of one dataset row."""
 
     row: Mapping[str, Any]
     group_id: int
-    seed: int
-    sampling: Sampling | None = None
-    n: int | None = None
-    priority: int = 0
-    version: int = -1
+    seed: int  # in [0, 2³¹)
+    sampling: Sampling | None = None  # an evaluation's, except for its seed; None: in training
+    n: int | None = None  # trajectories of the group; None: the number in training
+    priority: int = 0  # of the requests; the highest are served first
+    version: int = -1  # the version of its admission, at least that of its tokens; −1: any
 
 
 class Workflow(Protocol):
-    """A workflow, as far as every one has it.
+    """The method that every workflow has.
 
-    One that holds processes or sockets has `async aclose()` too, which is called at the end on the
-    loop that `run` was on; one with a `name` is called by it in messages.
+    Optional: `async aclose()`, called at the end on the loop of `run`, and `name`, for messages.
     """
 
     async def run(self, fleet: Generator, task: Task) -> Group: ...
 
 
 def name(workflow: Workflow) -> str:
-    """Return what messages call a workflow: its own name, or its class and where its run begins."""
+    """Return a workflow's `name`, or its class and the line of its `run`, for messages."""
     cls = type(workflow)
     return str(getattr(workflow, "name", f"{cls.__name__} {place(cls.run)}"))
 
 
 async def close(holder: Any) -> None:
-    """End what a workflow or a tool holds, if anything; on the loop that `run` was on."""
+    """Close a workflow or a tool, on the loop that `run` was on."""
     if aclose := getattr(holder, "aclose", None):
         await aclose()
 
 
 def conversation(question: Any, system_prompt: str = "") -> list[Mapping[str, Any]]:
-    """Return a row's question as chat messages: a list as it is, else its text as the user's.
-
-    The system prompt goes in front, unless the list begins with one of its own.
-    """
+    """Return a question as chat messages, after the system prompt unless it has its own."""
     messages: list[Mapping[str, Any]] = [{"role": "user", "content": str(question)}]
     if isinstance(question, list):
         messages = list(question)
@@ -90,44 +74,40 @@ def conversation(question: Any, system_prompt: str = "") -> list[Mapping[str, An
 
 
 def render(tokenizer: Any, question: Any, system_prompt: str = "") -> str:
-    """Return the text of a row's question (see `conversation`), up to the answer's turn."""
+    """Return the prompt's text for a row's question."""
     return chat(tokenizer, conversation(question, system_prompt))
 
 
 def chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **template: Any) -> str:
-    """Return a conversation's text up to the start of the answer's turn, shielded for `encode`.
-
-    Args:
-      template: further variables of the chat template, `tools` for one.
-    """
+    """Return a conversation's text up to the start of the answer, shielded for `encode`."""
     found = controls(tokenizer)
     patterns = [found.strict if m.get("role") == "tool" else found.pattern for m in messages]
     own = [shielded(m, pattern) for m, pattern in zip(messages, patterns, strict=True)]
-    template = shielded(template, found.strict)
+    template = shielded(template, found.strict)  # further variables, such as `tools`
     return tokenizer.apply_chat_template(
         own, add_generation_prompt=True, tokenize=False, **template
     )
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a rendered prompt, which has its special tokens already."""
+    """Return the tokens of a rendered prompt, which already has its special tokens."""
     first, *rest = text.split(CUT)
     ids = tokenizer(first, add_special_tokens=False)["input_ids"]
     for piece in rest:
-        # SentencePiece puts a blank in front of a text: here in front of a line end.
+        # SentencePiece puts a space before a text; the line end takes it.
         both = tokenizer(["\n", f"\n{piece}", piece], add_special_tokens=False)["input_ids"]
         line, joint, alone = both
         ids += joint[len(line) :] if joint[: len(line)] == line else alone
     return ids
 
 
-def _explained(render: Callable[[], str], name: str) -> str:
-    """Return a rendered text; raise UserError, which names `name`, where its template fails."""
+@contextlib.contextmanager
+def _template_errors(name: str) -> Iterator[None]:
     try:
-        return render()
-    except Exception as error:  # of Jinja, or what the template raises on purpose
+        yield
+    except Exception as error:  # of Jinja, or raised by the template on purpose
         raise UserError(
-            f"the chat template fails on {name} ({error!r:.200}); mend it, or the messages"
+            f"the chat template fails on {name} ({error!r:.200}); correct it, or the messages"
         ) from error
 
 
@@ -136,48 +116,38 @@ class Overlong(UserError):
 
 
 class Prompts:
-    """The prompts of dataset rows, whichever workflow answers them."""
+    """A renderer of dataset rows into prompts; a limit or size of 0 is unknown or none."""
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Any,  # of transformers, with a chat template
         *,
         system_prompt: str = "",
-        question_key: str = "question",
+        question_key: str = "question",  # of each row's text or chat messages
         max_prompt_tokens: int = 0,
-        max_model_len: int = 0,
-        vocab_size: int = 0,
+        max_model_len: int = 0,  # the servers' context, which must also hold one generated token
+        vocab_size: int = 0,  # number of the model's embeddings
     ):
-        """Make a renderer of rows.
-
-        Args:
-          tokenizer: a transformers tokenizer with a chat template.
-          system_prompt: a first message with this text; none when empty.
-          question_key: of each row's text or chat messages.
-          max_prompt_tokens: limit of the rendered prompt; 0: none.
-          max_model_len: the servers' context, which must also leave room for one token; 0: unknown.
-          vocab_size: how many tokens the model has an embedding of; 0: unknown.
-        """
         self.tokenizer = tokenizer
-        self._system_prompt = system_prompt
-        self._question_key = question_key
-        self._told: dict[str, Any] = {}
+        self._system_prompt, self._question_key = system_prompt, question_key
+        self._variables: dict[str, Any] = {}  # of the chat template
         self._vocab_size = vocab_size
-        self.wide = 0 < vocab_size <= max(tokenizer.get_vocab().values())  # so tokens are checked
-        self.marked = "endgeneration" in str(tokenizer.chat_template)  # what is trained on
+        # Whether tokens may lack embeddings, and whether the template marks what is trained on.
+        self.wide = 0 < vocab_size <= max(tokenizer.get_vocab().values())
+        self.marked = "endgeneration" in str(tokenizer.chat_template)
         template = str(getattr(tokenizer, "chat_template", ""))
         marks = [mark for mark in tokenizer.get_added_vocab() if mark in template]
         marks = sorted(map(re.escape, marks), key=len, reverse=True)
         self._marks = re.compile("|".join(marks) or "(?!)")  # each is one token
         self._limits = {
             "data.max_prompt_tokens": max_prompt_tokens,
-            "the model's context, less a token to generate": max(0, max_model_len - 1),
+            "the model's context minus one generated token": max(0, max_model_len - 1),
         }
 
-    def told_of(self, tools: Sequence[Mapping[str, Any]]) -> "Prompts":
-        """Return these prompts as the chat template has them where there are `tools`."""
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "Prompts":
+        """Return prompts that describe `tools` to the model."""
         found = copy.copy(self)
-        found._told = {"tools": list(tools)}
+        found._variables = {"tools": list(tools)}
         return found
 
     def text(self, row: Mapping[str, Any]) -> str:
@@ -189,39 +159,36 @@ class Prompts:
         return conversation(row[self._question_key], self._system_prompt)
 
     def ids(self, row: Mapping[str, Any], name: str = "the row") -> list[int]:
-        """Return the prompt's tokens.
-
-        Raises:
-          Overlong: they exceed a limit; the message names `name`.
-        """
+        """Return the prompt's tokens; raise Overlong, which shows `name`, above a limit."""
         return self._encode(self._render(row), row, name)
 
     def check(self, row: Mapping[str, Any], name: str) -> None:
         """Raise Overlong if the prompt of `row` is too long, UserError if it cannot be rendered."""
-        text = _explained(lambda: self._render(row), name)
+        with _template_errors(name):
+            text = self._render(row)
         limit = min((limit for limit in self._limits.values() if limit), default=0)
         if self.wide or (limit and self.most(text) > limit):
             self._encode(text, row, name)
 
     def render(self, messages: Sequence[Mapping[str, Any]], name: str, **options: Any) -> str:
-        """Return a conversation's text; raise UserError, which names `name`, where that fails."""
-        apply = self.tokenizer.apply_chat_template
-        return _explained(lambda: apply(messages, tokenize=False, **options), name)
+        """Return a conversation's text; raise UserError, which shows `name`, if that fails."""
+        with _template_errors(name):
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
     def most(self, text: str) -> int:
-        """Return how many tokens a text has at most: one a byte, and one a mark of the template."""
-        return len(self._marks.sub(" ", text).encode()) + 8  # which a tokenizer may put in front
+        """Return an upper bound of a text's tokens: one per byte, and one per added token."""
+        return len(self._marks.sub(" ", text).encode()) + 8  # that a tokenizer may prepend
 
     def require_known(self, ids: Any, name: str) -> None:
-        """Raise UserError where the model has no embedding of one of the tokens `ids`."""
+        """Raise UserError if the model lacks an embedding of one of the tokens `ids`."""
         if self.wide and (most := int(max(ids, default=0))) >= self._vocab_size:
             raise UserError(
-                f"{name} has token {most} ({self.tokenizer.decode([most])!r}), the model has an "
-                f"embedding of {self._vocab_size}; use the tokenizer files of its weights"
+                f"{name} has token {most} ({self.tokenizer.decode([most])!r}), and the model has "
+                f"{self._vocab_size} embeddings; use the tokenizer files of its weights"
             )
 
     def _render(self, row: Mapping[str, Any]) -> str:
-        return chat(self.tokenizer, self.messages(row), **self._told)
+        return chat(self.tokenizer, self.messages(row), **self._variables)
 
     def _encode(self, text: str, row: Mapping[str, Any], name: str) -> list[int]:
         ids = encode(self.tokenizer, text)
@@ -236,14 +203,7 @@ class Prompts:
 
 
 class RLVR:
-    """One turn with a verifiable reward: row → chat template → n samples → a reward each.
-
-    Args:
-      prompts: of the rows.
-      sampling: of training; each group's seed replaces its own.
-      reward_pool: computes the rewards.
-      n: trajectories a group.
-    """
+    """One turn with a verifiable reward: row → chat template → n samples → a reward each."""
 
     def __init__(self, prompts: Prompts, sampling: Sampling, reward_pool: RewardPool, n: int):
         self._prompts, self._sampling, self._rewards, self._n = prompts, sampling, reward_pool, n
@@ -279,25 +239,21 @@ class RLVR:
 def trajectory(
     asked: Any, sampled: Completion, reward: float, trajectory_id: str, **further: Any
 ) -> Trajectory:
-    """Return a single turn; `asked` and `further` as in `joined`."""
-    alone = joined([(asked, sampled)], reward, trajectory_id, **further)
-    return dataclasses.replace(alone, turn_ids=None)
+    """Return a single turn, with the prompt `asked`, as `joined` does."""
+    found = joined([(asked, sampled)], reward, trajectory_id, **further)
+    return dataclasses.replace(found, turn_ids=None)
 
 
 def joined(
     turns: Sequence[tuple[Any, Completion]],
     reward: float,
     trajectory_id: str,
-    first: int = 0,
-    **further: Any,
+    first: int = 0,  # number of the first turn
+    **further: Any,  # other fields of Trajectory
 ) -> Trajectory:
     """Return the turns of a conversation as one sequence.
 
-    Args:
-      turns: of each the tokens that the model saw for the first time ([P] int, not trained on: the
-        prompt, then observations), and what it sampled after them.
-      first: the number of the first turn.
-      further: fields of Trajectory.
+    Each has the new tokens that the model read ([P] int, not trained on) and its completion.
     """
     columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
     for number, (seen, sampled) in enumerate(turns, first):

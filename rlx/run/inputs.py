@@ -24,7 +24,7 @@ from rlx.model.model_config import ModelConfig
 from rlx.rewards import rewards
 from rlx.rewards.reward_pool import RewardCall, RewardError, RewardPool
 from rlx.rollout.data import Source
-from rlx.rollout.datasets import AnswerWorkflow, Demonstrations, Preferences, end_token
+from rlx.rollout.datasets import AnswerWorkflow, end_token
 from rlx.rollout.teacher_scores import ModelRewarded
 from rlx.rollout.tool_use import ToolUse
 from rlx.rollout.workflows import Prompts, Workflow, encode, render
@@ -267,9 +267,9 @@ def _workflow(config: ConfigDict, inputs: Inputs, answering: Workflow) -> Workfl
         "max_new_tokens": config.sampling.max_new_tokens,
         "max_tokens": TrainOptions.of(config).row_budget,
     }
-    if inputs.algorithm.data == "pairs":
-        return Preferences(prompts, answering, keys.chosen_key, keys.rejected_key, **limits)
-    return Demonstrations(prompts, answering, keys.completion_key, **limits)
+    pairs = inputs.algorithm.data == "pairs"
+    names = (keys.chosen_key, keys.rejected_key) if pairs else (keys.completion_key,)
+    return AnswerWorkflow(prompts, answering, names, **limits)
 
 
 def _online(config: ConfigDict, prompts: Prompts, judge: Workflow) -> Workflow:

@@ -157,7 +157,7 @@ class _RayRun:
             if not one.over:
                 continue
             restarts = self._restarts[one.name] = self._restarts.get(one.name, 0) + 1
-            ready = any(line.startswith('{"port"') for line in one.said)
+            ready = any(line.startswith('{"port"') for line in one.last_lines)
             if (one.code is not None and not ready) or restarts > self._config.fleet.max_restarts:
                 raise UserError(f"{one.name} on {one.process.host} {one.ending}")
             say(f"{one.name} on {one.process.host} {one.ending}; starting another")

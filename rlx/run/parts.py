@@ -31,8 +31,7 @@ from rlx.fleet.client import Fleet, NoFleet, Timeouts
 from rlx.fleet.requests import TRUNCATED
 from rlx.fleet.tls import client_tls
 from rlx.launch import teacher
-from rlx.launch.local import CpuPlan, cpu_plan
-from rlx.launch.servers import servers_of
+from rlx.launch.local import CpuPlan, cpu_plan, servers_of
 from rlx.launch.teacher import ScorerOptions
 from rlx.mismatch import measure
 from rlx.mismatch.gate import Gate

@@ -30,8 +30,7 @@ from rlx.fleet import wire
 from rlx.fleet.client import Fleet, Timeouts
 from rlx.fleet.requests import Sampling
 from rlx.fleet.tls import client_tls
-from rlx.launch.local import LocalServers, servers_plan
-from rlx.launch.servers import RunningServers, servers_of
+from rlx.launch.local import LocalServers, RunningServers, servers_of, servers_plan
 from rlx.model.directory import load_config
 from rlx.option import read_options
 from rlx.rewards.reward_pool import RewardPool

@@ -305,11 +305,11 @@ def collected(agents, workflow, **options):
     executor = Executor(workflow, Rows(), Limits(2, 1, 4), fleet, request_timeout=30, **options)
     executor.start()
     try:
-        executor.run(fleet.connect())
+        executor.loop.run(fleet.connect())
         executor.set_version(0)
         return executor.collect()
     finally:
-        executor.run(fleet.close())
+        executor.loop.run(fleet.close())
         executor.close()
 
 
@@ -374,7 +374,7 @@ def test_faults_of_many_kinds_lose_no_row_and_train_on_none_twice(agents, tmp_pa
     executor.start()
     seen, killed = [], 0
     try:
-        executor.run(fleet.connect())
+        executor.loop.run(fleet.connect())
         executor.set_version(0)
         for step in range(1, 7):
             if step % 2:  # a process with runs in it, by signal 9
@@ -390,7 +390,7 @@ def test_faults_of_many_kinds_lose_no_row_and_train_on_none_twice(agents, tmp_pa
                 assert step - 1 - group.oldest_version <= 2
                 check_tokens(group)
     finally:
-        executor.run(fleet.close())
+        executor.loop.run(fleet.close())
         executor.close()
     assert not skipped
     assert killed == 3

@@ -31,9 +31,9 @@ def test_an_allocation_prints_as_it_was_written(text, gpus):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("vllm:d4|jax:f2", "vllm:d4 has 4 GPUs and jax:f2 2; on the same GPUs"),
+        ("vllm:d4|jax:f2", "vllm:d4 has 4 GPUs and jax:f2 2; give both the same"),
         ("vllm:d1+jax:f2t2e4", "e4 of 'jax:f2t2e4' is inside f and does not divide it"),
-        ("vllm:d1+jax:f1+jax:f1", "too many parts; a run has one kind of server, and one trainer"),
+        ("vllm:d1+jax:f1+jax:f1", "too many parts; keep one kind of server and one trainer"),
         ("vllm:d4 jax:f4", "cannot read the sizes 'd4 jax:f4' of 'vllm:d4 jax:f4'; give each of d"),
         ("vllm:d2t2p2", "'d2t2p2' of 'vllm:d2t2p2'; give each of d, t at most once"),
         ("vllm:d1+torch:f4e2", "give each of d, f, t, c at most once"),

@@ -17,7 +17,7 @@ def test_without_resources_workers_are_on_this_machine():
 def test_resources_that_ray_cannot_count_are_refused(resources):
     config = default()
     config.reward.resources = resources
-    with pytest.raises(UserError, match=rf"reward.resources={resources}: give what Ray counts"):
+    with pytest.raises(UserError, match=rf"reward.resources={resources}: give Ray resources"):
         ray_workers.starter("reward", config)
 
 

@@ -20,7 +20,7 @@ from rlx import cluster
 from rlx.base import UserError
 from rlx.doctor import __main__ as doctor
 from rlx.launch import remote_servers
-from rlx.launch.machines import PACKAGES, Machines, judge, table
+from rlx.launch.remote_servers import PACKAGES, Machines, checks_of, table
 from rlx.system import host_agent
 from tests.fixtures.commands import ended
 
@@ -184,7 +184,7 @@ def test_a_server_that_cannot_start_leaves_none_running(ssh, tmp_path, capsys):
         "sys.exit('error: no room; lower fleet.slots'); "
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    with pytest.raises(UserError, match=r"b: server 0 ended or is not ready: no room; lower fleet"):
+    with pytest.raises(UserError, match=r"b: server 0 ended or is not ready .no room; lower fleet"):
         command(ssh, tmp_path, capsys, "up", "--hosts=a,b", serve=("-c", code, SCRIPT))
     assert not (tmp_path / "shared" / remote_servers.STATE).exists()
     assert not list((tmp_path / "shared" / "servers").iterdir())
@@ -219,7 +219,7 @@ def test_a_host_that_does_not_answer_is_not_said_to_have_ended_its_servers(tmp_p
 
 
 def test_servers_are_not_started_by_srun_which_would_end_them(tmp_path):
-    with pytest.raises(UserError, match="what srun starts ends with its step"):
+    with pytest.raises(UserError, match="processes of srun end with its step"):
         remote_servers.up(Machines(("n1",), "srun", "python3"), tmp_path, {"n1": []})
 
 
@@ -245,16 +245,16 @@ def test_a_host_that_differs_is_named_with_the_remedy():
     other = {**here, "shared": "No such file", "ports": "", "clock": time.time() - 60,
              "versions": {**here["versions"], "numpy": "0.1", "jax": ""}}  # fmt: skip
     now = time.time()
-    checks = judge("b", {**here, "shared": "", "ports": ""}, here, (now - 5, now))
+    checks = checks_of("b", {**here, "shared": "", "ports": ""}, here, (now - 5, now))
     assert all(check.ok for check in checks)
-    wrong = {c.name: c for c in judge("c", other, here, (now, now)) if not c.ok}
+    wrong = {c.name: c for c in checks_of("c", other, here, (now, now)) if not c.ok}
     assert set(wrong) == {"packages", "clock", "shared"}
     assert "numpy 0.1 (here " in wrong["packages"].found
     assert "jax missing (here " in wrong["packages"].found
     assert all(check.remedy for check in wrong.values())
     text = table([*checks, *wrong.values()])
     assert "✗ c: clock: 60.0 s off → set it by NTP (chrony)" in text
-    older = judge("d", {**here, "python": "3.9.2"}, here, (now, now))
+    older = checks_of("d", {**here, "python": "3.9.2"}, here, (now, now))
     assert [c.name for c in older if not c.ok and c.name == "python"] == ["python"]
 
 

@@ -30,7 +30,7 @@ def read(state, reason="None", code="0:0", nodes="n[0-2]"):
         (read("NODE_FAIL"), True, "has lost a node"),
         (read("OUT_OF_MEMORY", code="0:125"), True, "was killed because memory ran out"),
         (read("TIMEOUT", "TimeLimit"), True, "has used up its time (TimeLimit)"),
-        (read("MELTED"), False, "is in a state that is unknown here, MELTED"),
+        (read("MELTED"), False, "is in the unknown state MELTED"),
     ],
 )
 def test_each_state_is_what_it_is(job, ended, words):
@@ -51,7 +51,7 @@ def test_what_another_start_cannot_mend_is_not_started_again():
 
 def test_a_template_has_the_names_there_are():
     assert slurm.render("a <<x>> << y", {"x": "1"}, "t.sh") == "a 1 << y"
-    with pytest.raises(UserError, match=r"t\.sh has <<z>>; there are x"):
+    with pytest.raises(UserError, match=r"t\.sh has <<z>>; use only x"):
         slurm.render("<<z>>", {"x": "1"}, "t.sh")
 
 

@@ -9,7 +9,7 @@ import pytest
 from jinja2 import TemplateError
 
 from rlx.base import UserError
-from rlx.rollout.datasets import Demonstrations, end_token
+from rlx.rollout.datasets import AnswerWorkflow, end_token
 from rlx.rollout.workflows import Prompts
 
 ROW = {"question": "What is 12 + 30?"}
@@ -135,7 +135,9 @@ def answered(tokenizer, template, answer, row=ROW):
 
 def demonstrated(prompts, end, answer, row=ROW):
     """The tokens of a demonstration, and which are trained on."""
-    group = Demonstrations(prompts, None, end=end).group({**row, "completion": answer}, 0, "row 1")
+    group = AnswerWorkflow(prompts, None, ("completion",), end=end).group(
+        {**row, "completion": answer}, 0, "row 1"
+    )
     ids, mask = group.trajectories[0].tokens, group.trajectories[0].loss_mask
     assert (ids.dtype, mask.dtype, ids[-1]) == (np.int32, bool, end)
     return ids, mask
@@ -252,7 +254,7 @@ def test_a_token_without_an_embedding_is_named():
     known = Prompts(tokenizer, vocab_size=end + 1)
     ids, _ = demonstrated(known, end, PLAIN)
     assert ids.max() == end
-    with pytest.raises(UserError, match=r"completion of row 1 has token \d+ \('<.think>'\), the m"):
+    with pytest.raises(UserError, match=r"completion of row 1 has token \d+ \('<.think>'\), and "):
         demonstrated(known, end, THOUGHT)
     known.check({"question": "</think>"}, "row 2")  # spelled in ordinary tokens
     tokenizer.chat_template = "</think>" + CHATML

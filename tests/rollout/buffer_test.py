@@ -70,7 +70,7 @@ class Rollout(RuleBasedStateMachine):
         newest = max(oldest, self.state.version)
         group = make_group(group_id, [oldest, newest])
         self.buffer = buffers.finish(self.buffer, admitted, group)
-        self.state = staleness.accept(self.state)
+        self.state = staleness.end(self.state, "accepted")
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), lazy=st.booleans())
@@ -84,7 +84,7 @@ class Rollout(RuleBasedStateMachine):
     def fail(self, data):
         group_id, admitted = self.leave(data)
         self.buffer = buffers.withdraw(self.buffer, admitted)
-        self.state = staleness.fail(self.state)
+        self.state = staleness.end(self.state, "failed")
         self.retry = sorted([*self.retry, group_id])
 
     @precondition(lambda self: self.live)
@@ -92,7 +92,7 @@ class Rollout(RuleBasedStateMachine):
     def skip(self, data):
         group_id, admitted = self.leave(data)
         self.buffer = buffers.withdraw(self.buffer, admitted)
-        self.state = staleness.skip(self.state)
+        self.state = staleness.end(self.state, "skipped")
         self.skipped.add(group_id)
 
     @precondition(lambda self: self.live)
@@ -100,7 +100,7 @@ class Rollout(RuleBasedStateMachine):
     def reject(self, data):
         group_id, admitted = self.leave(data)
         self.buffer = buffers.withdraw(self.buffer, admitted)
-        self.state = staleness.reject(self.state)
+        self.state = staleness.end(self.state, "rejected")
         self.rejected.add(group_id)
 
     def ready(self):
@@ -183,7 +183,7 @@ class Rollout(RuleBasedStateMachine):
         everything = [*finished, *self.live, *self.retry, *self.trained, *self.rejected]
         everything += self.skipped
         assert sorted(everything) == list(range(self.next_id))
-        assert self.buffer.num_live == self.state.running == len(self.live)
+        assert sum(n for _, n in self.buffer.live) == self.state.running == len(self.live)
         assert self.buffer.num_finished == len(finished)
 
     @invariant()
@@ -321,7 +321,7 @@ def test_events_at_ten_thousand_live_prompts_do_not_scan_them():
         state = staleness.admit(state, limits)
         buffer = buffers.admit(buffer, state.version)
     for group in reversed(group_of):
-        state = staleness.accept(state)
+        state = staleness.end(state, "accepted")
         buffer = buffers.finish(buffer, 0, group)
         buffers.ready(buffer, 0, limits)
     seen = []

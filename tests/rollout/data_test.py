@@ -84,8 +84,8 @@ def test_other_keys(write):
             "must end with a message to answer, not with the assistant's own",
         ),
         (b'{"question": "\xff", "answer": "2"}', "not UTF-8 at byte 14"),
-        ('{"question": "x", "answer": ' + "9" * 5000 + "}", "not a row: "),
-        ("[" * 100_000, "not a row: "),
+        ('{"question": "x", "answer": ' + "9" * 5000 + "}", "not a row ("),
+        ("[" * 100_000, "not a row ("),
     ],
 )
 def test_a_bad_line_is_named(write, second_line, message):
@@ -242,13 +242,13 @@ def test_messages_are_questions_where_columns_can_hold_them(write, suffix):
             "question,answer\na,1\nb\n",
             "x.csv:3: the row has more or fewer fields than the header",
         ),
-        ("x.csv", 'question,answer\na,1\n"b" c,2\n', "x.csv:3: not CSV: "),
+        ("x.csv", 'question,answer\na,1\n"b" c,2\n', "x.csv:3 is not CSV: "),
         (
             "x.csv",
             b"question,answer\n\xff,1\n",
-            "not CSV: 'utf-8' codec can't decode byte 0xff in position 16",
+            "is not CSV: 'utf-8' codec can't decode byte 0xff in position 16",
         ),
-        ("x.parquet", "PAR1 and more", "x.parquet, after row 0: not Parquet: "),
+        ("x.parquet", "PAR1 and more", "x.parquet is not Parquet after row 0: "),
     ],
 )
 def test_mistakes_of_every_format_are_one_line(write, name, content, message):
@@ -442,13 +442,13 @@ def test_rows_of_a_function_with_splits(own):
     ("name", "message"),
     [
         ("thre", "has no 'thre'; did you mean 'three'?"),
-        ("endless", "gives more than 1,000 rows and may never end"),
+        ("endless", "yields more than 1,000 rows, and a run reads all"),
         ("breaks", "gives no row 2: ZeroDivisionError: division by zero (FILE, line 16)"),
         ("none", "gives no row 1: TypeError: 'NoneType' object is not iterable"),
-        ("dates", "dicts, which checkpoints hold: Object of type date is not JSON"),
+        ("dates", "dicts, as checkpoints need: Object of type date is not JSON"),
         (
             "half",
-            "row 1 is not a dict of texts, numbers, lists and dicts, which checkpoints hold: 'ut",
+            "row 1 is not a dict of texts, numbers, lists and dicts, as checkpoints need: 'ut",
         ),
         ("numbers", "row 2 is not a dict of texts"),
         ("empty", "has no rows"),
@@ -618,7 +618,7 @@ def test_further_texts_are_wanted_and_named(write):
         ({"train": "a.jsonl"}, [("a.jsonl", 1.0)]),
         ({"train": "a.jsonl", "dataset": "mine.py:rows"}, [("mine.py:rows", 1.0)]),
         ({"kind": "arithmetic", "mix": (("a.csv", 2.0),)}, [("a.csv", 2.0)]),
-        ({"kind": "arithmetic", "train": "a.jsonl"}, "is not read, as data.kind=arithmetic"),
+        ({"kind": "arithmetic", "train": "a.jsonl"}, "is unused, because data.kind=arithmetic"),
         ({"dataset": "mine.py:rows", "mix": (("a.csv", 1),)}, "are both set"),
         ({}, "data.train is empty"),
     ],

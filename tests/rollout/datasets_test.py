@@ -11,7 +11,7 @@ from rlx.fleet.client import NoFleet
 from rlx.fleet.requests import Sampling
 from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout.data import Cursor
-from rlx.rollout.datasets import Demonstrations, Preferences, end_token
+from rlx.rollout.datasets import AnswerWorkflow, end_token
 from rlx.rollout.executor import Executor
 from rlx.rollout.staleness import Limits
 from rlx.rollout.workflows import RLVR, Prompts, Task
@@ -47,7 +47,7 @@ def assert_trained(trajectory, prompt, text, tokenizer):
 
 
 def test_a_demonstration_is_one_trajectory_and_its_answer_is_trained(prompts, tokenizer, end):
-    workflow = Demonstrations(prompts, None, end=end)
+    workflow = AnswerWorkflow(prompts, None, ("completion",), end=end)
     group = run(workflow)
     (only,) = group.trajectories
     assert_trained(only, prompts.ids(ROW), "so 72", tokenizer)
@@ -57,7 +57,7 @@ def test_a_demonstration_is_one_trajectory_and_its_answer_is_trained(prompts, to
 
 
 def test_a_pair_is_the_chosen_and_then_the_rejected_answer(prompts, tokenizer, end):
-    first, second = run(Preferences(prompts, None, "good", "bad", end=end)).trajectories
+    first, second = run(AnswerWorkflow(prompts, None, ("good", "bad"), end=end)).trajectories
     assert_trained(first, prompts.ids(ROW), "72", tokenizer)
     assert_trained(second, prompts.ids(ROW), "I guess 70", tokenizer)
     assert (first.reward, second.reward) == (1.0, 0.0)
@@ -65,20 +65,20 @@ def test_a_pair_is_the_chosen_and_then_the_rejected_answer(prompts, tokenizer, e
 
 
 def test_an_empty_answer_teaches_to_end(prompts, end):
-    workflow = Demonstrations(prompts, None, end=end)
+    workflow = AnswerWorkflow(prompts, None, ("completion",), end=end)
     (only,) = run(workflow, {**ROW, "completion": ""}).trajectories
     assert (only.num_trained, only.tokens[-1]) == (1, end)
 
 
 def test_one_key_is_no_pair(prompts, end):
     with pytest.raises(UserError, match="both 'good'"):
-        Preferences(prompts, None, "good", "good", end=end)
+        AnswerWorkflow(prompts, None, ("good", "good"), end=end)
 
 
 def test_asked_for_completions_it_generates_as_rlvr_does(prompts, end, fake_fleet):
     pool = RewardPool("gsm8k", timeout=20.0)
     fleet, row = fake_fleet(turns=0), {**ROW, "answer": "72"}
-    workflow = Demonstrations(prompts, RLVR(prompts, Sampling(), pool, 4), end=end)
+    workflow = AnswerWorkflow(prompts, RLVR(prompts, Sampling(), pool, 4), ("completion",), end=end)
     greedy = Sampling(temperature=0.0)
     try:
         asking = workflow.run(fleet, Task(row, 0, 3, greedy, n=1, priority=1))
@@ -100,24 +100,27 @@ def test_too_long_answers_name_the_row_and_both_numbers(prompts, end):
     with pytest.raises(
         UserError, match=r"completion of row 2 of data.train has 21 tokens.*max_new_tokens is 20"
     ):
-        fitting(rows, Demonstrations(prompts, None, end=end, max_new_tokens=20))
-    short = Demonstrations(prompts, None, end=end, max_new_tokens=20)
+        fitting(rows, AnswerWorkflow(prompts, None, ("completion",), end=end, max_new_tokens=20))
+    short = AnswerWorkflow(prompts, None, ("completion",), end=end, max_new_tokens=20)
     assert fitting(rows, short, overlong="skip") == [ROW]
-    assert fitting(rows, Demonstrations(prompts, None, end=end, max_new_tokens=21)) == rows
+    assert (
+        fitting(rows, AnswerWorkflow(prompts, None, ("completion",), end=end, max_new_tokens=21))
+        == rows
+    )
     prompt = len(prompts.ids(ROW))
     both = 2 * prompt + 3 + 31
-    pairs = Preferences(prompts, None, "good", "bad", end=end, max_tokens=both - 1)
+    pairs = AnswerWorkflow(prompts, None, ("good", "bad"), end=end, max_tokens=both - 1)
     with pytest.raises(UserError, match=rf"good and bad of row 2 of data.eval have {both} tokens"):
         fitting(rows, pairs, "data.eval")
     with pytest.raises(UserError, match=r"bad of group 5 has 31 tokens"):
-        run(Preferences(prompts, None, "good", "bad", end=end, max_new_tokens=30), rows[1])
-    fitting(rows, Preferences(prompts, None, "good", "bad", end=end, max_tokens=both))
+        run(AnswerWorkflow(prompts, None, ("good", "bad"), end=end, max_new_tokens=30), rows[1])
+    fitting(rows, AnswerWorkflow(prompts, None, ("good", "bad"), end=end, max_tokens=both))
 
 
 def test_an_answer_ends_as_the_template_ends_it_if_engines_stop_there(tokenizer):
     end, user = tokenizer.convert_tokens_to_ids(["<|end|>", "<|user|>"])
     assert end_token(tokenizer, (7, end)) == end
-    with pytest.raises(UserError, match=r"'<\|end\|>'.*mend generation_config.json"):
+    with pytest.raises(UserError, match=r"'<\|end\|>'.*correct generation_config.json"):
         end_token(tokenizer, (7,))
     template, eos = tokenizer.chat_template, tokenizer.eos_token
     try:
@@ -139,7 +142,10 @@ def test_batches_are_the_rows_in_order_epoch_after_epoch_also_after_a_restart(
     prompts, end, staleness
 ):
     rows = [{"question": f"{i}?", "completion": str(i)} for i in range(6)]
-    workflow, limits = Demonstrations(prompts, None, end=end), Limits(4, staleness, 64)
+    workflow, limits = (
+        AnswerWorkflow(prompts, None, ("completion",), end=end),
+        Limits(4, staleness, 64),
+    )
     expected = [str(Cursor(rows, seed=1).row(i)["completion"]) for i in range(20)]
     executor, found = make_executor(workflow, rows, limits), []
     try:

@@ -136,7 +136,7 @@ def test_no_prompt_is_admitted_that_no_batch_will_take(make, fake_fleet, eta, fo
     for step in range(3):
         seen += [g.group_id for g in collect(executor)]
         publish(executor, fleet, step + 1)
-    executor.run(asyncio.sleep(0))
+    executor.loop.run(asyncio.sleep(0))
     assert len(fleet.calls) == executor.counters()["admitted"] == 12
     host, groups = executor.state()
     assert (host["pending"], groups) == ([], [])
@@ -236,7 +236,7 @@ def test_what_ends_a_run_is_a_line_with_the_row_the_users_lines_and_a_remedy(mak
     first = parse.__code__.co_firstlineno
     places = f"{__file__}, line {first + 4}; {__file__}, line {first + 1})"
     assert places in text
-    assert text.endswith("mend that and give the same command, which goes on")
+    assert text.endswith("fix that and give the same command to resume")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf"), None, "1.0", 1e39, 10**400])
@@ -683,7 +683,7 @@ def test_a_run_that_goes_on_has_the_running_means_of_before(make, fake_fleet):
         publish(first, fleet, step)
         whole.append(collect(first))
         if step == 1:
-            first.run(asyncio.sleep(0))
+            first.loop.run(asyncio.sleep(0))
             held = first.state()
     second, fleet = begun(*held)
     again = []
@@ -714,7 +714,7 @@ def test_stop_admitting_lets_what_runs_finish(make, fake_fleet):
     wait_for(lambda: executor.counters()["buffered"] == 12)
     collect(executor)
     publish(executor, fleet, 1)
-    executor.run(asyncio.sleep(0))  # whatever the publish set going on the loop has begun
+    executor.loop.run(asyncio.sleep(0))  # whatever the publish set going on the loop has begun
     assert executor.counters()["admitted"] == 12
     collect(executor)
 
@@ -726,11 +726,11 @@ def test_coroutines_run_on_the_loop_and_never_wait_for_themselves(make):
         return threading.current_thread().name
 
     async def nested():
-        return executor.run(where())
+        return executor.loop.run(where())
 
-    assert executor.run(where()) == "executor"
+    assert executor.loop.run(where()) == "executor"
     with pytest.raises(RuntimeError, match="wait for itself"):
-        executor.run(nested())
+        executor.loop.run(nested())
 
 
 def test_counters_of_time(make, fake_fleet, fake_workflow):

@@ -7,8 +7,7 @@ import pytest
 
 from rlx.base import UserError
 from rlx.fleet.requests import Sampling
-from rlx.rewards.reward_pool import RewardPool
-from rlx.rollout.multi_turn import MultiTurn
+from rlx.rollout.episode import MultiTurn
 from rlx.rollout.workflows import Prompts, Task
 from rlx.run.tokenizer_files import load_tokenizer
 from tests.rollout.scripted import Scripted
@@ -16,14 +15,6 @@ from tests.rollout.scripted import Scripted
 ROW = {"question": "20 + 52?", "answer": "72"}
 PROMPT = "<|user|>20 + 52?<|end|><|assistant|>"
 AGAIN = "<|user|>No. Again?<|end|><|assistant|>"
-
-
-@pytest.fixture(scope="module")
-def pool():
-    found = RewardPool("gsm8k", timeout=20.0)
-    found.start()
-    yield found
-    found.close()
 
 
 def group(tokenizer, pool, model, tokens=200, n=3, **options):
@@ -84,7 +75,7 @@ def test_a_template_without_a_place_for_feedback_is_an_error(tokenizer, pool, tm
 
     other = copy.copy(tokenizer)
     other.chat_template = "{{ messages[0].content }}"
-    with pytest.raises(UserError, match="takes no message of role user after an answer"):
+    with pytest.raises(UserError, match="renders no message of role user after an answer"):
         group(other, pool, lambda p, i: "")
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from rlx.base import UserError
 from rlx.fleet.requests import Sampling
-from rlx.rollout.datasets import Preferences
+from rlx.rollout.datasets import AnswerWorkflow
 from rlx.rollout.teacher_scores import ModelRewarded
 from rlx.rollout.workflows import Prompts, Task
 
@@ -51,7 +51,7 @@ def test_the_weighted_value_of_the_last_token_is_added_in_evaluations_too(
 def test_the_answers_that_rows_give_are_trained_on_and_not_valued(
     fake_workflow, fake_fleet, tokenizer
 ):
-    pairs = Preferences(Prompts(tokenizer), fake_workflow(), end=9)
+    pairs = AnswerWorkflow(Prompts(tokenizer), fake_workflow(), ("chosen", "rejected"), end=9)
     row, judge = {**ROW, "chosen": "so 4", "rejected": "so 5"}, Values()
     group = asyncio.run(ModelRewarded(pairs, judge, 1.0).run(fake_fleet(), Task(row, 4, 7)))
     assert [t.reward for t in group.trajectories] == [1.0, 0.0]
@@ -115,9 +115,9 @@ def test_another_template_renders_prompt_and_completion_whole(
 @pytest.mark.parametrize(
     ("judge", "message"),
     [
-        (Values(ValueError("too long")), "the reward model does not score trajectory 4.0: too lon"),
+        (Values(ValueError("too long")), "the reward model refuses trajectory 4.0: too lon"),
         (Values(UserError("no server")), "the reward model: no server"),
-        (Values(scale=np.nan), "the reward model gives trajectory 4.0 numbers that are not finite"),
+        (Values(scale=np.nan), "the reward model gives trajectory 4.0 scores that are not finite"),
     ],
 )
 def test_a_reward_model_that_fails_is_named(fake_workflow, fake_fleet, judge, message):

@@ -62,7 +62,7 @@ def test_filtering_does_not_let_the_lag_grow():
             if not staleness.capacity(state, limits):
                 break
             state = staleness.admit(state, limits)
-            state = staleness.reject(state) if i % 5 >= 3 else staleness.accept(state)
+            state = staleness.end(state, "rejected" if i % 5 >= 3 else "accepted")
         if version < 20:
             state = staleness.consume(state, limits)
     assert state.accepted - state.consumed * 10 == 3 * 10
@@ -73,12 +73,12 @@ def test_failures_and_rejections_give_the_place_back():
     limits = Limits(2, 0, 8)
     state = staleness.admit(staleness.admit(Staleness(), limits), limits)
     assert staleness.capacity(state, limits) == 0
-    assert staleness.capacity(staleness.fail(state), limits) == 1
-    assert staleness.capacity(staleness.reject(state), limits) == 1
-    skipped = staleness.skip(state)
+    assert staleness.capacity(staleness.end(state, "failed"), limits) == 1
+    assert staleness.capacity(staleness.end(state, "rejected"), limits) == 1
+    skipped = staleness.end(state, "skipped")
     assert staleness.capacity(skipped, limits) == 1
     assert (skipped.failed, skipped.skipped) == (1, 1)
-    assert staleness.capacity(staleness.accept(state), limits) == 0
+    assert staleness.capacity(staleness.end(state, "accepted"), limits) == 0
 
 
 def test_resume_counts_what_was_consumed_and_what_is_buffered():
@@ -90,10 +90,10 @@ def test_resume_counts_what_was_consumed_and_what_is_buffered():
 @pytest.mark.parametrize(
     "illegal",
     [
-        lambda limits: staleness.accept(Staleness()),
-        lambda limits: staleness.reject(Staleness()),
-        lambda limits: staleness.fail(Staleness()),
-        lambda limits: staleness.skip(Staleness()),
+        lambda limits: staleness.end(Staleness(), "accepted"),
+        lambda limits: staleness.end(Staleness(), "rejected"),
+        lambda limits: staleness.end(Staleness(), "failed"),
+        lambda limits: staleness.end(Staleness(), "skipped"),
         lambda limits: staleness.publish(Staleness(version=2, consumed=3), 1),
         lambda limits: staleness.publish(Staleness(version=2, consumed=3), 4),
         lambda limits: staleness.consume(Staleness(accepted=1), limits),

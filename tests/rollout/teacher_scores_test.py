@@ -85,7 +85,7 @@ def test_evaluations_are_not_scored(fake_workflow, fake_fleet, fake_executor):
     try:
         greedy = Task(ROW, 0, 0, Sampling(temperature=0.0))
         evaluation = executor.workflow.run(executor.fleet, greedy)
-        assert executor.run(evaluation).trajectories
+        assert executor.loop.run(evaluation).trajectories
         assert not teacher.asked
         executor.set_version(0)
         (group,) = executor.collect(timeout=20)
@@ -114,7 +114,7 @@ def fake_executor():
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (ValueError("token 9 is out"), "the teacher does not score trajectory 4.0: token 9 is out"),
+        (ValueError("token 9 is out"), "the teacher refuses trajectory 4.0: token 9 is out"),
         (UserError("no rollout server alive"), "the teacher: no rollout server alive"),
     ],
 )
@@ -137,5 +137,5 @@ def test_a_teacher_that_gives_no_numbers_ends_the_run(fake_workflow, fake_fleet)
         async def score(self, tokens, first, *, temperature=1.0):
             return np.full(len(tokens), np.nan, np.float32)
 
-    with pytest.raises(UserError, match=r"trajectory 4.0 numbers that are not finite"):
+    with pytest.raises(UserError, match=r"trajectory 4.0 scores that are not finite"):
         run(TeacherScored(fake_workflow(n=1), Broken(), 1.0), fake_fleet())

@@ -10,7 +10,6 @@ import pytest
 
 from rlx.base import UserError, malformed
 from rlx.fleet.requests import Sampling
-from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout.tool_use import ToolUse
 from rlx.rollout.workflows import Prompts, Task
 from rlx.sandbox.sandbox import SandboxLost, SandboxOptions
@@ -23,14 +22,6 @@ HERMES = """\
 {% for m in messages %}<|{{ 'user' if m.role == 'tool' else m.role }}|>\
 {{ '<tool_response>' + m.content + '</tool_response>' if m.role == 'tool' else m.content }}\
 <|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}{# <tool_call> #}"""
-
-
-@pytest.fixture(scope="module")
-def pool():
-    found = RewardPool("gsm8k", timeout=20.0)
-    found.start()
-    yield found
-    found.close()
 
 
 @pytest.fixture(scope="module")
@@ -309,7 +300,7 @@ def test_base_models_write_markers(tokenizer, pool):
     [
         ({"tools": ()}, "names no tools"),
         ({"tools": ["calculater"]}, "did you mean 'calculator'"),
-        ({"tools": ["calculator", "calculator"]}, "its name 'calculator' is no name, or another's"),
+        ({"tools": ["calculator", "calculator"]}, "its name 'calculator' is invalid or taken"),
         ({"tools": [f"{__file__}:ROW"]}, "its name is None; give a str"),
         ({"max_calls": 0}, "must be above 0"),
     ],
@@ -325,7 +316,7 @@ class Tried(Broken):
 
 
 def test_a_tool_with_an_example_is_tried(hermes, pool):
-    with pytest.raises(UserError, match=r"Tried cannot be used: ValueError: out of order .*line"):
+    with pytest.raises(UserError, match=r"Tried cannot be used .ValueError: out of order .*line"):
         group(hermes, pool, once, tools=[f"{__file__}:Tried"])
 
 

@@ -130,18 +130,18 @@ def changed(**what):
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ({"tokens": list}, "tokens that are no array of one dimension"),
-        ({"versions": lambda v: v[None]}, "versions that are no array of one dimension"),
-        ({"loss_mask": lambda m: m[1:]}, "a shape that is none: per-token arrays have lengths"),
+        ({"tokens": list}, "tokens that are not a one-dimensional array"),
+        ({"versions": lambda v: v[None]}, "versions that are not a one-dimensional array"),
+        ({"loss_mask": lambda m: m[1:]}, "inconsistent shapes: per-token arrays have lengths"),
         ({"loss_mask": lambda m: m | True}, "its first token is trained on"),
         ({"turn_ids": np.zeros(1, np.int32)}, "per-token arrays have lengths [1, "),
         ({"behaviour_logprobs": lambda p: p * np.nan}, "behaviour_logprobs that are not finite"),
-        ({"turn_ids": lambda ids: [0]}, "turn_ids that are no array of one dimension: '[0]'"),
+        ({"turn_ids": lambda ids: [0]}, "turn_ids that are not a one-dimensional array: '[0]'"),
         ({"reward": "1"}, "the reward '1'; a reward is a finite number"),
-        ({"info": {"same": "yes"}}, "info['same'] that is no number: 'yes'"),
-        ({"info": {"same": None}}, "info['same'] that is no number: 'None'"),
-        ({"info": {1: 0.5}}, "info[1] that is no number: '0.5'"),
-        ({"prompt": b"20 + 52?"}, "prompt that is no text: "),
+        ({"info": {"same": "yes"}}, "info['same'] that is not a number: 'yes'"),
+        ({"info": {"same": None}}, "info['same'] that is not a number: 'None'"),
+        ({"info": {1: 0.5}}, "info[1] that is not a number: '0.5'"),
+        ({"prompt": b"20 + 52?"}, "prompt that is not text: "),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_where_it_was_made(

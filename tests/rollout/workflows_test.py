@@ -10,19 +10,11 @@ import pytest
 from rlx.base import UserError, info_means
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
-from rlx.rewards.reward_pool import RewardError, RewardPool
+from rlx.rewards.reward_pool import RewardError
 from rlx.rollout.workflows import RLVR, Overlong, Prompts, Task
 from rlx.run import dataset_rows
 
 ROW = {"question": "20 + 52?", "answer": "#### 72", "level": 1}
-
-
-@pytest.fixture(scope="module")
-def pool():
-    found = RewardPool("gsm8k", timeout=20.0)
-    found.start()
-    yield found
-    found.close()
 
 
 class Script:

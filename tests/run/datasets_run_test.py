@@ -322,7 +322,7 @@ def test_a_token_that_the_model_has_no_embedding_of_is_refused_with_its_row(
     inputs.prepare(c)  # no row has such a token
     rows = [*ROWS[:5], {**ROWS[5], "completion": "extra39", "rejected": "extra39"}]
     Path(c.data.train).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(UserError, match=r"of row 6 of .* has token 138 .* an embedding of 128"):
+    with pytest.raises(UserError, match=r"of row 6 of .* has token 138 .* 128 embeddings"):
         inputs.prepare(c)
 
 

@@ -218,7 +218,7 @@ def steps(run):
 def test_too_little_is_said_with_the_arithmetic(cluster, start, tmp_path):
     process = start("--config.fleet.num_servers=9", "--dry_run", environment=cluster.environment)
     assert process.wait(SECONDS) == 2
-    wanted = "error: 5 processes would be on 127.0.0.4, a core each, and Ray has 2 there; use"
+    wanted = "error: 5 processes on 127.0.0.4 need a core each, and Ray has 2 there; use"
     assert last_line(tmp_path / "log").startswith(wanted)
 
 
@@ -235,7 +235,7 @@ def test_the_docs_run_goes_on_on_what_is_left_when_a_trainers_node_dies(cluster,
     assert process.wait(SECONDS) == 0, log.read_text()
     said = log.read_text()
     assert f"{NODES[2]}: trainer 1: CPU\n" in said  # the plan
-    assert "trainer 1 is lost: its actor has died, or its node" in said
+    assert "trainer 1 is lost: its actor or node has died" in said
     assert "trainer 0 | continuing after step" in said
     assert sorted(set(steps(run))) == [1, 2, 3, 4]
     assert (run / "report.html").exists()
@@ -333,7 +333,7 @@ def test_agents_go_on_when_the_servers_node_dies_and_ctrl_c_ends_all(cluster, st
     (agent,) = cluster.workers("rlx.agents.worker")
     assert cluster.where(agent) in GRADERS
     cluster.kill(NODES[3])
-    again = f"on {NODES[3]} is lost: its actor has died, or its node; starting another"
+    again = f"on {NODES[3]} is lost: its actor or node has died; starting another"
     wait_for(lambda: again in log.read_text() or process.poll() is not None, SECONDS)
     before = len(steps(run))
     wait_for(lambda: len(steps(run)) >= before + 2 or process.poll() is not None, SECONDS)

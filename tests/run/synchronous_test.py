@@ -106,8 +106,8 @@ def asynchronous_loop(servers, trainer, workflow, max_staleness):
     )
     executor.start()
     try:
-        executor.run(fleet.connect())
-        executor.run(fleet.publish(0, hf.to_hf(weights, model_config, "float32")))
+        executor.loop.run(fleet.connect())
+        executor.loop.run(fleet.publish(0, hf.to_hf(weights, model_config, "float32")))
         executor.set_version(0)
         for step in range(STEPS):
             groups = executor.collect(timeout=SECONDS)
@@ -116,9 +116,9 @@ def asynchronous_loop(servers, trainer, workflow, max_staleness):
             rewards.append([t.reward for g in groups for t in g.trajectories])
             state, _ = update.update(state, groups)
             tensors = hf.to_hf(state.params, model_config, "float32")
-            executor.run(fleet.publish(step + 1, tensors))
+            executor.loop.run(fleet.publish(step + 1, tensors))
             executor.set_version(step + 1)
-        executor.run(fleet.close())
+        executor.loop.run(fleet.close())
         return state, rewards
     finally:
         executor.close()
