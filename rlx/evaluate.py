@@ -40,8 +40,8 @@ def main() -> int:
     from rlx.observe.progress_bar import ProgressBar
     from rlx.run import allocate, export, score_models
 
-    asked = score_models.asked_by(config, values)
-    config = allocate.allocated(config, trains=False)
+    asked = score_models.eval_options(config, values)
+    config = allocate.apply_allocation(config, trains=False)
     check(config, trains=False)
     limit = flags.number(values, "limit", int, 0)
     reward, keys = config.reward.name, (config.data.question_key, config.data.answer_key)

@@ -43,7 +43,7 @@ def main() -> None:
     a = p.parse_args()
     tls = server_tls(a.tls_cert, a.tls_key, "")
     given = (serving.read_keys(a.keys), tls, a.tool_format, OnlineOptions.named(a), a.sessions)
-    front = serving.Front(a.host, a.port, *given)
+    gateway_server = serving.GatewayServer(a.host, a.port, *given)
     from rlx.run.tokenizer_files import load_tokenizer
 
     model = resolve(a.model, "--model")
@@ -53,7 +53,7 @@ def main() -> None:
         tls=client_tls(*[*a.tls.split(","), "", ""][:3]), workdir=workdir, engine=a.engine,
         dtype=a.dtype, max_model_len=a.max_model_len, slots=a.slots,
     ) as servers:  # fmt: skip
-        asyncio.run(front.serve(servers.fleet(), tokenizer, a.name or model.name))
+        asyncio.run(gateway_server.serve(servers.fleet(), tokenizer, a.name or model.name))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from rlx.doctor import failures
 from rlx.doctor.findings import status
 from rlx.doctor.table import show
 from rlx.run import command_line
-from rlx.run.allocate import allocated
+from rlx.run.allocate import apply_allocation
 from rlx.run.run_checks import findings
 from rlx.system.workdir_lock import chosen_workdir
 from rlx.train.hosts import Cluster
@@ -36,7 +36,7 @@ def main() -> int:
     local = config.scheduler.type == "local"
     if values.dry_run and local:
         return status(show(findings(config, workdir, every_extra=False)))
-    config = allocated(config)
+    config = apply_allocation(config)
     check(config)  # before a directory is made, and before JAX, which takes a moment to import
     given = values.workdir, config_flags.get_config_filename(values["config"])
     from rlx.run import loop, scheduler, trainers
@@ -45,7 +45,7 @@ def main() -> int:
         with chosen_workdir(*given) as workdir:
             return scheduler.launch(config, workdir, sys.argv[1:], values.dry_run)
     with (
-        trainers.others_of_this_host(config) as config,
+        trainers.spawn_local_ranks(config) as config,
         chosen_workdir(*given, not Cluster.of(os.environ, **config.cluster).index) as workdir,
     ):
         return 0 if loop.run(config, workdir).complete else command.INTERRUPTED

@@ -25,7 +25,7 @@ from rlx.model.model_config import ModelConfig
 from rlx.rollout import word_problems
 from rlx.rollout.tools import Calculator
 from rlx.run import config_checks, flags, scheduler
-from rlx.run.allocate import allocated
+from rlx.run.allocate import apply_allocation
 from rlx.run.inputs import prepare
 from rlx.run.room_options import sizes_of
 from rlx.train.learner import make_optimizer
@@ -92,7 +92,7 @@ def test_a_config_has_command_hardware_time_and_expectation(path):
 
 @pytest.mark.parametrize("name", LARGE)
 def test_a_step_of_a_large_model_fits_the_gpus_that_its_config_names(name):
-    """Nothing is allocated: shapes alone. XLA takes 3/4 of a GPU's memory unless told otherwise."""
+    """Only shapes are computed. XLA takes 3/4 of a GPU's memory by default."""
     config, (model, billions, gpus) = load(ROOT / "configs" / f"{name}.py"), LARGE[name]
     assert parameters.count(model) / 1e9 == pytest.approx(billions, abs=0.005)
     axes = mesh_axes(config.train.mesh, gpus)
@@ -114,7 +114,7 @@ def test_a_step_of_a_large_model_fits_the_gpus_that_its_config_names(name):
 @pytest.mark.parametrize("variant", [name for name in variants(CLUSTER) if name])
 def test_a_config_of_a_cluster_fills_its_nodes(variant, tmp_path):
     """Servers and a trainer that fits; each named after its nodes, as 7b_n4; its dry run."""
-    config = allocated(load(f"{CLUSTER}:{variant}"))
+    config = apply_allocation(load(f"{CLUSTER}:{variant}"))
     cluster, (name, nodes) = config.scheduler, variant.rsplit("_n", 1)
     hosts = {f"n{i}": range(cluster.gpus_per_node) for i in range(cluster.nodes)}
     allocation = parse(config.allocation_mode)

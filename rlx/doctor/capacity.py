@@ -1,4 +1,4 @@
-"""Memory and disk: what a run needs by estimate against what there is."""
+"""Compare the estimated memory and disk of a run with this machine's."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -12,8 +12,8 @@ from rlx.engines.vllm.vllm_start import on_cpu
 from rlx.system import available_memory
 from rlx.system.available_memory import MemoryLimit
 
-_TIGHT = 0.9  # of the memory there is
-_PROGRAM = {"trainer": 600 << 20, "jax": 400 << 20, "vllm": 1100 << 20}  # bytes beside its arrays
+_TIGHT = 0.9  # share of the memory above which a row is a warning
+_PROGRAM = {"trainer": 600 << 20, "jax": 400 << 20, "vllm": 1100 << 20}  # bytes besides arrays
 
 
 def check(
@@ -22,7 +22,7 @@ def check(
     """Yield the rows of memory and disk.
 
     Args:
-      teacher: of the teacher's servers that the run starts, with its model.
+      teacher: sizes of the teacher's servers, if the run starts them.
     """
     pieces = memory.trainer(sizes, devices)
     there = available_memory.memory()
@@ -50,7 +50,7 @@ def check(
 def _judge_servers(
     name: str, parts: dict[str, int], count: int, engine: str
 ) -> tuple[Finding, int]:
-    """Return the row of `count` servers, and the bytes they take of the machine's memory."""
+    """Return the row of `count` servers, and the bytes of the machine's memory that they need."""
     if engine == "vllm" and not on_cpu():
         what = f"each of {count} takes most of a GPU's memory, as JAX does of every GPU it sees"
         remedy = "start them on GPUs of their own (python -m rlx.serve) and give their addresses"
@@ -64,21 +64,21 @@ def _judge_servers(
 def judge_trainer(
     sizes: RunSizes, pieces: Mapping[str, int], devices: machine.Devices, available: int
 ) -> Finding:
-    """Return the row of a train step's peak, against the device's memory or the machine's."""
+    """Return the row that compares a train step's peak with the device's memory."""
     total = sum(pieces.values())
     there = available if devices.platform == "cpu" else devices.memory
     what = memory.estimate(pieces, sizes.train.mesh)
     what += f"; {size(there)} free" if there else ""
     if not there or total <= _TIGHT * there:
         return Finding("memory", "trainer", "ok", what)
-    remedy = memory.remedy(sizes, devices, int(_TIGHT * there))
+    remedy = memory.remedy(sizes, devices)
     return Finding("memory", "trainer", "problem" if total > there else "warning", what, remedy)
 
 
 def judge_host(needed: int, there: MemoryLimit, with_trainer: bool) -> Finding:
-    """Return the row of this machine's memory: servers, published files and a CPU's trainer."""
-    whose = "trainer, servers and publishing" if with_trainer else "servers and publishing"
-    what = f"{whose} need about {size(needed)}; {there}"
+    """Return the row of host memory: servers, published files, and a trainer on a CPU."""
+    parts = "trainer, servers and publishing" if with_trainer else "servers and publishing"
+    what = f"{parts} need about {size(needed)}; {there}"
     if needed <= _TIGHT * there.free:
         return Finding("memory", "together", "ok", what)
     remedy = f"lower fleet.slots or fleet.num_servers, or {there.remedy}"
@@ -87,7 +87,7 @@ def judge_host(needed: int, there: MemoryLimit, with_trainer: bool) -> Finding:
 
 
 def judge_disk(state: int, exported: int, keep: int, free: int) -> Finding:
-    """Return the row of `keep` checkpoints, one more while it is written, and the HF export."""
+    """Return the row of disk space for `keep` + 1 checkpoints and the HF export."""
     needed, what = memory.checkpoints(state, exported, keep)
     what = f"{what}; {size(free)} free"
     if needed <= free:

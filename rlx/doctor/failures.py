@@ -1,8 +1,4 @@
-"""Explain failures that are no bug: memory, disks, ports, open files. No JAX.
-
-An exception becomes one line: what was short, by how much, what to change. Any other exception
-keeps its traceback.
-"""
+"""Turn failures of memory, disks, ports and open files into one-line errors, without JAX."""
 
 import errno
 import os
@@ -17,11 +13,11 @@ from rlx.engines.kv_memory import device_is_full
 from rlx.system import available_memory
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_PLACES = {  # errors of a path → what helps
+_PLACES = {  # errors of a path → remedy
     **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make it writable, or give another"),
     **dict.fromkeys(
         (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ETIMEDOUT),
-        "its disk or server fails: mend or mount it again, or give another",
+        "its disk or server fails: repair or remount it, or give another",
     ),
     **dict.fromkeys(
         (errno.EEXIST, errno.ENOTDIR, errno.EISDIR),
@@ -33,28 +29,27 @@ _SIZE = re.compile(r"allocat\w*\D{0,20}?([\d.]+)\s?(bytes|[KMGT]i?B)", re.IGNORE
 
 
 @contextmanager
-def explained(advice: Callable[[], str] = lambda: "", doing: str = "") -> Iterator[None]:
+def friendly_errors(advice: Callable[[], str] = lambda: "", doing: str = "") -> Iterator[None]:
     """Turn a failure that `explain` knows into a UserError; let others pass.
 
     Args:
-      advice: called when memory ran out; says how much was needed, and what lowers it.
-      doing: what the block does, for the same message.
+      advice: called when out of memory; returns the estimated need and its remedy.
+      doing: name of the block, for the same message.
     """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        known = explain(error, advice, doing)
-        if known is None:
-            raise
-        raise known from error
+        if known := explain(error, advice, doing):
+            raise known from error
+        raise
 
 
 def explain(
     error: BaseException, advice: Callable[[], str] = lambda: "", doing: str = ""
 ) -> UserError | None:
-    """Return the UserError for a failure or for its cause; None where it is none of these."""
+    """Return the UserError for a failure or for one of its causes; None if unknown."""
     when = f" ({doing})" if doing else ""
     for each in _causes(error):
         if device_is_full(each):
@@ -68,8 +63,8 @@ def explain(
             return UserError(_disk(each))
         if _errno(each) == errno.EADDRINUSE:
             return UserError(
-                f"a port is in use already ({each}); end what listens there, choose another, or 0 "
-                "for any free one"
+                f"a port is in use already ({each}); end the process that listens there, or "
+                "choose another port (0: any free one)"
             )
         if _errno(each) == errno.EMFILE:
             return UserError(
@@ -100,7 +95,7 @@ def _errno(error: BaseException) -> int | None:
 
 
 def _size(text: str) -> str:
-    """Return the size that an allocator's message says was asked for; empty where it does not."""
+    """Return the size in an allocator's message; empty if it has none."""
     found = _SIZE.search(text)
     if not found:
         return ""

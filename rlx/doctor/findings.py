@@ -1,4 +1,4 @@
-"""Rows of the doctor's table: what a check found, and what to change."""
+"""Rows of the doctor's table: the result of a check, and its remedy."""
 
 import traceback
 from collections.abc import Callable, Iterable
@@ -17,12 +17,12 @@ class Finding:
     """One row.
 
     Attributes:
-      area: the table's section: packages | machine | model | data | config | memory.
-      name: what was looked at.
-      level: ok | absent (not there and not needed) | warning (it may be slow or fail) | problem (a
-        run cannot work).
-      found: in words.
-      remedy: what to change; empty where nothing has to be.
+      area: section of the table: packages | machine | model | data | config | memory.
+      name: subject of the check.
+      level: ok | absent (missing and not needed) | warning (may be slow or fail) | problem (a run
+        cannot work).
+      found: result, one sentence.
+      remedy: change to make; empty if none is needed.
     """
 
     area: str
@@ -39,7 +39,7 @@ class Finding:
 def attempt(
     area: str, name: str, function: Callable[[], _T], found: Callable[[Any], str]
 ) -> tuple[Finding, _T | None]:
-    """Call `function`; return the row of its outcome, and its value or None where it raises."""
+    """Call `function`; return the row of its outcome, and its value or None if it raises."""
     try:
         value = function()
     except Exception as error:
@@ -48,11 +48,7 @@ def attempt(
 
 
 def problem(area: str, name: str, error: Exception) -> Finding:
-    """Return the row of a check that raised an error.
-
-    A UserError says what to change. The row of another error has the line that raised it, so that
-    the other rows are shown all the same.
-    """
+    """Return the row of a check that raised an error."""
     if isinstance(error, UserError):
         text, _, remedy = str(error).rpartition("; ")
         return Finding(area, name, "problem", text or remedy, remedy if text else "")
@@ -60,16 +56,16 @@ def problem(area: str, name: str, error: Exception) -> Finding:
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{PurePath(place.filename).name}:{place.lineno}"
     what = f"{type(error).__name__} in {where}: {words}"
-    return Finding(area, name, "problem", what, "not foreseen: tell those who make rlx")
+    return Finding(area, name, "problem", what, "this is a bug of rlx; please report it")
 
 
 def problems(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings with which a run cannot work."""
+    """Return the findings that prevent a run."""
     return [finding for finding in findings if finding.level == "problem"]
 
 
 def status(findings: Iterable[Finding]) -> int:
-    """Return the exit status: 0 without a problem, 1 with one."""
+    """Return the exit status: 1 if there is a problem, else 0."""
     return int(bool(problems(findings)))
 
 

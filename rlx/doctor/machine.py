@@ -1,7 +1,4 @@
-"""Check the machine: devices, cores, memory, ports, disks, clock.
-
-JAX is asked in another process, because a broken driver can hang it.
-"""
+"""Check the machine: devices, cores, memory, ports, disks, clock."""
 
 import asyncio
 import json
@@ -24,8 +21,8 @@ from rlx.sandbox.sandbox import Outcome, Sandbox
 from rlx.system import available_memory
 
 DEVICE_SECONDS = 120.0
-_NOT_BEFORE = 1_750_000_000  # June 2025, seconds: no machine runs this with an earlier clock
-_SMALL_SHM = 64 << 20  # what containers get when nobody asks for more
+_NOT_BEFORE = 1_750_000_000  # June 2025, seconds: an earlier clock is wrong
+_SMALL_SHM = 64 << 20  # the default of containers
 _DEVICES = """
 import json, jax
 devices = jax.devices()
@@ -37,7 +34,7 @@ print(json.dumps({"platform": jax.default_backend(), "kind": devices[0].device_k
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Devices of JAX: cpu | gpu | tpu, their name, how many, bytes of each (0: unknown)."""
+    """Devices of JAX: platform (cpu, gpu or tpu), name, count, bytes of each (0 if unknown)."""
 
     platform: str = "cpu"
     kind: str = ""
@@ -46,7 +43,8 @@ class Devices:
 
 
 def devices(seconds: float = DEVICE_SECONDS) -> Devices | str:
-    """Return what JAX finds, or a sentence why it does not answer."""
+    """Return JAX's devices, or the error of a process that looks for them."""
+    # In another process, because a broken driver can hang JAX.
     command = [sys.executable, "-c", _DEVICES]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
@@ -56,34 +54,33 @@ def devices(seconds: float = DEVICE_SECONDS) -> Devices | str:
     try:
         return Devices(**json.loads(lines[-1]))
     except (ValueError, TypeError):
-        said = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        return said[:300]
+        return (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1][:300]
 
 
 def nvidia_gpus() -> int:
-    """Return how many GPUs NVIDIA's kernel driver lists, whether or not JAX can use them."""
+    """Return the number of GPUs that NVIDIA's kernel driver lists; JAX may see fewer."""
     listed = list(Path("/proc/driver/nvidia/gpus").glob("*"))
     return len(listed or list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def judge_devices(found: Devices | str, gpus: int, environment: Mapping[str, str]) -> Finding:
-    """Return the row of the devices; `gpus` is what the driver lists."""
+    """Return the row of the devices; `gpus` is the number that the driver lists."""
     if isinstance(found, str):
         return Finding("machine", "devices", "problem", f"JAX finds none: {found}",
-                       "mend the driver, or set JAX_PLATFORMS=cpu")  # fmt: skip
+                       "repair the driver, or set JAX_PLATFORMS=cpu")  # fmt: skip
     memory = f", {found.memory / 1e9:.1f} GB each" if found.memory else ""
     what = f"{found.count} × {found.platform} ({found.kind}){memory}"
     if gpus and found.platform == "cpu":
-        asked = environment.get("JAX_PLATFORMS", "")
-        why = f"JAX_PLATFORMS={asked}" if asked else "JAX has no CUDA"
-        remedy = "unset JAX_PLATFORMS" if asked else f"{install('cuda')} (Python 3.12 or newer)"
-        found_words = f"{what}, though there are {gpus} NVIDIA GPUs: {why}"
-        return Finding("machine", "devices", "warning", found_words, remedy)
+        given = environment.get("JAX_PLATFORMS", "")
+        why = f"JAX_PLATFORMS={given}" if given else "JAX has no CUDA"
+        remedy = "unset JAX_PLATFORMS" if given else f"{install('cuda')} (Python 3.12 or newer)"
+        what += f", though there are {gpus} NVIDIA GPUs: {why}"
+        return Finding("machine", "devices", "warning", what, remedy)
     return Finding("machine", "devices", "ok", what)
 
 
 def gpus_in_use(seconds: float = 20.0) -> list[tuple[int, int]]:
-    """Return (MiB in use, MiB in all) of each NVIDIA GPU; empty where nvidia-smi fails."""
+    """Return (MiB in use, MiB in total) of each NVIDIA GPU; [] if nvidia-smi fails."""
     query = "--query-gpu=memory.used,memory.total"
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
@@ -104,9 +101,9 @@ def judge_gpus_in_use(use: Sequence[tuple[int, int]]) -> Finding | None:
         if used > 0.05 * total
     )
     if not what:
-        return Finding("machine", "GPU memory", "ok", f"nobody uses that of {len(use)} GPUs")
+        return Finding("machine", "GPU memory", "ok", f"unused on all of {len(use)} GPUs")
     return Finding("machine", "GPU memory", "warning", f"in use already: {what}",
-                   "end what holds it (nvidia-smi lists processes), or hide the GPU with "
+                   "end the processes that nvidia-smi lists, or hide the GPU with "
                    "CUDA_VISIBLE_DEVICES")  # fmt: skip
 
 
@@ -117,14 +114,14 @@ def judge_cores(usable: int, present: int, load: float) -> Finding:
         return Finding("machine", "cores", "warning", f"{what}; trainer and server take turns",
                        "give the process two cores or more")  # fmt: skip
     if load > 1.5 * present:
-        return Finding("machine", "cores", "warning", f"{what}: others are at work",
-                       "end them, or expect to be slow")  # fmt: skip
+        return Finding("machine", "cores", "warning", f"{what}: other programs are running",
+                       "end them, or expect a slow run")  # fmt: skip
     return Finding("machine", "cores", "ok", what)
 
 
 def judge_cpu(flags: Collection[str]) -> Finding:
-    """Return the row of the faster trainer and precision here; `flags` are of /proc/cpuinfo."""
-    what = "trainer=jax is the faster one on AMD, trainer=torch on Intel"
+    """Return the row of the fastest trainer and precision for a CPU with these `flags`."""
+    what = "trainer=jax is faster on AMD, trainer=torch on Intel"
     if "amx_bf16" in flags:
         what = "amx_bf16: trainer=torch is faster with model.compute_dtype=bfloat16 (1.8 times at "
         what += "25M and 135M, no gain at 4M), and than trainer=jax in float32 (2.6 times at 135M)"
@@ -132,7 +129,7 @@ def judge_cpu(flags: Collection[str]) -> Finding:
         what = "avx512_bf16: trainer=torch is faster with model.compute_dtype=bfloat16 (2.7 times "
         what += "at 135M, 3.2 at 25M); in float32 trainer=jax is, on AMD"
     else:
-        what = f"no bfloat16: model.compute_dtype=float32 is the faster one; in it {what}"
+        what = f"no bfloat16: model.compute_dtype=float32 is faster; with it {what}"
     return Finding("machine", "half precision", "ok", what)
 
 
@@ -149,38 +146,38 @@ def check_loopback() -> Finding:
 
 
 async def check_sandbox() -> Finding:
-    """Return the row of what confines the programs of tools: one is run."""
+    """Run a program in the sandbox of tools; return the row of its confinement."""
     try:
         async with Sandbox(workers=1, require="none") as sandbox:
             outcome = await sandbox.run("print(6 * 7)")
     except UserError as error:
-        return Finding("machine", "sandbox", "problem", str(error), "mend what they say")
+        return Finding("machine", "sandbox", "problem", str(error), "repair it as described")
     return judge_sandbox(sandbox.level, sandbox.notes, outcome)
 
 
 def judge_sandbox(level: str, notes: Mapping[str, str], outcome: Outcome) -> Finding:
-    """Return the row of a sandbox; `notes` say why each stronger layer does not hold."""
+    """Return the row of a sandbox; `notes` has the reason why each stronger layer is missing."""
     why = "".join(f"; no {name}: {note}" for name, note in notes.items())
     if outcome.text != "42\n":
         return Finding("machine", "sandbox", "problem", f"{level}: a program failed: {outcome}",
-                       "give it memory and processes")  # fmt: skip
+                       "allow more memory and processes")  # fmt: skip
     what = f"programs of tools are confined by {level}{why}"
     if level in ("none", "seccomp"):
-        remedy = "allow one of them, or run tools elsewhere (sandbox.kind)"
+        remedy = "allow a stronger layer, or run tools elsewhere (sandbox.kind)"
         return Finding("machine", "sandbox", "warning", what, remedy)
     return Finding("machine", "sandbox", "ok", what)
 
 
 def judge_address(address: str, error: str, key: str = "fleet.addresses") -> Finding:
-    """Return the row of a running server; `error` is empty where it answers."""
+    """Return the row of a running server; `error` is empty if it answers."""
     if not error:
         return Finding("machine", key, "ok", f"{address} accepts connections")
     return Finding("machine", key, "problem", f"{address}: {error}",
-                   f"start it (python -m rlx.serve), or mend {key}")  # fmt: skip
+                   f"start it (python -m rlx.serve), or correct {key}")  # fmt: skip
 
 
 def reach(address: str, seconds: float = 3.0) -> str:
-    """Return why a connection to host:port fails; empty where it works."""
+    """Return why a connection to host:port fails; "" if it works."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=seconds):
@@ -198,7 +195,7 @@ def existing(path: Path) -> Path:
 
 
 def judge_workdir(directory: Path, free: int, writable: bool) -> Finding:
-    """Return the row of the disk that the run writes to; `free` is in bytes."""
+    """Return the row of the workdir's disk; `free` is in bytes."""
     what = f"{directory}: {free / 1e9:.1f} GB free"
     if not writable:
         return Finding("machine", "workdir", "problem", f"{directory} cannot be written to",
@@ -210,7 +207,7 @@ def judge_workdir(directory: Path, free: int, writable: bool) -> Finding:
 
 
 def judge_shared_memory(total: int, free: int, needed: int = 0, place: str = "/dev/shm") -> Finding:
-    """Return the row of where weights are published, bytes; `needed` is 0 without a config."""
+    """Return the row of `fleet.publish_dir`'s disk, bytes; `needed` is 0 without a config."""
     area, name = ("memory", "publishing") if needed else ("machine", "shared memory")
     what = f"{place}: {size(free)} of {size(total)} free"
     grow = "docker run --shm-size=8g, or set fleet.publish_dir to a disk"
@@ -253,7 +250,7 @@ def check(workdir: Path, found: Devices | str) -> Iterator[Finding]:
 
 
 def check_shared_memory(needed: int = 0, place: str = "/dev/shm") -> Finding:
-    """Return the row of shared memory, or of `fleet.publish_dir` where that is elsewhere."""
+    """Return the row of the file system of `place`, where weights are published."""
     try:
         usage: Any = shutil.disk_usage(place)
     except OSError as error:

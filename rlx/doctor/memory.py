@@ -1,10 +1,8 @@
-"""Estimate the memory and disk of a run, piece by piece, from its settings and the model's shape.
+"""Estimate the memory and disk of a run from its settings and the model's shape.
 
-State (parameters, moments, critic, reference) is counted exactly. What a step needs beside it is an
-estimate, since a doctor on a laptop cannot compile for the GPUs of a run, and a remedy compares
-half a dozen settings. It is fitted to `compiled.memory_analysis()` of small models' steps on a CPU,
-which tests/doctor/memory_test.py compares it with: within a sixth on one device and on meshes of
-every axis, of 7B on 16 devices and of 32B on 64 too.
+State (parameters, moments, critic, reference) is counted exactly. The rest of a step is fitted to
+`compiled.memory_analysis()` of small models on a CPU. tests/doctor/memory_test.py compares both:
+they agree within a sixth on one device and on meshes of every axis, up to 32B on 64 devices.
 """
 
 import dataclasses
@@ -31,28 +29,19 @@ from rlx.train.train_options import TrainOptions
 Bytes = dict[str, int]
 ONE_CPU = Devices()
 
-_OPTIONS = {  # config key → field of TrainOptions, of settings that may save memory
-    "train.max_tokens_per_microbatch": "token_budget",
-    "train.minibatches": "minibatches",
-    "model.remat": "remat",
-    "model.logprob_chunk": "chunk",
-    "model.compute_dtype": "compute_dtype",
-}
-_UPDATE = 2.6  # float32 copies of the parameters at an optimizer update, beside the state
-_GPU_SEGMENTS = 16  # a row's bucket of segments, see packing.segment_sizes
-_VLLM_CPU_KV = 4 << 30  # the most that rlx.engines.vllm.vllm_start asks for on a CPU
+_UPDATE = 2.6  # float32 copies of the parameters at an optimizer update, in addition to the state
+_GPU_SEGMENTS = 16  # segments of a row, see packing.segment_sizes
+_VLLM_CPU_KV = 4 << 30  # limit in rlx.engines.vllm.vllm_start
 
 
 @dataclass(frozen=True)
 class RunSizes:
-    """Settings that decide how much memory a run needs; unless said here, keys of its config.
+    """Settings that decide how much memory a run needs; most are keys of its config.
 
     Attributes:
-      train: the trainer's options.
-      has_fleet: there are servers, started or running.
-      num_servers: that the run starts.
-      max_model_len: of each server.
-      keep: checkpoints.
+      has_fleet: whether the run has servers, started or running.
+      num_servers: servers that the run starts.
+      keep: number of checkpoints kept.
     """
 
     model: ModelConfig
@@ -74,12 +63,12 @@ class RunSizes:
 
     @property
     def follows(self) -> bool:
-        """Whether the reference policy follows the trained one and so belongs to the state."""
+        """Whether the reference policy changes during training, and so is part of the state."""
         return self.train.algorithm.needs_reference and self.train.reference_mode != "frozen"
 
     @property
     def trained(self) -> int:
-        """How many numbers are trained, beside a critic's."""
+        """Number of trained parameters without a critic's."""
         if self.train.lora:
             return lora_config.count(self.model, self.train.lora)
         scores = self.train.algorithm.kind.scores
@@ -88,18 +77,18 @@ class RunSizes:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest possible trajectory, which may be one of a pair."""
+        """Tokens of the longest possible trajectory."""
         return self.max_prompt_tokens + self.max_new_tokens
 
     @property
     def group(self) -> int:
-        """Trajectories of a prompt, for what the algorithm is trained on."""
+        """Trajectories of a prompt."""
         data = self.train.algorithm.data
         return {"pairs": 2, "demonstrations": 1}.get(data, self.n_samples)
 
     @property
     def row_length(self) -> int:
-        """Tokens of the rows that the longest trajectory needs."""
+        """Tokens of a row that fits the longest trajectory."""
         budget = self.train.row_budget
         fitting = [b for b in self.train.row_buckets if self.longest <= b <= budget]
         return min(fitting, default=budget)
@@ -111,10 +100,7 @@ class RunSizes:
 
 
 def state(sizes: RunSizes) -> Bytes:
-    """Return what the trainer holds between steps, on all devices together, name → bytes.
-
-    Checkpoints hold it too, but for what is frozen.
-    """
+    """Return the train state on all devices together, which checkpoints hold too: name → bytes."""
     train, numbers = sizes.train, sizes.trained
     width = 4 if train.lora else np.dtype(train.dtype).itemsize
     moments = 4 * OPTIMIZERS[train.optimizer.name]
@@ -128,14 +114,10 @@ def state(sizes: RunSizes) -> Bytes:
 
 
 def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
-    """Return the peak memory of a train step on one device: the state and what a step adds to it.
+    """Return the peak memory of a train step on one device: name → bytes, adding up to the peak.
 
     Args:
-      devices: that the trainer has on all its hosts; `sizes.train.mesh` says how they are used. A
-        CPU computes half precision in float32.
-
-    Returns:
-      name → bytes, adding up to the peak.
+      devices: the trainer's devices on all its hosts, arranged by `sizes.train.mesh`.
     """
     train, model = sizes.train, sizes.model
     axes = mesh_axes(train.mesh, devices.count)
@@ -152,7 +134,7 @@ def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
     out = {name: size * (own if name in trained else part) for name, size in held.items()}
     numbers = own * sizes.trained
     out["gradients"] = numbers * width
-    # At their longest, trajectories fill the budget sooner than on average.
+    # The peak occurs when all trajectories have their maximum length.
     whole = math.ceil(sizes.minibatch / shards) * math.ceil(sizes.longest / axes["context"])
     tokens = min(train.token_budget, whole)
     if whole > train.token_budget:
@@ -171,47 +153,49 @@ def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
 
 
 def _gathered(sizes: RunSizes, platform: str, expert: int) -> float:
-    """Return bytes of the weights that are made whole on a device: a layer, embedding and head.
+    """Return bytes of the weights gathered on a device: a layer, embedding and head.
 
-    Each as it is computed with, and its gradient in float32 before it is scattered. Of a layer's
-    experts a device has its own alone: one of `expert` parts.
+    Each counts in its compute dtype plus a float32 gradient. A device gathers only its own experts
+    of a layer: one of `expert` parts.
     """
     model = sizes.model
     half = platform != "cpu" and np.dtype(sizes.train.compute_dtype).itemsize == 2
     rows = [row for row in parameters.table(model) if row.stacked]
     layer = sum(math.prod(x.shape[1:]) // (expert if "experts" in x.axes else 1) for x in rows)
-    tables = 2 * model.vocab_size * model.model_dim  # one that is both is gathered for each
+    tables = 2 * model.vocab_size * model.model_dim  # a tied one is gathered twice
     return ((2 if half else 4) + 4) * (layer + tables)
 
 
 def _activations(
     sizes: RunSizes, tokens: float, platform: str, axes: Mapping[str, int]
 ) -> tuple[float, float]:
-    """Return bytes (kept for the backward pass, of the layer that is computed).
+    """Return bytes (kept for the backward pass, of the layer being computed).
 
-    Coefficients are floats a token: fitted to XLA's memory analysis on a CPU, see the tests. What
-    a block reads and gives is whole on each of `tensor` devices, what is inside it is cut.
+    Coefficients are floats a token, fitted to XLA's memory analysis on a CPU. The inputs and
+    outputs of a block are replicated over `tensor` devices; its inner activations are split.
     """
     model, tensor = sizes.model, axes["tensor"]
     wide, mlp, layers = model.model_dim, model.mlp_dim / tensor, model.num_layers
-    rows = model.experts_per_token * axes["expert"]  # a token's, where others' are gathered
+    rows = (
+        model.experts_per_token * axes["expert"]
+    )  # of a token, with those gathered from other devices
     if rows:
         mlp = rows * model.expert_dim / tensor
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     half = np.dtype(sizes.train.compute_dtype).itemsize == 2
     width = 2.0 if half else 4.0
-    if platform == "cpu":  # computes half precision in float32, with casts beside it
+    if platform == "cpu":  # computes half precision in float32, and keeps the casts
         width = 4.4 if half else 4
     length = sizes.row_length
     block = max(256, length // 16)
     scores = model.num_heads * block * (length / block + 1) * 2 / 3  # float32, see attention.py
     normalisers = 4 * model.num_heads / width
     if platform == "gpu" and half and kernel_fits(model.head_dim, model.attention_softcap):
-        # cuDNN's kernel keeps no scores but normalisers per segment
+        # cuDNN's kernel keeps no scores, only normalisers per segment
         scores, normalisers = 0.0, normalisers * _GPU_SEGMENTS
     if sizes.train.remat == "none":
         cut = (5.5 * wide + 4.5 * q + 2 * kv) / tensor
-        # Norms of what blocks give keep it; layers of two kinds keep what either would.
+        # Norms of a block's output keep it; layers of two kinds keep the union of both.
         cut += 2 * wide * (model.norms == "both") + q / tensor * (len(set(model.windows)) > 1)
         kept = layers * (2 * wide + cut + 3 * mlp) * width
         working = (4 * wide + 5 * mlp) * width
@@ -227,16 +211,18 @@ def _activations(
         working = (3.5 * wide + 6.5 * mlp) * width + 4 * scores / tensor
     if rows:
         kept += layers * (3 * rows * wide * width) * (sizes.train.remat == "none")
-        copies = 2.4 if sizes.train.remat == "none" else 4  # of what a CPU expands, see experts.py
+        copies = (
+            2.4 if sizes.train.remat == "none" else 4
+        )  # of the arrays that a CPU expands, see experts.py
         expanded = copies * model.num_experts / axes["expert"] if platform == "cpu" else 0
         working += rows * (5 + expanded) * (wide + model.expert_dim / tensor) * width
     return tokens * kept, tokens * working
 
 
 def _logits(sizes: RunSizes, tokens: float) -> np.ndarray:
-    """Return bytes (kept for the backward pass, of the chunk that is computed), see cross_entropy.
+    """Return bytes (kept for the backward pass, of the chunk being computed), see cross_entropy.
 
-    A single chunk's are kept; of several a chunk's logits, weights and gradient are there.
+    A single chunk keeps its logits. With several, one chunk has logits, weights and gradient.
     """
     chunk = sizes.train.chunk
     whole = 0 if sizes.model.value_head else 4 * min(chunk, tokens) * sizes.model.vocab_size
@@ -244,7 +230,7 @@ def _logits(sizes: RunSizes, tokens: float) -> np.ndarray:
 
 
 def server(sizes: RunSizes) -> Bytes:
-    """Return what one rollout server needs: two versions of the weights during a publish, KV."""
+    """Return the memory of one rollout server: two versions of the weights, and its KV cache."""
     model, width = sizes.model, np.dtype(sizes.publish_dtype).itemsize
     tokens = sizes.max_model_len
     token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * width
@@ -266,8 +252,8 @@ def published(sizes: RunSizes) -> int:
 
 
 def in_publish_dir(sizes: RunSizes) -> int:
-    """Return the bytes of all files that `fleet.publish_dir` holds at one time."""
-    # The old file stays until the new one is taken; a delta is made of two files.
+    """Return the bytes that `fleet.publish_dir` holds at most."""
+    # The old file stays until servers have read the new one; a delta needs two files.
     return published(sizes) * (4 if sizes.publish == "delta" else 2)
 
 
@@ -276,74 +262,47 @@ def exported(sizes: RunSizes) -> int:
     return parameters.count(sizes.model) * np.dtype(sizes.publish_dtype).itemsize
 
 
-def with_value(sizes: RunSizes, key: str, value: Any) -> RunSizes:
-    """Return `sizes` with the trainer's option of a config key set to `value`."""
-    train = dataclasses.replace(sizes.train, **{_OPTIONS[key]: value})
-    return dataclasses.replace(sizes, train=train)
+def remedy(sizes: RunSizes, devices: Devices = ONE_CPU) -> str:
+    """Return the settings that lower the memory of a train step by 2 % or more."""
+    train = sizes.train
+    least = math.ceil(sizes.longest * train.token_budget / train.row_budget)
+    changes: dict[str, dict[str, Any]] = {
+        "train.max_tokens_per_microbatch": {"token_budget": max(train.token_budget // 2, least)},
+        "model.remat": {"remat": "full"},
+        "model.logprob_chunk": {"chunk": min(256, train.chunk)},
+        "model.compute_dtype": {"compute_dtype": "bfloat16"},
+    }
 
-
-def savings(sizes: RunSizes, devices: Devices = ONE_CPU, there: int = 0) -> list[tuple[str, int]]:
-    """Return (setting as written on the command line, bytes it saves), most first.
-
-    Settings that save less than 2 % are left out. What is learned stays the same, but for
-    minibatches (two updates a batch) and bfloat16.
-
-    Args:
-      there: bytes that a step may take, where they are known: the token budget is halved until it
-        fits.
-    """
-
-    def need(changed: RunSizes) -> int:
+    def need(**options: Any) -> int:
+        changed = dataclasses.replace(sizes, train=dataclasses.replace(train, **options))
         return sum(trainer(changed, devices).values())
 
-    budget, train = "train.max_tokens_per_microbatch", sizes.train
-    least = math.ceil(sizes.longest * train.token_budget / train.row_budget)
-    changes: dict[str, Any] = {budget: max(train.token_budget // 2, least)}
-    if sizes.train.minibatches == 1 and sizes.batch_prompts > 1:
-        changes["train.minibatches"] = 2
-    changes["model.remat"] = "full"
-    changes["model.logprob_chunk"] = min(256, sizes.train.chunk)
-    changes["model.compute_dtype"] = "bfloat16"
-    now, found = need(sizes), []
-    for key, value in changes.items():
-        while key == budget and there and value > least:
-            if need(with_value(sizes, key, value)) <= there:
-                break
-            value = max(value // 2, least)
-        saved = now - need(with_value(sizes, key, value))
-        if saved >= 0.02 * now:
-            found.append((f"{key}={value}", saved))
-    return sorted(found, key=lambda pair: -pair[1])
-
-
-def remedy(sizes: RunSizes, devices: Devices = ONE_CPU, there: int = 0) -> str:
-    """Return what to change so that the trainer needs less; arguments as of `savings`."""
-    found = savings(sizes, devices, there)[:3]
+    most = 0.98 * need()
+    found = [f"{key}={v}" for key, option in changes.items()
+             for v in option.values() if need(**option) <= most]  # fmt: skip
     more = ", or give train.mesh more devices" if devices.platform != "cpu" else ""
-    if not found:
-        return f"use a smaller model or lora.rank: nothing else in the config saves much{more}"
-    return "set " + " or ".join(f"{setting} (−{size(saved)})" for setting, saved in found) + more
+    return (f"set {' or '.join(found)}" if found else "use a smaller model or lora.rank") + more
 
 
 def listed(pieces: Mapping[str, int]) -> str:
-    """Return `parameters 2.0 GB, optimizer 4.0 GB`: largest first; below 1 % omitted."""
+    """Return `optimizer 4.0 GB, parameters 2.0 GB`: largest first, without those below 1 %."""
     total = sum(pieces.values())
     large = [(name, part) for name, part in pieces.items() if part >= 0.01 * total]
     return ", ".join(f"{name} {size(part)}" for name, part in sorted(large, key=lambda p: -p[1]))
 
 
 def estimate(pieces: Mapping[str, int], mesh: str = "") -> str:
-    """Return the sentence about a train step's pieces, on one device of a mesh."""
+    """Return a sentence about the memory of a train step on one device of a mesh."""
     each = f" on each device of {mesh}" if mesh else ""
     return f"a step is estimated at {size(sum(pieces.values()))}{each} ({listed(pieces)})"
 
 
 def advice(sizes: RunSizes, find: Callable[[], Devices], *, started: bool = True) -> str:
-    """Return the estimate and what would lower it, for a trainer that has run out of memory.
+    """Return the estimate and its remedy, for a trainer that is out of memory.
 
     Args:
       find: returns the trainer's devices.
-      started: a step was made; before that, other processes may hold the device's memory.
+      started: whether a step was made; if not, other processes may hold the memory.
     """
     devices = find()
     first = ""
@@ -353,42 +312,40 @@ def advice(sizes: RunSizes, find: Callable[[], Devices], *, started: bool = True
 
 
 def low_memory_warning(sizes: RunSizes, there: MemoryLimit, *, always: bool = False) -> str:
-    """Return the warning before a run that may be OOM-killed; "" where memory is enough.
-
-    For a trainer on a CPU: a GPU's allocator raises an error of its own, the kernel kills without.
+    """Return a warning if a trainer on a CPU may be OOM-killed; "" if memory is enough.
 
     Args:
-      always: say how much is needed and free, also where it is enough.
+      always: return the needed and free memory even if it is enough.
     """
     pieces = trainer(sizes)
     what = f"{estimate(pieces, sizes.train.mesh)}, {there}"
     if sum(pieces.values()) <= there.free:
         return what if always else ""
-    return f"memory may not do: {what}; {remedy(sizes, there=there.free)}"
+    return f"may run out of memory: {what}; {remedy(sizes)}"
 
 
 def full_disk_warning(sizes: RunSizes, free: int, there: int = 0) -> str:
-    """Return the warning before a run whose checkpoints may not fit on the disk; "" where they do.
+    """Return a warning if the checkpoints may not fit on the disk; "" if they do.
 
     Args:
-      free: bytes.
-      there: bytes of earlier checkpoints and exports, which these will replace.
+      free: free bytes.
+      there: bytes of earlier checkpoints and exports, which new ones replace.
 
     Raises:
-      DiskFull: not even one fits.
+      DiskFull: no checkpoint fits.
     """
     saved, out = sum(state(sizes).values()), exported(sizes)
     needed, what = checkpoints(saved, out, sizes.keep)
     what = f"{what}; {size(free)} free; free some"
     if saved + out > free:
-        raise DiskFull(f"not one checkpoint will fit: {what}, or give another --workdir")
+        raise DiskFull(f"no disk space for a checkpoint: {what}, or give another --workdir")
     if needed <= free + there:
         return ""
-    return f"the disk may not do: {what}, give another --workdir, or lower checkpoint.keep"
+    return f"may run out of disk space: {what}, give another --workdir, or lower checkpoint.keep"
 
 
 def checkpoints(state: int, exported: int, keep: int) -> tuple[int, str]:
-    """Return the bytes on the disk while a run writes the next checkpoint, and a sentence."""
+    """Return the disk bytes needed to write one more checkpoint, and a sentence about them."""
     needed = (keep + 1) * state + 2 * exported
     return needed, (
         f"{keep} + 1 checkpoints of {size(state)} and the HF directory need {size(needed)}"

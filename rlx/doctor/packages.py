@@ -1,7 +1,6 @@
-"""Compare declared dependencies with what is installed: versions, and whether an import works.
+"""Check declared dependencies: installed, in their version bounds, importable.
 
-Imports run in processes of their own with a time limit, so that a broken package can neither end
-nor hang the doctor.
+Imports run in separate processes with a time limit, because a broken package may crash or hang.
 """
 
 import importlib.util
@@ -13,6 +12,7 @@ import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path, PurePosixPath
@@ -25,16 +25,16 @@ from rlx.base import install
 from rlx.doctor.findings import Finding
 from rlx.workers.worker_process import SupervisedProcess
 
-IMPORT_SECONDS = 180.0  # of one package; torch or vLLM on a busy machine
+IMPORT_SECONDS = 180.0  # timeout of an import; torch and vLLM are slow on a busy machine
 
 _CHILD = """
 import importlib, sys
-said, *modules = sys.argv[1:]
+pipe, *modules = sys.argv[1:]
 for name in modules:
     try:
         importlib.import_module(name)
     except BaseException as error:
-        with open(int(said), "w") as file:
+        with open(int(pipe), "w") as file:
             file.write(f"{type(error).__name__}: {error}")
         break
 """
@@ -42,13 +42,13 @@ for name in modules:
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A declared requirement and what is installed of it.
+    """A declared requirement and its installed version.
 
     Attributes:
       requirement: as declared, without its marker.
-      version: installed; empty where it is not.
-      fits: the version is inside the bounds.
-      module: what to import; empty where nothing is installed.
+      version: installed version; empty if not installed.
+      fits: whether the version is within bounds.
+      module: module to import; empty if not installed.
     """
 
     requirement: str
@@ -59,48 +59,39 @@ class Package:
 
 
 def declared(distribution: str = "rlx") -> dict[str, list[Requirement]]:
-    """Return extra → its requirements on this machine; "" has those that are always needed.
-
-    They are read from pyproject.toml where the distribution runs from its source: the metadata of
-    an editable install may be older.
+    """Return extra → its requirements on this machine; "" maps to the mandatory ones.
 
     Raises:
-      metadata.PackageNotFoundError: it is neither installed nor run from its source.
+      metadata.PackageNotFoundError: the distribution is neither installed nor run from source.
     """
-    project = _project(distribution)
-    if project:
-        needed = project.get("dependencies", [])
-        groups = project.get("optional-dependencies", {})
-        out = {"": _applying(map(Requirement, needed))}
-        return out | {name: _applying(map(Requirement, rs)) for name, rs in groups.items()}
+    if project := _project(distribution):  # the metadata of an editable install may be older
+        groups = {"": project.get("dependencies", []), **project.get("optional-dependencies", {})}
+        return {extra: _applying(map(Requirement, texts)) for extra, texts in groups.items()}
     every = [Requirement(text) for text in metadata.requires(distribution) or []]
     extras = metadata.metadata(distribution).get_all("Provides-Extra") or []
-    out = {"": _applying(every)}
-    for extra in extras:
-        out[extra] = [r for r in _applying(every, extra) if r not in out[""]]
-    return out
+    base = _applying(every)
+    own = {extra: [r for r in _applying(every, extra) if r not in base] for extra in extras}
+    return {"": base, **own}
 
 
 def _project(distribution: str) -> dict[str, Any]:
     """Return the table `project` of the pyproject.toml above the package; {} without one."""
     found = importlib.util.find_spec(distribution)
-    if not found or not found.origin:
-        return {}
-    try:
-        text = (Path(found.origin).parents[1] / "pyproject.toml").read_text()
-    except OSError:
-        return {}
-    project = tomllib.loads(text).get("project", {})
+    project: dict[str, Any] = {}
+    if found and found.origin:
+        with suppress(OSError):
+            text = (Path(found.origin).parents[1] / "pyproject.toml").read_text()
+            project = tomllib.loads(text).get("project", {})
     return project if project.get("name") == distribution else {}
 
 
 def _applying(requirements: Iterable[Requirement], extra: str = "") -> list[Requirement]:
-    """Return the requirements whose marker holds on this machine, with `extra` asked for."""
+    """Return the requirements whose marker holds on this machine when `extra` is installed."""
     return [r for r in requirements if not r.marker or r.marker.evaluate({"extra": extra})]
 
 
 def inspect(requirement: Requirement) -> list[Package]:
-    """Return the package of a requirement, and those that its own extras (`jax[cuda12]`) add."""
+    """Return the package of a requirement, and the packages that its extras (`jax[cuda12]`) add."""
     name, text = requirement.name, str(requirement).partition(";")[0].strip()
     try:
         found = metadata.distribution(name)
@@ -116,9 +107,9 @@ def inspect(requirement: Requirement) -> list[Package]:
 
 
 def module_of(found: metadata.Distribution) -> str:
-    """Return what to import of a distribution: its topmost package, of several its namesake.
+    """Return the module to import of a distribution: its topmost package, preferably its namesake.
 
-    Empty for one without modules (of data, or plugins alone).
+    Returns "" for a distribution without modules.
     """
     wanted = canonicalize_name(found.name).replace("-", "_")
     names = []
@@ -136,27 +127,25 @@ def module_of(found: metadata.Distribution) -> str:
 
 
 def imports(modules: Sequence[str], seconds: float = IMPORT_SECONDS) -> dict[str, str]:
-    """Return module → "" where its import works in another process, else why not.
-
-    All are tried in one process, which is fast; where that fails, each in its own.
-    """
+    """Return module → why its import fails in another process; "" if it works."""
     names = list(dict.fromkeys(modules))
+    # One process for all is fast; if it fails, each module gets its own.
     if not _import_error(names, seconds):
         return dict.fromkeys(names, "")
     return {name: _import_error([name], seconds) for name in names}
 
 
 def _import_error(modules: Sequence[str], seconds: float) -> str:
-    """Return why a process that imports `modules` fails; empty where it does not."""
+    """Return why a process that imports `modules` fails; "" if it does not."""
     begun = time.monotonic()
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as report:
         process = SupervisedProcess(  # some imports start processes
-            [sys.executable, "-c", _CHILD, str(said.fileno()), *modules],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=(said.fileno(),),
+            [sys.executable, "-c", _CHILD, str(report.fileno()), *modules],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=(report.fileno(),),
         )  # fmt: skip
         code, waited = process.end(seconds), time.monotonic() - begun
-        said.seek(0)
-        words = " ".join(said.read().split())[:200]
+        report.seek(0)
+        words = " ".join(report.read().split())[:200]
     if code and waited >= seconds:
         return f"no end after {seconds:g} s"
     return words or (f"ends Python with {code}" if code else "")
@@ -165,30 +154,30 @@ def _import_error(modules: Sequence[str], seconds: float) -> str:
 def check(
     distribution: str = "rlx", needed: Sequence[str] = (), everything: bool = True
 ) -> Iterator[Finding]:
-    """Yield a row for each dependency that does not work, one for all others, one an extra.
+    """Yield a row for each broken dependency, one for all others, and one for each extra.
 
     Args:
-      needed: modules of extras that the run needs: a failure is a problem, not a warning.
-      everything: whether extras that have none of `needed` are looked at too.
+      needed: modules of extras that the run needs; their failure is a problem, not a warning.
+      everything: whether to check the other extras too.
     """
     try:
         groups = declared(distribution)
     except metadata.PackageNotFoundError:
-        yield Finding("packages", "rlx", "warning", "not installed, so nothing says what it needs",
+        yield Finding("packages", "rlx", "warning", "not installed: dependencies are unknown",
                       "pip install -e . in its directory")  # fmt: skip
         return
     found = {extra: [p for r in rs for p in inspect(r)] for extra, rs in groups.items()}
     if not everything:
         wanted = {e for e, packages in found.items() if any(p.module in needed for p in packages)}
         found = {extra: found[extra] for extra in ("", *sorted(wanted))}
-    whole = {
+    modules = {
         extra: [p.module for p in packages if p.module]
         for extra, packages in found.items()
         if not extra or all(p.version for p in packages)
     }
     begun, works = time.monotonic(), dict[str, str]()
     with ThreadPoolExecutor(len(found)) as pool:
-        for each in pool.map(imports, whole.values()):
+        for each in pool.map(imports, modules.values()):
             works |= each
     seconds = time.monotonic() - begun
     for extra, packages in found.items():
@@ -209,7 +198,7 @@ def _dependencies(
         f"{len(good)} of {len(packages)} installed, in bounds and importable ({seconds:.0f} s): "
         f"Python {platform.python_version()}, {_versions(good)}"
     )
-    level, remedy = ("warning", "see above") if bad else ("ok", "")
+    level, remedy = ("warning", "see the rows above") if bad else ("ok", "")
     yield Finding("packages", "dependencies", level, found, remedy)
 
 
@@ -218,16 +207,16 @@ def _extra(
 ) -> Finding:
     name, bad = f"[{extra}]", _complaints(packages, works)
     if not packages:
-        return Finding("packages", name, "absent", "nothing of it is for this system")
+        return Finding("packages", name, "absent", "has no packages for this system")
     if missing := [p.name for p in packages if not p.version]:
         others = _versions(p for p in packages if p.version)
         found = f"without {', '.join(missing)}" + (f"; {others} installed" if others else "")
-        return Finding("packages", name, "absent", f"{found}; to have it: {install(extra)}")
+        return Finding("packages", name, "absent", f"{found}; to install it: {install(extra)}")
     if bad:
         found = "; ".join(f"{each}: {what}" for each, (what, _) in bad.items())
-        asked = any(p.module in needed for p in packages if p.name in bad)
+        required = any(p.module in needed for p in packages if p.name in bad)
         remedy = next(iter(bad.values()))[1]
-        return Finding("packages", name, "problem" if asked else "warning", found, remedy)
+        return Finding("packages", name, "problem" if required else "warning", found, remedy)
     return Finding("packages", name, "ok", _versions(packages))
 
 
@@ -238,7 +227,7 @@ def _versions(packages: Iterable[Package]) -> str:
 def _complaints(
     packages: Iterable[Package], works: Mapping[str, str]
 ) -> dict[str, tuple[str, str]]:
-    """Return name → (what is wrong, what to do) of each package that does not work."""
+    """Return name → (problem, remedy) of each broken package."""
     out = {}
     for p in packages:
         if not p.version:

@@ -1,4 +1,4 @@
-"""Show findings: tables in a terminal, one plain line each elsewhere."""
+"""Print findings: as tables in a terminal, else one line each."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -18,33 +18,29 @@ _WIDEST = 120
 
 
 def show(findings: Iterable[Finding], console: "Console | None" = None) -> list[Finding]:
-    """Print findings as they come, a section at a time, and their summary; return them."""
+    """Print findings section by section, then a summary; return them."""
     from rich.console import Console
 
     console = console or Console(highlight=False)
     every: list[Finding] = []
-    plain = _plain(console)
     for area, rows in groupby(findings, key=lambda finding: finding.area):
-        section(area, _kept(rows, every), console)
+        every += section(area, rows, console)
     worst = next((x for x in ("problem", "warning") if any(f.level == x for f in every)), "ok")
-    console.print(summary(every), style=None if plain else STYLES[worst], soft_wrap=True)
+    console.print(summary(every), style=None if _plain(console) else STYLES[worst], soft_wrap=True)
     return every
 
 
-def section(area: str, findings: Iterable[Finding], console: "Console") -> None:
-    """Print one section: a table once it is complete, or each line as soon as it is found."""
-    findings = (Finding(*map(plain, dataclasses.astuple(finding))) for finding in findings)
-    if _plain(console):
-        for finding in findings:
-            console.print(line(finding), markup=False, soft_wrap=True)
-    else:
-        console.print(_section(plain(area), list(findings), min(console.width, _WIDEST)))
-
-
-def _kept(findings: Iterable[Finding], every: list[Finding]) -> Iterator[Finding]:
+def section(area: str, findings: Iterable[Finding], console: "Console") -> list[Finding]:
+    """Print one section, a table or a line for each finding as it comes; return the findings."""
+    found, shown = list[Finding](), list[Finding]()
     for finding in findings:
-        every.append(finding)
-        yield finding
+        found.append(finding)
+        shown.append(Finding(*map(plain, dataclasses.astuple(finding))))
+        if _plain(console):
+            console.print(line(shown[-1]), markup=False, soft_wrap=True)
+    if not _plain(console):
+        console.print(_section(plain(area), shown, min(console.width, _WIDEST)))
+    return found
 
 
 def _plain(console: "Console") -> bool:
@@ -52,7 +48,7 @@ def _plain(console: "Console") -> bool:
 
 
 def line(finding: Finding) -> str:
-    """Return one greppable line: level, area and name, what was found, what to change."""
+    """Return one greppable line: level, area, name, result, remedy."""
     remedy = f" → {finding.remedy}" if finding.remedy else ""
     return f"{finding.level:8}{finding.area}: {finding.name}: {finding.found}{remedy}"
 
@@ -73,11 +69,11 @@ def _section(area: str, rows: list[Finding], width: int) -> "Table":
         style = STYLES[finding.level]
         quiet = style if finding.level == "absent" else ""
         table.add_row(Text(finding.level, style=style), Text(finding.name, style=quiet or "bold"),
-                      Text("\n").join(_words(finding, quiet)))  # fmt: skip
+                      Text("\n").join(_found(finding, quiet)))  # fmt: skip
     return table
 
 
-def _words(finding: Finding, style: str) -> Iterator["Text"]:
+def _found(finding: Finding, style: str) -> Iterator["Text"]:
     from rich.text import Text
 
     yield Text(finding.found, style=style)

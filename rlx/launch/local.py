@@ -5,7 +5,7 @@
                                                          `max_restarts` times in a row
 
 One thread starts all servers and outlives them, because the kernel ends a server when the *thread*
-that started it ends (rlx/system/process_settings.py). So servers end with the trainer, even by SIGKILL.
+that started it ends (system/process_settings.py). So servers end with the trainer, even by SIGKILL.
 """
 
 import contextlib

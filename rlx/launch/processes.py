@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from rlx.base import UserError
-from rlx.fleet.joining import bracketed
+from rlx.fleet.addresses import bracketed
 from rlx.launch.allocation import Allocation, Part, place
 
 

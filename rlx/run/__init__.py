@@ -1,4 +1,4 @@
-"""A run: its parts, its loop, its records, its weights. `rlx.run(config, workdir)` runs one."""
+"""Everything that a run consists of; `rlx.run(config, workdir)` runs one."""
 
 import sys
 from types import ModuleType
@@ -6,11 +6,11 @@ from typing import Any
 
 
 class _Run(ModuleType):
-    """The type of this module, so that it can be called."""
+    """The callable type of this module."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Call rlx.run.loop.run: (config, workdir, callbacks=(), stop=None)."""
-        from rlx.run import loop  # JAX not before it is needed
+        from rlx.run import loop  # imports JAX
 
         return loop.run(*arguments, **options)
 

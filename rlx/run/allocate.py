@@ -1,4 +1,4 @@
-"""Let `allocation_mode` decide a run's servers, trainer and mesh, and the GPUs that each sees."""
+"""Apply `allocation_mode`: a run's servers, trainer, mesh, and the GPUs that each process sees."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,25 +14,25 @@ from rlx.launch import allocation
 from rlx.train.hosts import Cluster
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-SHARED_MEMORY = 0.4  # of a GPU, for a server that the trainer is beside
+SHARED_MEMORY = 0.4  # share of a GPU's memory for a server that shares the GPU with the trainer
 _JAX_MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 class GpuShares(NamedTuple):
-    """Names of the GPUs that each server has, and of those the trainer has."""
+    """Names of the GPUs of each server, and of the trainer."""
 
     servers: tuple[tuple[str, ...], ...]
     trainer: tuple[str, ...]
 
 
-def allocated(config: ConfigDict, trains: bool = True) -> ConfigDict:
-    """Return a config with what its `allocation_mode` decides.
+def apply_allocation(config: ConfigDict, trains: bool = True) -> ConfigDict:
+    """Return a config with the keys that its `allocation_mode` sets.
 
     Args:
-      trains: whether there must be a trainer.
+      trains: whether a trainer is required.
 
     Raises:
-      UserError: the allocation cannot be read or run, or a key says otherwise.
+      UserError: the allocation is invalid, or contradicts another key.
     """
     if not (text := config.allocation_mode):
         return config
@@ -41,21 +41,21 @@ def allocated(config: ConfigDict, trains: bool = True) -> ConfigDict:
     served = any(not part.trains for part in parsed.parts)
     if served and config.fleet.addresses:
         raise UserError(
-            f"allocation_mode={text} has servers to start and fleet.addresses names running ones; "
-            "leave one of them out"
+            f"allocation_mode={text} starts servers and fleet.addresses names running ones; "
+            "remove one of them"
         )
     if trains and not any(part.trains for part in parsed.parts):
         raise UserError(
-            f"allocation_mode={text} has no trainer; add one, as {parsed.parts[0]}+jax:f1, or "
-            "evaluate by rlx.evaluate"
+            f"allocation_mode={text} has no trainer; add one, such as {parsed.parts[0]}+jax:f1, or "
+            "evaluate with rlx.evaluate"
         )
     for key, value in allocation.settings(parsed).items():
         section, _, name = key.rpartition(".")
         place, before = (c[section] if section else c for c in (config, usual))
         if place[name] not in (before[name], value):
             raise UserError(
-                f"{key}={place[name]!r} contradicts allocation_mode={text}, which says {value!r}; "
-                "leave one of them out"
+                f"{key}={place[name]!r} contradicts allocation_mode={text}, which sets {value!r}; "
+                "remove one of them"
             )
         place[name] = value
     if parsed.shared:
@@ -65,14 +65,14 @@ def allocated(config: ConfigDict, trains: bool = True) -> ConfigDict:
 
 
 def share(config: ConfigDict, gpus: Sequence[str], processes: int = 0) -> GpuShares | None:
-    """Return who has which GPUs of this machine; None where all see what there is.
+    """Return the GPUs of this machine for each process; None if all see every GPU.
 
     Args:
-      gpus: names of those there are, as CUDA_VISIBLE_DEVICES has them.
-      processes: of the trainer, all of which see its GPUs; 0: nobody has counted them.
+      gpus: names of the available GPUs, as in CUDA_VISIBLE_DEVICES.
+      processes: number of the trainer's processes, which see all its GPUs; 0: not known.
 
     Raises:
-      UserError: there are too few, or more than this machine's would have to be dealt.
+      UserError: this machine has too few GPUs, or the processes do not fit the allocation.
     """
     if not config.allocation_mode or not gpus:
         return None
@@ -81,14 +81,14 @@ def share(config: ConfigDict, gpus: Sequence[str], processes: int = 0) -> GpuSha
     wanted = own if config.trainer == "torch" else 1
     if processes not in (0, wanted):
         raise UserError(
-            f"allocation_mode={config.allocation_mode} deals GPUs to a trainer of {wanted} process"
-            f"{'es' * (wanted != 1)}, and this one has {processes}; give train.mesh and "
-            "fleet.addresses in its place"
+            f"allocation_mode={config.allocation_mode} needs a trainer of {wanted} process"
+            f"{'es' * (wanted != 1)}, and this one has {processes}; set train.mesh and "
+            "fleet.addresses instead"
         )
     if config.teacher.path and (config.teacher.engine or config.fleet.engine) == "vllm":
         raise UserError(
             f"allocation_mode={config.allocation_mode} has no GPU for the teacher's servers; start "
-            "them by rlx.serve and give teacher.addresses"
+            "them with rlx.serve and set teacher.addresses"
         )
     placed = allocation.place(parsed, {"this machine": range(len(gpus))})
     names = [(one.part.trains, tuple(gpus[i] for _, i in one.gpus)) for one in placed]
@@ -104,17 +104,17 @@ def gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 
 @contextmanager
-def dealt(config: ConfigDict) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """Let this process see the trainer's GPUs alone; yield those of each server, () for no share.
+def gpu_environment(config: ConfigDict) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """Restrict this process to the trainer's GPUs; yield those of each server, () if not shared.
 
-    JAX takes what servers on the same GPUs leave, less a tenth. Entered before anything here looks
-    for devices, which JAX and torch do once; raises as `share`.
+    Enter it before JAX or torch look for devices, which they do once. Raises like `share`.
     """
     count = Cluster.of(os.environ, **config.cluster).count if config.allocation_mode else 0
     shares, changed = share(config, gpus(), count), {}
     if shares:
         changed[VISIBLE] = ",".join(shares.trainer)
         if set(shares.trainer) & {gpu for ids in shares.servers for gpu in ids}:
+            # The memory that servers leave, less a tenth.
             changed[_JAX_MEMORY] = f"{max(0.9 - config.fleet.gpu_memory, 0.05):g}"
     with changed_environment(changed):
         yield shares.servers if shares else ()
@@ -122,7 +122,7 @@ def dealt(config: ConfigDict) -> Iterator[tuple[tuple[str, ...], ...]]:
 
 @contextmanager
 def changed_environment(changed: Mapping[str, str]) -> Iterator[None]:
-    """Change variables of this process's environment while the block lasts."""
+    """Set environment variables of this process during the block."""
     before = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
     try:

@@ -1,7 +1,4 @@
-"""Read the policy of a checkpoint, of either trainer, one tensor at a time under HF's names.
-
-JAX is not imported for either; PyTorch is imported for its own trainer's checkpoints only.
-"""
+"""Read the policy of any checkpoint, one tensor at a time under HF names, without JAX."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -21,8 +18,20 @@ from rlx.model.tensors import Buckets
 _OF_TORCH = "policy.model."
 
 
-class _JaxTensors(Mapping[str, np.ndarray]):
-    """The trained parameters of a checkpoint by trainer=jax; each access reads one.
+class _Tensors(Mapping[str, np.ndarray]):
+    """Trained parameters of a checkpoint by name; each access reads one."""
+
+    _names: Mapping[str, Any]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class _JaxTensors(_Tensors):
+    """Trained parameters of a checkpoint by trainer=jax.
 
     params.layers.q[i], [in, out] is model.layers.i.self_attn.q_proj.weight, [out, in].
     """
@@ -33,18 +42,19 @@ class _JaxTensors(Mapping[str, np.ndarray]):
         self._open, self._base = tensorstore.open, f"file://{Path(path).absolute()}/state/"
         found = json.loads((path / "state" / "_METADATA").read_text())["tree_metadata"].values()
         leaves = {leaf["key_metadata"][0]["key"] for leaf in found}
-        # A tensor of HF's may hold several of ours, one below the other: (leaf, index, transposed).
-        self._places: dict[str, list[tuple[str, tuple[int, ...], bool]]] = {}
+        # An HF tensor may concatenate several of ours: (leaf, index, transposed).
+        places: dict[str, list[tuple[str, tuple[int, ...], bool]]] = {}
         for row in rows:
             leaf = "params." + ".".join(row.path)
             for at, name in zip(row.places, row.names, strict=True):
                 if leaf in leaves:
-                    self._places.setdefault(name, []).append((leaf, at, row.transposed))
+                    places.setdefault(name, []).append((leaf, at, row.transposed))
+        self._names = places
 
     def _parts(self, name: str) -> list[Any]:
-        """Return the stored parts of a tensor, not read yet, as HF's file has their axes."""
+        """Return a tensor's stored parts, not read yet, with the axes of HF's file."""
         parts = []
-        for leaf, at, transposed in self._places[name]:
+        for leaf, at, transposed in self._names[name]:
             store = {"driver": "ocdbt", "base": self._base, "path": f"{leaf}/"}
             found = self._open({"driver": "zarr", "kvstore": store}, read=True).result()
             found = found[at] if at else found
@@ -60,15 +70,9 @@ class _JaxTensors(Mapping[str, np.ndarray]):
         read = [part.read().result() for part in self._parts(name)]
         return np.asarray(read[0] if len(read) == 1 else np.concatenate(read), order="C")
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
 
-    def __len__(self) -> int:
-        return len(self._places)
-
-
-class _TorchTensors(Mapping[str, np.ndarray]):
-    """The trained parameters of a checkpoint by trainer=torch; each access reads one."""
+class _TorchTensors(_Tensors):
+    """Trained parameters of a checkpoint by trainer=torch."""
 
     def __init__(self, path: Path):
         from rlx_torch.torch_checkpoint import TorchCheckpoint
@@ -79,7 +83,7 @@ class _TorchTensors(Mapping[str, np.ndarray]):
 
     @staticmethod
     def _peft(name: str) -> str:
-        """Return the name of PEFT's file for an adapter; other names stay."""
+        """Return PEFT's name of an adapter; other names unchanged."""
         return PREFIX + name.replace(".default", "") if ".default." in name else name
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -89,25 +93,19 @@ class _TorchTensors(Mapping[str, np.ndarray]):
     def __getitem__(self, name: str) -> np.ndarray:
         return self._found[self._names[name]]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
 
 def _tensors(path: Path, rows: tuple[Row, ...]) -> Any:
     return _JaxTensors(path, rows) if (path / "state").is_dir() else _TorchTensors(path)
 
 
 def policy_of(path: Path, model: ModelConfig, dtype: str = "") -> Buckets:
-    """Return the policy of a checkpoint with HF's names; one tensor is in memory at a time.
+    """Return a checkpoint's policy under HF names; one tensor is in memory at a time.
 
     Args:
-      dtype: of the tensors; "" keeps the checkpoint's.
+      dtype: dtype of the tensors; "" keeps the checkpoint's.
 
     Raises:
-      UserError: the checkpoint is of another model.
+      UserError: the checkpoint belongs to another model.
     """
     rows = parameters.table(model)
     found, shapes = _tensors(path, rows), dict[str, tuple[int, ...]]()
@@ -117,7 +115,7 @@ def policy_of(path: Path, model: ModelConfig, dtype: str = "") -> Buckets:
             if shapes[name] != row.hf_shape:
                 raise UserError(
                     f"checkpoint {path} has {name} as {list(shapes[name]) or 'nothing'}, the model "
-                    f"wants {list(row.hf_shape)}; give the model that it is of"
+                    f"wants {list(row.hf_shape)}; give the checkpoint's model"
                 )
     kind = np.dtype(dtype or found[next(iter(shapes))].dtype)
     specs = {name: np.broadcast_to(np.zeros((), kind), shape) for name, shape in shapes.items()}
@@ -125,6 +123,6 @@ def policy_of(path: Path, model: ModelConfig, dtype: str = "") -> Buckets:
 
 
 def adapters_of(path: Path, model: ModelConfig, lora: LoraConfig) -> dict[str, np.ndarray]:
-    """Return the adapters of a checkpoint with the names of PEFT's files."""
+    """Return a checkpoint's adapters under PEFT names."""
     found = _tensors(path, lora_config.table(model, lora))
     return {name: found[name] for name in found if name.startswith(PREFIX)}

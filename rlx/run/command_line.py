@@ -1,15 +1,10 @@
-"""Parse `--config=FILE` of the commands: rlx's own in Python, or AReaL's in YAML.
-
-`rlx.areal` is imported for a YAML file, or an `allocation_mode` of AReaL's, only.
-"""
+"""Parse the flags of a command, and translate AReaL's YAML files and allocations."""
 
 import re
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-
-from ml_collections import ConfigDict
 
 from rlx.base import UserError
 from rlx.cli import command
@@ -18,20 +13,15 @@ from rlx.run import flags
 
 
 def parse(argv: list[str], **options: Any) -> tuple[Any, Any]:
-    """Return what `flags.parse` does, also of FILE.yaml, or "FILE.yaml:key=value …", of AReaL's."""
+    """Parse like `flags.parse`; --config may also be AReaL's "FILE.yaml:key=value …"."""
     with tempfile.TemporaryDirectory() as directory:
         if re.search(r"\.ya?ml\b", " ".join(argv)):
             from rlx.areal import areal_yaml
 
             argv = areal_yaml.with_python(argv, Path(directory))
         config, values = flags.parse(argv, **options)
-    if config is not None and config.get("allocation_mode"):
-        _translate_allocation(config)
-    return config, values
-
-
-def _translate_allocation(config: ConfigDict) -> None:
-    """Replace an `allocation_mode` of AReaL's by rlx's, and print what changed."""
+    if config is None or not config.get("allocation_mode"):
+        return config, values
     try:
         allocation.parse(config.allocation_mode)
     except UserError:
@@ -40,3 +30,4 @@ def _translate_allocation(config: ConfigDict) -> None:
         config.allocation_mode, changes = areal_allocation.translate(config.allocation_mode)
         for change in changes:
             command.say(f"allocation_mode: {change}", sys.stderr)
+    return config, values

@@ -1,7 +1,4 @@
-"""Check a run's config against what it names: model, data, and the arithmetic between numbers.
-
-Nothing is written or started; only a hub name is downloaded, as the run would.
-"""
+"""Check a run's config: its model, its data, and the arithmetic between its numbers."""
 
 import dataclasses
 import math
@@ -31,17 +28,19 @@ from rlx.run.room_options import sizes_of
 from rlx.system.jsonl import read_jsonl
 from rlx.train import packing
 
-SAMPLED_ROWS = 256  # whose prompts are counted in tokens
+SAMPLED_ROWS = 256  # rows whose prompts are tokenized
 
 
 def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterator[Finding]:
-    """Yield the rows of a config by section; what follows from something broken is left out."""
+    """Yield the rows of a config by section, without those that depend on a failed check."""
     rows: list[Finding] = []
-    inputs = prepare(config, partial(noted, rows))
+    inputs = prepare(config, partial(record_check, rows))
     yield from rows
     bad, model = {row.name for row in problems(rows)}, vars(inputs).get("model_config")
     if not bad:
-        prompts = _prompt_tokens(inputs)
+        rows_seen = np.linspace(0, len(inputs.train_rows) - 1, SAMPLED_ROWS).astype(int)
+        ids = [inputs.prompts.ids(inputs.train_rows[i]) for i in np.unique(rows_seen)]
+        prompts = np.array([len(each) for each in ids])
         yield judge_prompts(prompts, config.data.max_prompt_tokens)
     if model and "mesh" not in bad:
         yield attempt("config", "mesh", partial(_mesh, config, model, devices), str)[0]
@@ -53,22 +52,22 @@ def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterat
 
 
 @contextmanager
-def noted(rows: list[Finding], area: str, name: str) -> Iterator[Callable[..., None]]:
-    """Add the row of a check; none where it needs what an earlier one did not find."""
-    said: list[tuple[str, ...]] = []
+def record_check(rows: list[Finding], area: str, name: str) -> Iterator[Callable[..., None]]:
+    """Add the row of a check, unless it needs an input that an earlier check did not find."""
+    messages: list[tuple[str, ...]] = []
     try:
-        yield lambda *words: said.append(words)
+        yield lambda *texts: messages.append(texts)
     except Missing:
         return
     except Exception as error:
         row = problem(area, name, error)
         if row.found not in {row.found for row in rows}:
             rows.append(row)
-    rows += (Finding(area, name, "warning" if len(s) > 1 else "ok", *s) for s in said if s[0])
+    rows += (Finding(area, name, "warning" if len(m) > 1 else "ok", *m) for m in messages if m[0])
 
 
 def _mesh(config: ConfigDict, model: ModelConfig, devices: machine.Devices) -> str:
-    """Return in words how the run uses its devices; UserError where it cannot."""
+    """Return how the run uses its devices, as text; raise UserError if it cannot."""
     text, count = config.train.mesh, devices.count
     places = math.prod(mesh_axes(text, count).values())
     hosts = max(places // count, 1)  # this is one of them
@@ -83,13 +82,13 @@ def _mesh(config: ConfigDict, model: ModelConfig, devices: machine.Devices) -> s
 
 
 def _teacher_sizes(config: ConfigDict) -> RunSizes | None:
-    """Return the sizes of the teacher's servers that the run starts; None without any."""
+    """Return the sizes of the teacher's servers; None if the run starts none."""
     options = ScorerOptions.of_teacher(config)
     if not options.num_local:
         return None
     try:
         model = directory.load_config(directory.resolve(options.path))
-    except UserError:  # the row of the teacher has said it
+    except UserError:  # reported in the row of the teacher
         return None
     return dataclasses.replace(
         sizes_of(config, model),
@@ -100,21 +99,14 @@ def _teacher_sizes(config: ConfigDict) -> RunSizes | None:
     )
 
 
-def _prompt_tokens(inputs: Inputs) -> np.ndarray:
-    """Return [N] prompt lengths, tokens, of rows spread over the dataset."""
-    rows = inputs.train_rows
-    every = np.unique(np.linspace(0, len(rows) - 1, SAMPLED_ROWS).astype(int))
-    return np.array([len(inputs.prompts.ids(rows[i])) for i in every])
-
-
 def judge_prompts(tokens: np.ndarray, limit: int) -> Finding:
-    """Return the row of prompt lengths against `data.max_prompt_tokens`."""
+    """Return the row that compares prompt lengths with `data.max_prompt_tokens`."""
     most = int(tokens.max())
-    what = f"{tokens.mean():.0f} tokens on average, {most} at most of {len(tokens)} looked at"
+    what = f"{tokens.mean():.0f} tokens on average, {most} at most in {len(tokens)} sampled rows"
     enough = math.ceil(1.5 * most / 64) * 64
     if limit > max(4 * most, enough):
         return Finding("data", "prompt lengths", "warning", f"{what}; data.max_prompt_tokens="
-                       f"{limit} makes servers and rows keep room for more",
+                       f"{limit} reserves memory for longer ones",
                        f"set data.max_prompt_tokens={enough}")  # fmt: skip
     return Finding("data", "prompt lengths", "ok", f"{what}; the limit is {limit}")
 
@@ -130,7 +122,7 @@ def arithmetic(
     sizes = sizes_of(config, inputs.model_config)
     yield judge_batch(sizes, len(inputs.train_rows))
     shards = num_row_shards(mesh_axes(config.train.mesh, devices.count))
-    jax = config.trainer == "jax"  # the other one attends to each segment alone, by other kernels
+    jax = config.trainer == "jax"  # torch attends to each segment by itself
     cost = jax * parameters.attention_cost(inputs.model_config, devices.platform)
     yield judge_microbatches(sizes, expected_tokens(config, prompts, workdir), cost, shards)
     if jax and devices.platform == "gpu":
@@ -139,7 +131,7 @@ def arithmetic(
         yield judge_staleness(config, sizes.group)
     if inputs.algorithm.needs_proximal_pass(config.train.minibatches):
         yield Finding("config", "proximal", "ok",
-                      "one more forward pass a batch (algorithm.proximal=recompute)")  # fmt: skip
+                      "one more forward pass per batch (algorithm.proximal=recompute)")  # fmt: skip
 
 
 def judge_attention(compute_dtype: str, jax: str) -> Finding:
@@ -148,15 +140,15 @@ def judge_attention(compute_dtype: str, jax: str) -> Finding:
         what = "model.compute_dtype=float32: cuDNN has no kernel for it, XLA's blocks are slower"
         return Finding("config", "attention", "warning", what, "set model.compute_dtype=bfloat16")
     if Version(jax) < Version("0.11.2"):
-        what = f"jax {jax} gives cuDNN's packed attention the keys once a query head"
+        what = f"jax {jax} copies the keys for each query head in cuDNN's packed attention"
         return Finding("config", "attention", "warning", what,
                        f"use Python 3.12 or newer with jax 0.11.2 or newer: {install('cuda')}"
                        )  # fmt: skip
-    return Finding("config", "attention", "ok", "cuDNN's, of packed rows on Hopper and newer")
+    return Finding("config", "attention", "ok", "cuDNN, on packed rows with Hopper and newer")
 
 
 def judge_batch(sizes: RunSizes, rows: int) -> Finding:
-    """Return the row of batch = prompts × group, and its minibatches."""
+    """Return the row of a batch (prompts × group) and its minibatches."""
     batch, group = sizes.batch_prompts, sizes.group
     parts, steps = sizes.train.minibatches, sizes.train.total_steps
     what = (
@@ -165,19 +157,19 @@ def judge_batch(sizes: RunSizes, rows: int) -> Finding:
         f"{number(steps * batch / rows)} epochs of {rows} rows"
     )
     if batch % parts:
-        return Finding("config", "batch", "warning", f"{what}: they are not equally large",
+        return Finding("config", "batch", "warning", f"{what}: minibatches differ in size",
                        f"make rollout.batch_prompts={batch} a multiple of train.minibatches={parts}"
                        )  # fmt: skip
     if 1 < rows < batch:
-        return Finding("config", "batch", "warning", f"{what}: a batch meets rows twice",
+        return Finding("config", "batch", "warning", f"{what}: a batch repeats rows",
                        "add rows, or lower rollout.batch_prompts")  # fmt: skip
     return Finding("config", "batch", "ok", what)
 
 
 def expected_tokens(config: ConfigDict, prompts: np.ndarray, workdir: Path) -> float:
-    """Return the tokens of a usual trajectory.
+    """Return the mean tokens of a trajectory.
 
-    The run in `workdir` knows it; else it is the mean prompt and half of the completion's budget.
+    Taken from the records in `workdir`, else the mean prompt plus half of the completion's budget.
     """
     lengths = [r.get("avg_seq_len") for r in read_jsonl(workdir / "metrics.jsonl")]
     known = [length for length in lengths if length]
@@ -187,11 +179,11 @@ def expected_tokens(config: ConfigDict, prompts: np.ndarray, workdir: Path) -> f
 def judge_microbatches(
     sizes: RunSizes, expected: float, cost: float = 0.0, shards: int = 1
 ) -> Finding:
-    """Return the row of microbatches, for lengths that spread evenly around `expected` tokens."""
+    """Return the row of microbatches, for lengths spread evenly around `expected` tokens."""
     budget, most, count = sizes.train.row_budget, sizes.longest, sizes.minibatch
     spread = np.linspace(0.5, 1.5, count) * expected
     lengths = np.clip(spread, 1, min(most, budget)).astype(np.int64)
-    lengths[-1] = min(most, budget)  # one of the longest decides the rows
+    lengths[-1] = min(most, budget)  # the longest one decides the row length
     buckets = sizes.train.row_buckets
     plan = packing.plan(lengths, budget, buckets, attention_cost=cost, shards=shards)
     full = lengths.sum() / plan.padded_tokens
@@ -209,7 +201,7 @@ def judge_microbatches(
 
 
 def judge_staleness(config: ConfigDict, group: int) -> Finding:
-    """Return the row of what staleness and concurrency allow, against the servers' slots."""
+    """Return the row that compares staleness and concurrency with the servers' slots."""
     eta, batch = config.rollout.max_staleness, config.rollout.batch_prompts
     ahead, most = (eta + 1) * batch, config.rollout.max_concurrent_rollouts
     live = min(ahead, most)
@@ -218,10 +210,10 @@ def judge_staleness(config: ConfigDict, group: int) -> Finding:
         f"most: {live * group} sequences"
     )
     if most < batch:
-        return Finding("config", "staleness", "warning", f"{what}; not even one batch is generated "
-                       "together", f"raise rollout.max_concurrent_rollouts to {batch} or more"
+        return Finding("config", "staleness", "warning", f"{what}; less than one batch at a "
+                       "time", f"raise rollout.max_concurrent_rollouts to {batch} or more"
                        )  # fmt: skip
-    if config.fleet.addresses:  # their slots are their own
+    if config.fleet.addresses:  # with slots of their own
         running = len(read_addresses(config.fleet.addresses))
         what += f" for {running} running server{'s' * (running > 1)}"
         return Finding("config", "staleness", "ok", what)

@@ -13,17 +13,19 @@ from rlx.rollout.workflows import Overlong
 from rlx.run.room_options import check_reward, has_servers, is_online
 from rlx.run.tokenizer_files import QUESTION
 
-TRAIN_PROBLEMS = 20_000  # how many generated training problems an epoch has
+TRAIN_PROBLEMS = 20_000  # generated training problems of an epoch
+# Training data → keys of config.data that name columns of answers.
+_ANSWERS = {"demonstrations": ("completion_key",), "pairs": ("chosen_key", "rejected_key")}
 
 
 def rows(config: ConfigDict, algorithm: Algorithm) -> list[Source]:
-    """Return sources of training rows, then the held-out rows; with the columns they need.
+    """Return the sources of training rows, then the held-out rows.
 
     Raises:
-      UserError: naming the row that lacks something, or cannot be rewarded.
+      UserError: a row lacks a column or cannot be rewarded; the message names it.
     """
     *train, held_out = _read_rows(config, algorithm)
-    if is_online(config):  # one row, which nobody is asked but the gate's servers
+    if is_online(config):  # one row, for the gate
         train = [Source("applications", [{config.data.question_key: QUESTION}])]
     elif algorithm.data == "rollouts":
         for source in train:
@@ -39,7 +41,7 @@ def _check_answers(config: ConfigDict, rows: list[dict]) -> None:
 
 
 def _read_rows(config: ConfigDict, algorithm: Algorithm) -> list[Source]:
-    n, names = config.eval.num_questions, _answer_options(algorithm)
+    n, names = config.eval.num_questions, _ANSWERS.get(algorithm.data, ())
     named = [] if is_online(config) else data.named_sources(config.data)
     texts = {config.data[name]: f"data.{name}" for name in names}
     kind = config.data.kind
@@ -62,14 +64,6 @@ def _read_rows(config: ConfigDict, algorithm: Algorithm) -> list[Source]:
     return [*found, Source(held_out, rows)]
 
 
-def _answer_options(algorithm: Algorithm) -> tuple[str, ...]:
-    """Return the keys of config.data that name the columns of given answers."""
-    return {
-        "demonstrations": ("completion_key",),
-        "pairs": ("chosen_key", "rejected_key"),
-    }.get(algorithm.data, ())
-
-
 _SOLUTIONS: dict[str, dict[str, Callable[[dict], str]]] = {  # of generated rows
     "arithmetic": {
         "completion_key": lambda row: arithmetic.careful_solution(row["question"]),
@@ -81,7 +75,7 @@ _SOLUTIONS: dict[str, dict[str, Callable[[dict], str]]] = {  # of generated rows
 
 
 def _solved(rows: list[dict], config: ConfigDict, names: tuple[str, ...]) -> list[dict]:
-    """Return generated problems with the answer columns that `names` ask for."""
+    """Return generated problems with the answer columns in `names`."""
     solutions = _SOLUTIONS[config.data.kind]
     if not solutions.keys() >= set(names):
         raise UserError(f"data.kind={config.data.kind} has no wrong answers; give pairs in a file")
@@ -91,13 +85,13 @@ def _solved(rows: list[dict], config: ConfigDict, names: tuple[str, ...]) -> lis
 def fitting(
     rows: list[dict], name: str, check: Callable[[dict, str], None], overlong: str
 ) -> list[dict]:
-    """Return the rows that are not too long, by `check` of a row and its name.
+    """Return the rows that pass `check`, which takes a row and its name.
 
     Args:
-      overlong: error: a row that is too long is a mistake; skip: it is left out.
+      overlong: "error" raises for a row that is too long; "skip" leaves it out.
 
     Raises:
-      UserError: of the first row that does not pass; with skip, all of them are too long.
+      UserError: a row does not pass; with "skip", all rows are too long.
     """
     found: list[dict] = []
     for index, row in enumerate(rows):

@@ -1,7 +1,4 @@
-"""Export the policy: weights for the fleet, HF and PEFT directories for everyone else.
-
-What converts checkpoints of trainer=jax imports it; the rest does without.
-"""
+"""Export the policy: weights for the fleet, HF and PEFT directories for other programs."""
 
 import re
 import shutil
@@ -28,21 +25,20 @@ from rlx.train import checkpoint
 from rlx.train.contract import State, Update
 from rlx.train.train_options import lora_of
 
-AHEAD = 2  # buckets on the way to the host, or there
-POLL_SECONDS = 0.1  # how often one who waits for room looks whether the reader has failed
+AHEAD = 2  # buckets in flight to the host or in its memory
+POLL_SECONDS = 0.1  # how often a blocked writer looks for a failed reader
 
 
 class Export:
-    """Convert the trainer's weights to the forms that others read.
+    """Convert the trainer's weights to published, HF and PEFT forms.
 
     Args:
-      config, update: of the run.
-      model_dir: HF directory of the run's first weights, which LoRA's adapters are added to.
-      source: HF directory whose tokenizer files go with exported weights.
-      template: chat template that goes with them in place of theirs; "": theirs.
+      model_dir: HF directory of the run's first weights, the base of LoRA adapters.
+      source: HF directory whose tokenizer files are copied to exports.
+      template: chat template of exports; "": the one in `source`.
 
     Attributes:
-      base: digest of `model_dir` for a run that trains adapters, which belong to no other model.
+      base: digest of `model_dir` if the run trains adapters, else b"".
     """
 
     def __init__(
@@ -55,7 +51,7 @@ class Export:
         self.base = adapter.digest(model_dir) if self._lora else b""
 
     def publish(self, state: State, send: Callable[[Buckets | Adapter], Future]) -> Future:
-        """Give `send` the policy of `state` as the fleet takes it; see `hand_over`."""
+        """Give `send` the policy of `state`, in the form that the fleet loads; see `hand_over`."""
         if not self._lora or not self._by_adapter:
             return hand_over(self._update.weights(state), send)
         scale = self._lora.scale
@@ -67,11 +63,11 @@ class Export:
     def save(
         self, workdir: Path, state: State, submit: Callable[..., Future], saved: Future[Any]
     ) -> Sequence[Future[None]]:
-        """Write `workdir`/hf, merged, and for LoRA `workdir`/adapter, which PEFT reads.
+        """Write the merged `workdir`/hf, and for LoRA `workdir`/adapter in PEFT's format.
 
         Args:
-          submit: calls a function in another thread, which writes what this one hands over.
-          saved: the checkpoint that they belong to; they take their places when it is there.
+          submit: runs a function in another thread.
+          saved: their checkpoint; they replace earlier directories once it is complete.
         """
 
         def write_adapters(tensors: Buckets) -> Future[None]:
@@ -92,7 +88,7 @@ class Export:
         submit: Callable[..., Future],
         last: Callable[[], Any] = lambda: None,
     ) -> Future[None]:
-        """Write the HF directory `path`, merged; `submit` as of `save`, `last` of `hand_over`."""
+        """Write the merged HF directory `path`; `submit` as in `save`, `last` as in `hand_over`."""
         model, source, template = self._update.model, self._source, self._template
         return hand_over(
             self._update.weights(state),
@@ -100,19 +96,14 @@ class Export:
             last,
         )
 
-    def require_base(self, host: Mapping[str, Any]) -> None:
-        """Raise UserError when a checkpoint's adapters were trained on another model."""
-        require_base(host, self.base, self._model_dir)
-
 
 def hand_over(
     made: Buckets, send: Callable[[Buckets], Future], last: Callable[[], Any] = lambda: None
 ) -> Future:
     """Give `send` buckets that are made in this thread and read in another; return its future.
 
-    This returns when the last bucket has been asked of the trainer, whose next call may give up the
-    state that they are made of: at once, where there are fewer than AHEAD. If what `send` began
-    ends early, so does this. `last` is called in the other thread when it has read them.
+    Returns once the trainer has made the last bucket, because its next call may donate the state.
+    Returns early if the future does. The other thread calls `last` after the last bucket.
     """
     queue: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
     room = Semaphore(AHEAD - 1)
@@ -133,12 +124,12 @@ def hand_over(
                 if sent.done():
                     return sent
     finally:
-        queue.put(None)  # the reader finds that some did not come
+        queue.put(None)  # the reader notices missing buckets
     return sent
 
 
 def prune(directory: Path, keep: int) -> None:
-    """Delete exports but the newest `keep`; 0: none. As they are named: `Position.name`."""
+    """Delete all exports (see `Position.name`) except the newest `keep`; 0: delete none."""
     steps = {
         int(named[1]): path for path in directory.iterdir()
         if (named := re.fullmatch(r"epoch\d+epochstep\d+globalstep(\d+)", path.name))
@@ -151,14 +142,14 @@ def require_base(host: Mapping[str, Any], base: bytes, directory: Path) -> None:
     """Raise UserError unless a checkpoint's adapters belong to the base with this digest.
 
     Args:
-      host: the checkpoint's own part; without LoRA its `lora_base` is empty, like `base`.
-      directory: of the base, for the message.
+      host: host part of the checkpoint; without LoRA its `lora_base` is empty, like `base`.
+      directory: directory of the base, for the message.
     """
     wanted = host.get("lora_base", "")
     if wanted != base.hex():
         raise UserError(
             f"the checkpoint's adapters belong to base {wanted[:12] or 'none'} and {directory} is "
-            f"{base.hex()[:12]}; give the model that they were trained on"
+            f"{base.hex()[:12]}; give their base model"
         )
 
 
@@ -168,13 +159,13 @@ def checkpoint_to_hf(
     """Write the HF directory of a checkpoint's parameters; return a line for the terminal.
 
     Args:
-      path: of the checkpoint; the adapters of a LoRA run are merged into the run's first weights.
-      model: HF directory or hub name, in place of the one that the checkpoint names.
-      dtype: of the tensors; "" keeps the checkpoint's, or the model's where adapters are merged.
-      peft_target: where to write the adapters of a LoRA run, for PEFT.
+      path: the checkpoint; LoRA adapters are merged into the run's first weights.
+      model: HF directory or hub name that replaces the one in the checkpoint; "": keep it.
+      dtype: dtype of the tensors; "" keeps the checkpoint's, or the model's for merged adapters.
+      peft_target: PEFT directory for the adapters of a LoRA run.
 
     Raises:
-      UserError: the checkpoint is of another model, or has no adapters and they are wanted.
+      UserError: the checkpoint belongs to another model, or lacks adapters for `peft_target`.
     """
     host = checkpoint.read_host(path)
     run = host.get("config", {})
@@ -185,20 +176,20 @@ def checkpoint_to_hf(
     elif directory:
         config = directories.load_config(directory)
     else:
-        raise UserError(f"{path} does not say which model it is of; give --model=HF_DIRECTORY")
+        raise UserError(f"{path} does not name its model; give --model=HF_DIRECTORY")
     if not lora and peft_target:
-        raise UserError(f"{path} is of no LoRA run and has no adapters; drop --adapter")
+        raise UserError(f"{path} has no LoRA adapters; remove --adapter")
     if not lora:
         tensors = checkpoint_tensors.policy_of(path, config, dtype)
         hf_files.write(target, config, tensors, source=directory)
         return f"{path} -> {target} (HF)"
     if config.foreign:
-        raise UserError(f"{path} has adapters of a model that rlx has not; take its run's hf/")
+        raise UserError(f"{path} has adapters of a model that rlx does not have; use its run's hf/")
     from rlx.model import hf
     from rlx.model import lora as lora_lib
 
     if not directory:
-        raise UserError(f"{path} has adapters of a model that it does not name; give --model")
+        raise UserError(f"{path} does not name the base of its adapters; give --model")
     require_base(host, adapter.digest(directory), directory)
     adapters = peft.from_peft(checkpoint_tensors.adapters_of(path, config, lora), config, lora)
     params = lora_lib.merge(hf.load(directory, None)[1], adapters, lora)
@@ -225,7 +216,7 @@ def hf_to_checkpoint(source: Path, target: Path, dtype: str) -> str:
 
 
 def _model_of(path: Path, run: Mapping[str, Any], model: str, first: bool) -> Path | None:
-    """Return the HF directory of the checkpoint's model; `first`: of the run's first weights."""
+    """Return the HF directory of a checkpoint's model; `first`: that of the run's first weights."""
     described = run.get("model", {})
     begun = path.absolute().parents[1] / INITIAL
     if first and not model and described.get("random_init") and begun.is_dir():
@@ -239,20 +230,20 @@ def directory_of(path: Path, out: Path) -> Path:
     if not checkpoint.is_one(path):
         return path
     target = out / "hf"
-    if not target.exists():  # it appears whole
+    if not target.exists():  # it is created atomically
         out.mkdir(parents=True, exist_ok=True)
         checkpoint_to_hf(path, target, "")
     return target
 
 
 def named_models(sources: Sequence[str]) -> dict[str, Path]:
-    """Return models by a short name: the last part of their path that tells them apart.
+    """Return short name → directory: the shortest ends of the paths that differ.
 
     Args:
-      sources: HF directories, hub names, checkpoints, or runs, whose newest checkpoint is meant.
+      sources: HF directories, hub names, checkpoints, or runs (their newest checkpoint).
 
     Raises:
-      UserError: a source that is no model, or one given twice.
+      UserError: a source is not a model, or is given twice.
     """
     paths = {text: checkpoint.find(text) or directories.resolve(text, "--models")
              for text in (source.strip() for source in sources)}  # fmt: skip

@@ -1,7 +1,6 @@
-"""Decide when a run saves, evaluates and exports: by epoch, step and second, whichever comes first.
+"""Decide when a run saves, evaluates and exports: by epoch, step or second, whichever comes first.
 
-Pure: the position of a run and its clock come in as arguments. A checkpoint keeps the positions, so
-that a continued run is due when the whole one would have been.
+Checkpoints keep the positions, so a resumed run follows the schedule of an uninterrupted one.
 """
 
 from collections.abc import Mapping
@@ -18,9 +17,9 @@ class Position:
     """How far a run is.
 
     Attributes:
-      epoch: passes over the data that are complete. epoch_step: train batches since the last was.
-      step: train batches, of all epochs.
-      seconds: of the run, with those of the processes that it continues.
+      epoch: complete passes over the data. epoch_step: train batches of the current one.
+      step: train batches of all epochs.
+      seconds: duration of the run, including earlier processes.
     """
 
     epoch: int = 0
@@ -32,8 +31,8 @@ class Position:
         """Return the position one batch later.
 
         Args:
-          prompts: that were taken from the data until then. rows: of the data, ≥ 1.
-          seconds: of the run, then.
+          prompts: total prompts taken from the data. rows: rows of the data, ≥ 1.
+          seconds: duration of the run.
         """
         epoch = prompts // rows
         epoch_step = self.epoch_step + 1 if epoch == self.epoch else 0
@@ -41,13 +40,13 @@ class Position:
 
     @property
     def name(self) -> str:
-        """Name of the directory with an export of this position."""
+        """Directory name of an export at this position."""
         return f"epoch{self.epoch}epochstep{self.epoch_step}globalstep{self.step}"
 
 
 @dataclass(frozen=True)
 class Every:
-    """How often something happens; 0: not by this measure."""
+    """An interval in each unit; 0: unused."""
 
     epochs: int = 0
     steps: int = 0
@@ -55,10 +54,10 @@ class Every:
 
 
 def due(every: Every, last: Position, now: Position) -> bool:
-    """Return whether something is due at `now` that happened at `last`.
+    """Return whether an action last done at `last` is due at `now`.
 
-    Epochs and steps are counted from the run's beginning: every 4 steps is at steps 4, 8, … also
-    where one was brought forward by the clock. Seconds are counted from the last time.
+    Epochs and steps count from the start of the run: every 4 steps means steps 4, 8, …
+    Seconds count from `last`.
     """
     return (
         (every.epochs > 0 and now.epoch // every.epochs > last.epoch // every.epochs)
@@ -68,21 +67,21 @@ def due(every: Every, last: Position, now: Position) -> bool:
 
 
 def every_of(config: ConfigDict) -> dict[str, Every]:
-    """Return how often each kind happens in a run."""
+    """Return the interval of each kind."""
     units = ("epochs", "steps", "seconds")
     return {k: Every(*(config[k][f"every_{unit}"] for unit in units)) for k in KINDS}
 
 
 def to_host(now: Position, last: Mapping[str, Position]) -> dict[str, Any]:
-    """Return what a checkpoint keeps, JSON-able."""
+    """Return the JSON-able positions for a checkpoint."""
     return {"now": asdict(now), **{kind: asdict(last[kind]) for kind in KINDS}}
 
 
 def from_host(host: Mapping[str, Any], begun: Position) -> tuple[Position, dict[str, Position]]:
-    """Return the position, and where each kind happened last.
+    """Return the current position and the last one of each kind.
 
     Args:
-      host: of `to_host`; empty for a new run. begun: what takes the place of what is not in it.
+      host: result of `to_host`; {} for a new run. begun: default for missing positions.
     """
     found = {kind: Position(**host[kind]) for kind in ("now", *KINDS) if kind in host}
     return found.get("now", begun), {kind: found.get(kind, begun) for kind in KINDS}

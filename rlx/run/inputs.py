@@ -43,30 +43,28 @@ from rlx.sandbox.sandbox import SandboxOptions
 from rlx.train import dry_call
 from rlx.train.train_options import TrainOptions
 
-INITIAL = "initial"  # directory of a run's first weights if they are random
-_ANSWER = "The answer is 42."  # rewards are tried with it
-# Given area and name of a row of the doctor's table: encloses a check, and takes the row's text.
+INITIAL = "initial"  # directory of random first weights
+_ANSWER = "The answer is 42."  # completion of the rewards' dry call
+# (area, name of a row in the doctor's table) → context of a check, which takes the row's text.
 Row = Callable[[str, str], AbstractContextManager[Callable[..., Any]]]
 
 
 class Missing(AttributeError):
-    """Inputs lack something that an earlier check did not find."""
+    """An attribute of Inputs is unset because an earlier check failed."""
 
 
 class Inputs:
-    """Model, algorithm, dataset rows and workflow of a run; reward workers are not started yet.
+    """Model, algorithm, dataset rows and workflow of a run, before reward workers start.
 
     Attributes:
       weights: name → weight of the rewards.
-      prompts: of the rows, whichever workflow answers them.
-      named: what makes the workflow that `rollout.workflow` names.
-      read: sources of rows, those that are too long among them; held-out rows are the last.
-      sources: of `train_rows`, one after the other.
-      notes: how many rows are too long, and which answers are inexact; may be empty.
-      held_out: the groups of `eval_rows` where rows are trained on as they are; empty for a run on
-        rollouts, whose held-out rows have to be answered.
-      model_rewarded: makes a workflow one that a reward model rewards too, given the fleet that
-        scores; None without such a model.
+      prompts: renders rows into prompts.
+      named: factory of the workflow in `rollout.workflow`.
+      read: sources of all rows, including overlong ones; the last source is held out.
+      sources: sources of `train_rows`, in order.
+      notes: message about overlong rows and inexact answers; may be empty.
+      held_out: groups of `eval_rows` for dataset training; empty for training on rollouts.
+      model_rewarded: (workflow, fleet) → workflow with a reward model's values; None without one.
     """
 
     weights: dict[str, float]
@@ -93,10 +91,10 @@ def prepare(config: ConfigDict, row: Row = lambda *_: nullcontext(lambda *_: Non
     """Read and check everything a run needs, in the order of the doctor's table.
 
     Args:
-      row: encloses each check; a run stops at the first error, the doctor notes it and goes on.
+      row: context of each check; a run stops at the first error, the doctor records it.
 
     Raises:
-      UserError: naming the file, line, row or tensor that cannot work.
+      UserError: a file, line, row or tensor cannot work; the message names it.
     """
     inputs = Inputs()
     with row("config", "values"):
@@ -122,7 +120,7 @@ def _read_model(config: ConfigDict, inputs: Inputs, row: Row) -> None:
             f"context {model.max_position}")  # fmt: skip
     if not config.model.random_init:
         with row("model", "tensors") as say:
-            fit = "are transformers' own" if directory.check(inputs.model_dir).foreign else "fit"
+            fit = "are transformers'" if directory.check(inputs.model_dir).foreign else "fit"
             count = len(list(inputs.model_dir.glob("*.safetensors")))
             say(f"names and shapes {fit}, by the headers of {count} file{'s' * (count > 1)}")
     with row("model", "teacher") as say:
@@ -144,25 +142,20 @@ def _read_model(config: ConfigDict, inputs: Inputs, row: Row) -> None:
         most = inputs.model_config.vocab_size
         if len(tokenizer) > most:
             say(f"{len(tokenizer)} tokens, the model has {most}: rows with others are refused",
-                "use the tokenizer files that came with the weights")  # fmt: skip
+                "use the tokenizer files of these weights")  # fmt: skip
         else:
             say(f"{len(tokenizer)} tokens")
     with row("model", "chat template") as say:
         text = render(inputs.prompts.tokenizer, "?", system_prompt)
         around = len(encode(inputs.prompts.tokenizer, text)) - 1
         system = " and the system prompt" if system_prompt else ""
-        say(f"{around} tokens around a question{system}; the prompt ends in {text[-24:]!r}")
+        say(f"{around} tokens around a question{system}; prompts end in {text[-24:]!r}")
 
 
 def _check_model(config: ConfigDict, inputs: Inputs, row: Row) -> None:
-    with row("config", "engine"):
-        model_checks.check_engine(config, inputs.model_config)
-    with row("config", "context"):
-        model_checks.check_context(config, inputs.model_config)
-    with row("config", "mesh"):
-        model_checks.check_mesh(config, inputs.model_config)
-    with row("config", "experts"):
-        model_checks.check_experts(config, inputs.model_config)
+    for name, check in model_checks.CHECKS.items():
+        with row("config", name):
+            check(config, inputs.model_config)
     with row("config", "algorithm"):
         model_checks.check_kind(config, inputs.model_config, inputs.algorithm)
     with row("config", "loss"):
@@ -196,7 +189,7 @@ def _read_rows(config: ConfigDict, inputs: Inputs, row: Row) -> None:
             rows = dataset_rows.fitting(found, name, own.check, config.data.overlong)
             kept.append(Source(name, rows, weight))
             if lost := len(found) - len(rows):
-                notes.append(f"{lost} of {len(found)} rows of {name} are too long and left out "
+                notes.append(f"{lost} of {len(found)} rows of {name} are too long and skipped "
                              "(data.overlong=skip)")  # fmt: skip
         *inputs.sources, (_, inputs.eval_rows, _) = kept
         inputs.train_rows = [row for source in inputs.sources for row in source.rows]
@@ -214,17 +207,17 @@ def _read_rows(config: ConfigDict, inputs: Inputs, row: Row) -> None:
 
 
 def _model_rewarded(config: ConfigDict, prompts: Prompts) -> Callable[..., Workflow] | None:
-    """Return what adds a reward model's values to a workflow, given its fleet; None without one.
+    """Return (workflow, fleet) → workflow with a reward model's values; None without a model.
 
     Raises:
-      UserError: it is named without being given, or the reverse; is none, or too short.
+      UserError: only one of model and reward term is given, or the model does not fit.
     """
     options = ScorerOptions.of_reward_model(config)
     weight = rewards.weights_of(config.reward.name, config.reward.terms).get(rewards.MODEL)
     if (weight is None) == bool(options):
         raise UserError(
-            "reward.model.path (or addresses) and the reward 'model' go together; set the path, and"
-            " give reward.terms a pair ('model', 1.0)"
+            "reward.model.path (or addresses) and the reward 'model' need each other; set the path "
+            "and add ('model', 1.0) to reward.terms"
         )
     make = partial(ModelRewarded, weight=weight or 0.0)
     if not options.path:
@@ -235,7 +228,7 @@ def _model_rewarded(config: ConfigDict, prompts: Prompts) -> Callable[..., Workf
         kind = "reward" if model.value_head else "language"
         raise UserError(
             f"reward.model.path={options.path} is a {kind} model of {model.max_position} tokens, "
-            f"wanted a reward model of {longest}; train one by preset reward_model"
+            f"wanted a reward model of {longest}; train one with preset reward_model"
         )
     own, given = load_tokenizer(place, config.data.system_prompt), prompts.tokenizer
     if (own.get_vocab(), own.chat_template) == (given.get_vocab(), given.chat_template):
@@ -246,7 +239,7 @@ def _model_rewarded(config: ConfigDict, prompts: Prompts) -> Callable[..., Workf
 
 
 def _try_rewards(config: ConfigDict, inputs: Inputs, row: Mapping[str, Any]) -> None:
-    """Raise UserError where a reward of the user's own fails on a short completion of `row`."""
+    """Raise UserError if a user's reward fails on a short completion of `row`."""
     own, prompts = {name: 1.0 for name in inputs.weights if user_code.is_own(name)}, inputs.prompts
     ids = encode(prompts.tokenizer, _ANSWER)
     call = RewardCall(prompts.text(row), _ANSWER, prompts.ids(row), ids, row)
@@ -254,11 +247,11 @@ def _try_rewards(config: ConfigDict, inputs: Inputs, row: Mapping[str, Any]) -> 
         try:
             pool.compute([call] * min(2, config.sampling.n_samples))
         except RewardError as error:
-            raise UserError(f"{error}; mend it: this was a dry call on the first row") from error
+            raise UserError(f"{error}; correct it: this was a dry call on the first row") from error
 
 
 def _workflow(config: ConfigDict, inputs: Inputs, answering: Workflow) -> Workflow:
-    """Return the workflow that makes the algorithm's kind of group of a row."""
+    """Return the workflow that makes groups of the algorithm's kind."""
     prompts, keys = inputs.prompts, config.data
     if inputs.algorithm.data == "rollouts":
         return _online(config, prompts, answering) if is_online(config) else answering
@@ -272,13 +265,14 @@ def _workflow(config: ConfigDict, inputs: Inputs, answering: Workflow) -> Workfl
     return AnswerWorkflow(prompts, answering, names, **limits)
 
 
-def _online(config: ConfigDict, prompts: Prompts, judge: Workflow) -> Workflow:
-    """Return the workflow that waits for applications; raise UserError where none may come."""
+def _online(config: ConfigDict, prompts: Prompts, evaluator: Workflow) -> Workflow:
+    """Return the workflow that waits for applications; raise UserError without an admin key."""
     options = OnlineOptions.named(config.online)
     if options is None:
         raise UserError(
-            "rollout.workflow=online has no admin key; give a file by online.admin_key, or set "
+            "rollout.workflow=online has no admin key; name a file in online.admin_key, or set "
             f"${ADMIN_VARIABLE}"
         )
     sampling, n, tokenizer = training_sampling(config), config.sampling.n_samples, prompts.tokenizer
-    return OnlineWorkflow(options, agents_of(config), config.online, tokenizer, sampling, n, judge)
+    agents = agents_of(config)
+    return OnlineWorkflow(options, agents, config.online, tokenizer, sampling, n, evaluator)

@@ -1,4 +1,4 @@
-"""The trainer in JAX, as rlx/run/trainers.py has it."""
+"""The JAX trainer: the functions of `rlx.run.trainers.TrainerLibrary`."""
 
 import os
 from pathlib import Path
@@ -19,14 +19,15 @@ from rlx.train.update import JaxUpdate
 
 
 def set_up() -> None:
-    """Set XLA's flags, and let JAX keep what it compiles; the checks before a run compile too."""
+    """Set XLA's flags and JAX's compilation cache, before the checks compile."""
     xla_flags.add(os.environ)
     for name, value in compile_cache.options().items():
         jax.config.update(name, value)
 
 
 def join(config: ConfigDict, hosts: Hosts) -> None:
-    """Let JAX see the devices of all processes; its own watch over them would abort ours."""
+    """Connect JAX to the devices of all processes."""
+    # The preemption service and heartbeats of JAX abort a process without a message.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
@@ -42,7 +43,7 @@ def join(config: ConfigDict, hosts: Hosts) -> None:
 
 
 def leave() -> None:
-    """End what `join` began."""
+    """Undo `join`."""
     jax.distributed.shutdown()
 
 
@@ -52,19 +53,19 @@ def devices() -> Devices:
 
 
 def check_devices(config: ConfigDict) -> None:
-    """Raise UserError where `train.mesh` does not have as many places as JAX sees devices."""
+    """Raise UserError if `train.mesh` does not match the number of devices."""
     mesh.check_devices(config.train.mesh, jax.device_count())
 
 
 def random_weights(config: ConfigDict, directory: Path, inputs: Inputs) -> None:
-    """Write an HF directory of random weights of the run's model."""
+    """Write an HF directory with random weights."""
     model = inputs.model_config
     weights = parameters.init(model, jax.random.key(config.seed), config.model.dtype)
     hf.save(directory, model, weights, config.model.publish_dtype, source=inputs.model_dir)
 
 
 def make(config: ConfigDict, path: str) -> Update:
-    """Return the trainer of a run that begins with the weights of an HF directory."""
+    """Return a trainer that starts from the weights of an HF directory."""
     options = TrainOptions.of(config)
 
     def first(places: parameters.Params) -> parameters.Params:

@@ -1,18 +1,16 @@
-"""The loop of a run: collect a batch, train, publish, record, save. It calls; it does not compute.
+"""Run a config: collect a batch, train, publish, record, save.
 
     executor thread   admit ─▶ generate (gRPC) ─▶ reward ─▶ buffer       publish ─▶ set_version
                                                      │                      ▲
     this thread       collect ◀──────────────────────┘ ─▶ update ─▶ weights ┘ ─▶ record, save
     device                                                  computing n … n + 1 …
 
-Nothing here waits for the device but a record, and that only when the step after it has been given
-to the device, or no batch for one is ready. A publish and a save run beside what follows them, at
-most one of each. A batch is never held: what `collect` gives is dispatched at once, so a checkpoint
-is of all batches that were taken. A cluster runs this same file: a laptop has the same processes,
-only fewer.
+The loop waits for the device only to record a step: after the next one is dispatched, or while no
+batch is ready. At most one publish and one save run in the background. Each collected batch is
+dispatched at once, so a checkpoint covers all batches taken from the executor.
 
-Training on a dataset (SFT, pairs) is the same loop: the executor makes groups of rows, and versions
-are published only for evaluations; without servers there is nobody to publish to.
+Training on a dataset (SFT, pairs) uses the same loop: the executor makes groups of rows, and
+versions are published for evaluations only.
 """
 
 import time
@@ -40,24 +38,24 @@ from rlx.observe import environment, writers
 from rlx.observe.hooks import Hooks
 from rlx.rollout.executor import Exhausted
 from rlx.run import resume, run_records, trainers
-from rlx.run.allocate import allocated, dealt
+from rlx.run.allocate import apply_allocation, gpu_environment
 from rlx.run.inputs import prepare
 from rlx.run.parts import Parts, build
 from rlx.run.room_options import has_servers, is_online, sizes_of
 from rlx.run.saves import Saves
-from rlx.run.watchdog import watched
+from rlx.run.watchdog import watchdog
 from rlx.system.jsonl import read_jsonl
 from rlx.system.process_settings import keep_freed_memory
-from rlx.system.workdir_lock import make_directory, occupied
+from rlx.system.workdir_lock import lock_workdir, make_directory
 from rlx.train import conductor
 from rlx.train.contract import State
 
-LAST_SECONDS = 60.0  # that a run which was stopped waits for an evaluation under way
+LAST_SECONDS = 60.0  # how long a stopped run waits for its current evaluation
 COLLECT_SECONDS = 0.2  # how often a waiting trainer looks for Ctrl-C
-_ENDLESS = 1 << 62  # rows, where applications ask
-FRUITLESS = 5  # steps in a row that teach nothing and end a run
-SPAN_SECONDS = 10.0  # that servers have to answer for the timeline
-BUSY_SECONDS = 0.01  # how often it looks for a batch while the device computes
+_ENDLESS = 1 << 62  # rows of an online run
+FRUITLESS = 5  # consecutive steps without learning that end a run
+SPAN_SECONDS = 10.0  # timeout of the servers' spans for the timeline
+BUSY_SECONDS = 0.01  # how often the loop looks for a batch while the device computes
 
 
 @dataclass(frozen=True)
@@ -65,9 +63,9 @@ class RunResult:
     """How a run ended.
 
     Attributes:
-      step: train batches that are done, by all processes of the run.
-      complete: `total_steps` are done, or no prompt is left that could teach anything.
-      metrics, evals: the records in `workdir`, of steps and of evaluations.
+      step: completed train batches, including those of earlier processes.
+      complete: `total_steps` are done, or no useful prompt is left.
+      metrics, evals: records of steps and of evaluations in `workdir`.
     """
 
     workdir: Path
@@ -83,26 +81,30 @@ def run(
     callbacks: Sequence[Any] = (),
     stop: Event | None = None,
 ) -> RunResult:
-    """Run `config` in `workdir`, continuing its last checkpoint if there is one.
+    """Run `config` in `workdir`; resume its last checkpoint if one exists.
 
-    It may be called again, in any thread, and while an event loop runs. In the main thread Ctrl-C,
-    or an interrupt of a notebook's cell, ends the run after a saved step, a second one at once.
+    Can be called repeatedly, in any thread, and while an event loop runs. In the main thread the
+    first Ctrl-C (or notebook interrupt) finishes the step and saves; the second ends at once.
 
     Args:
-      callbacks: hooks, as rlx/observe/hooks.py has them; told after those of observe.writers.
-      stop: set it, in a hook or in another thread, to end the run after a saved step.
+      callbacks: hooks, see rlx/observe/hooks.py; called after those of observe.writers.
+      stop: event that ends the run after a saved step; set it in a hook or another thread.
 
     Raises:
-      UserError: a config, inputs, servers or storage that cannot work. The failure that exhausted
-        the rollouts' budget is raised as it was, with its traceback.
+      UserError: the config, inputs, servers or storage cannot work. The failure that exhausted
+        the rollouts' budget is raised unchanged.
     """
-    config, workdir = allocated(config.copy_and_resolve_references()), Path(workdir)
+    config, workdir = apply_allocation(config.copy_and_resolve_references()), Path(workdir)
     check(config)
     forget_edited()
     keep_freed_memory()
     trainers.library(config).set_up()
     stop = stop or Event()
-    with dealt(config) as gpus, trainers.together(config, stop) as hosts, watched(workdir) as watch:
+    with (
+        gpu_environment(config) as gpus,
+        trainers.join_processes(config, stop) as hosts,
+        watchdog(workdir) as watch,
+    ):
         if hosts.index:
             return RunResult(workdir, *trainers.follow(config, hosts), [], [])
         if step := resume.finished(config, workdir):
@@ -112,17 +114,22 @@ def run(
         hooks = Hooks(writers.load(config.observe.writers, callbacks))
         inputs = prepare(config)
         make_directory(workdir)
-        with failures.explained(), ExitStack() as stack:
-            killed = stack.enter_context(occupied(workdir))
-            messages = resume.claim(config, workdir)
+        with failures.friendly_errors(), ExitStack() as stack:
+            killed = stack.enter_context(lock_workdir(workdir))
+            messages = resume.prepare_workdir(config, workdir)
             parts = Parts(config=config, workdir=workdir, inputs=inputs, hooks=hooks, stop=stop)
             sizes = sizes_of(config, inputs.model_config)
             devices = trainers.library(config).devices
             advice = partial(memory.advice, sizes, devices, started=False)
-            with failures.explained(advice, "before the first step"):
+            with failures.friendly_errors(advice, "before the first step"):
                 built = build(parts, stack, killed, messages, hosts, gpus)
             watch(parts)
-            step, complete = _Loop(parts, *built).main()
+            loop = _Loop(parts, *built)
+            stack.push(loop.close)
+            with loop.save_on_failure():
+                for groups in loop.batches():
+                    loop.train(groups)
+            step, complete = loop.finish()
         conductor.stop(hosts, step=step, complete=complete)
     return _result(workdir, step, complete)
 
@@ -133,7 +140,7 @@ def _result(workdir: Path, step: int, complete: bool) -> RunResult:
 
 
 class _Step(NamedTuple):
-    """A step that the device has been given, and is not recorded yet."""
+    """A dispatched step without a record."""
 
     step: int
     groups: list[Group]
@@ -141,18 +148,18 @@ class _Step(NamedTuple):
 
 
 class _Loop:
-    """Steps of one run: the train state, the step, and what is under way.
+    """The train state of a run, its step, and its background publishes and saves.
 
     Attributes:
-      step: batches given to the device, as `state` has seen them.
-      whole: False while `state` cannot be saved: the device may have failed to make it, or a step
-        before it has no record.
-      now: the position of `step`. rows: of an epoch.
-      compiles: until the first step here is done, where its program has to be made.
-      solved: no prompt is left that could teach anything.
-      fruitless: how many steps up to the last record taught nothing.
+      step: batches dispatched to the device, all contained in `state`.
+      saveable: False while `state` cannot be saved: the device may have failed to compute it, or an
+        earlier step has no record.
+      now: position of `step`. rows: rows of an epoch.
+      compiles: True until the first step has compiled.
+      solved: no useful prompt is left.
+      fruitless: consecutive recorded steps without learning.
       seconds: of each phase since the last record. published: record of the last publish.
-      device: a thread that waits for one step after the other.
+      device: thread that waits for the steps in order.
     """
 
     def __init__(self, parts: Parts, state: State, step: int):
@@ -163,7 +170,7 @@ class _Loop:
         self.held_out = parts.held_out
         self.last_record, self.now = time.monotonic(), parts.begun
         self.rows = _ENDLESS if is_online(parts.config) else max(1, len(parts.inputs.train_rows))
-        self.generated, self.fruitless, self.whole, self.solved = 0, 0, True, False
+        self.generated, self.fruitless, self.saveable, self.solved = 0, 0, True, False
         self.compiles = self.config.trainer == "jax" or self.config.train.compile
         self.seconds: dict[str, float] = {}
         self.published: dict[str, float] = {}
@@ -171,57 +178,53 @@ class _Loop:
         self.under_way: _Step | None = None
         self.device, self.saves = ThreadPoolExecutor(1, "device"), Saves(parts, step, self._phase)
 
-    def main(self) -> tuple[int, bool]:
-        """Step until the last one or a signal; return the steps done, and whether that is all.
+    def close(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait for the threads; after an interrupt (`kind`), cancel what has not begun."""
+        interrupted = kind is KeyboardInterrupt  # a half-written save never replaces a good one
+        for pool in (self.device, self.saves.disk):
+            pool.shutdown(wait=not interrupted, cancel_futures=interrupted)
 
-        An interrupt leaves a save under way, which takes its place when it is whole, or never.
-        """
-        patient = True
+    @contextmanager
+    def save_on_failure(self) -> Iterator[None]:
+        """Save the completed steps if the block raises an exception."""
         try:
-            return self._main()
-        except KeyboardInterrupt:
-            patient = False
-            raise
-        finally:
-            for pool in (self.device, self.saves.disk):
-                pool.shutdown(wait=patient, cancel_futures=not patient)
-
-    def _main(self) -> tuple[int, bool]:
-        self._ask_servers()
-        self._measure()
-        self.held_out.begin(self.step, self.executor)
-        try:
-            if self.saves.due("export", self.now):  # a kill has cut it off after its checkpoint
-                self._export()
-            while self.step < self.config.total_steps and not self.parts.stop.is_set():
-                self._check_newcomers()
-                groups = self._collect()
-                if groups is None:
-                    break
-                self._train(groups)
-                self.saves.end_if_written()
-                if self._save_due():
-                    self._save_if_it_fits()
-                if self.saves.due("export", self.now):
-                    self._export()
+            yield
         except Exception:
-            if self.whole:  # what ended the run must not cost its steps
-                self.saves.end()  # a full disk must not hide what it was
+            if self.saveable:
+                self.saves.end()  # a full disk must not hide the exception
                 if self.step != self.saves.step:
                     self._save_if_it_fits()
                     self.saves.end()
             raise
-        return self._finish()
+
+    def batches(self) -> Iterator[list[Group]]:
+        """Yield batches until the last step or a signal; save and export between them."""
+        self._ask_servers()
+        self._measure()
+        self.held_out.begin(self.step, self.executor)
+        if self.saves.due("export", self.now):  # the last process was killed before this export
+            self._export()
+        while self.step < self.config.total_steps and not self.parts.stop.is_set():
+            self._check_newcomers()
+            groups = self._collect()
+            if groups is None:
+                break
+            yield groups
+            self.saves.end_if_written()
+            if self._save_due():
+                self._save_if_it_fits()
+            if self.saves.due("export", self.now):
+                self._export()
 
     def _collect(self) -> list[Group] | None:
-        """Return the next batch; None if a signal came while there was none, or none will come.
+        """Return the next batch; None after a signal, or when no useful prompt is left.
 
-        The step under way is recorded where the device is done with it before a batch is ready.
+        Records the current step if the device completes it before a batch is ready.
         """
         try:
             if now := self.under_way:
                 with self._phase("train", step=now.step):
-                    # Its end first: who computes in `update` would else make the next one before.
+                    # An update may compute synchronously, so a completed step is recorded first.
                     while not (
                         futures.wait([now.metrics], BUSY_SECONDS).done or self.parts.stop.is_set()
                     ):
@@ -229,31 +232,31 @@ class _Loop:
                             return groups
                 self._record()
             while not self.parts.stop.is_set():
-                self._check_newcomers()  # it may be they that the batch waits for
+                self._check_newcomers()  # the batch may need these servers
                 with self._phase("wait"):
                     while not (self.parts.stop.is_set() or self._newcomers()):
                         if groups := self._take(COLLECT_SECONDS):
                             return groups
         except Exhausted as error:
-            self.progress.message(f"the run ends well at step {self.step}: {error}")
+            self.progress.message(f"run complete at step {self.step}: {error}")
             self.solved = True
         return None
 
     def _take(self, seconds: float) -> list[Group] | None:
         """Return the next batch, if it is ready within `seconds`."""
         if self.publishing and self.publishing.done():
-            self.publishing.result()  # raises what kept the weights from the fleet
+            self.publishing.result()  # raises the error of a failed publish
         return self.executor.collect(timeout=seconds)
 
-    def _train(self, groups: list[Group]) -> None:
-        """Give the device one batch, record the step before, publish the new weights."""
+    def train(self, groups: list[Group]) -> None:
+        """Dispatch one batch, record the step before it, publish the new weights."""
         with (
             self._phase("train", step=self.step + 1),
             self.timeline.span("trainer", "pack and dispatch", step=self.step + 1),
         ):
-            self.whole = False
+            self.saveable = False
             self.state, metrics = self.parts.update.update(self.state, groups)
-            self.step, self.whole = self.step + 1, True
+            self.step, self.saveable = self.step + 1, True
         self.now = self.now.after(groups[-1].group_id + 1, self.rows, self.parts.elapsed())
         if self.saves.due("eval", self.now):
             self.held_out.add(self.step)
@@ -264,19 +267,20 @@ class _Loop:
         self._publish()
 
     def _read(self, step: int, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Wait until the device has made a step; in a thread, which does so for one at a time."""
+        """Wait in the device thread until a step is computed; return its metrics."""
         with self.timeline.span("trainer", "compute", track="device", step=step):
             return dict(metrics)
 
     def _publish(self) -> None:
-        """Hand the new weights to the fleet; wait only for the publish before this one."""
+        """Begin to publish the new weights; wait only for the previous publish."""
         if self.data != "rollouts":
             self.executor.set_version(self.step)  # rows do not wait for a publish
-            if not self._wanted():
+            checked = self.gate is not None and self._gate_due()
+            if not checked and not self.held_out.due(self.step):
                 return
         with self._phase("publish", version=self.step):
             while self.publishing and not futures.wait([self.publishing], COLLECT_SECONDS).done:
-                if self.parts.stop.is_set():  # whoever goes on publishes what is saved
+                if self.parts.stop.is_set():  # a resumed run publishes the saved weights
                     return
             if self.publishing:
                 self.publishing.result()
@@ -287,29 +291,24 @@ class _Loop:
         if self._gate_due():
             self._ask_servers()
 
-    def _wanted(self) -> bool:
-        """Return whether a version that no rollout waits for is evaluated or checked."""
-        checked = self.gate is not None and self._gate_due()
-        return checked or self.held_out.due(self.step)
-
     def _ask_servers(self) -> None:
-        """Begin a check of the servers' tokens, which the next update waits for."""
+        """Begin the gate's check of the servers; the next update waits for it."""
         if self.gate:
             assert isinstance(self.fleet, Fleet)
             self.gate.ask(self.executor, self.fleet, self.step, self.publishing)
 
     def _newcomers(self) -> bool:
-        """Return whether servers wait for a check, which joined or were started again."""
+        """Return whether joined or restarted servers wait for the gate's check."""
         return isinstance(f := self.fleet, Fleet) and bool(self.gate and self.gate.newcomers(f))
 
     def _check_newcomers(self) -> None:
-        """End a check under way, or check servers that joined, before any request of ours."""
+        """Check servers that joined, and wait for any check, before sending them requests."""
         if self.gate and not self.gate.asked and self._newcomers():
             self._ask_servers()
         self._pass_gate()
 
     def _pass_gate(self) -> None:
-        """End a check under way; raise UserError when servers and trainer disagree."""
+        """Wait for the gate's check; raise UserError if servers and trainer disagree."""
         if not self.gate or not self.gate.asked:
             return
         self._record()
@@ -332,7 +331,7 @@ class _Loop:
         return self.parts.loop.submit(self._deliver(self.step, weights))
 
     async def _deliver(self, version: int, weights: Any) -> None:
-        """Publish `version`; its tokens count once every live server has acknowledged it."""
+        """Publish `version`; make it current once every live server has acknowledged it."""
         if self.served:
             with self.timeline.span("publish", "publish", version=version):
                 report = await self.fleet.publish(version, weights, self.config.fleet.publish)
@@ -342,19 +341,19 @@ class _Loop:
         self.held_out.begin(version, self.executor)
 
     def _record(self) -> None:
-        """Wait for the step under way, if there is one; write and show its record."""
+        """Wait for the current step, if any; write and show its record."""
         if not self.under_way:
             return
         step, groups, read = self.under_way
         with self._phase("train", step=step):
-            whole, self.whole, self.under_way = self.whole, False, None
+            saveable, self.saveable, self.under_way = self.saveable, False, None
             metrics = read.result()
         now = time.monotonic()
         counters = self.executor.counters()
         generated = int(counters.pop("generated_tokens"))
         busy = {"server_busy_seconds": self._engines("server", self.fleet)}
-        if self.parts.tutor:
-            busy["teacher_busy_seconds"] = self._engines("teacher", self.parts.tutor)
+        if self.parts.teacher_fleet:
+            busy["teacher_busy_seconds"] = self._engines("teacher", self.parts.teacher_fleet)
         record = run_records.step_record(
             step,
             metrics,
@@ -376,7 +375,7 @@ class _Loop:
             what = f"the last {self.fruitless} steps, up to {step}, taught nothing: {why}"
             remedy = "lower optimizer.learning_rate, or check the data and the model's weights"
             raise UserError(f"{what}; {remedy}")
-        self.whole = whole  # a checkpoint after a step without a record would lose the record
+        self.saveable = saveable  # a checkpoint without its step's record would lose that record
         count = self.config.observe.transcripts_per_step
         self.writer.write_rollouts(step, run_records.transcripts(step, groups, count))
         self.progress.update(record)
@@ -388,11 +387,13 @@ class _Loop:
         """Add the engines' spans since the last record to the timeline; return busy seconds."""
         try:
             spans = list(self.parts.loop.run(fleet.drain_spans(), SPAN_SECONDS).values())
-        except TimeoutError:  # something blocks the loop, which the watchdog reports
+        except TimeoutError:  # the watchdog reports a blocked event loop
             spans = []
         for index, server in enumerate(spans):
             for text, start, end in server:
-                name, _, version = text.partition(" version ")  # one name, so that a viewer can sum
+                name, _, version = text.partition(
+                    " version "
+                )  # one name, so that viewers can sum its spans
                 args = {"version": int(version)} if version else {}
                 self.timeline.add(f"{process} {index}", "engine", name, start, end, **args)
         return run_records.busy_seconds(spans)
@@ -400,7 +401,7 @@ class _Loop:
     # Held-out evaluation.
 
     def _measure(self) -> None:
-        """Compute the held-out loss of this step, if it is due and there is one."""
+        """Compute the held-out loss of this step if it is due."""
         if self.parts.inputs.held_out and self.held_out.due(self.step):
             self._record()
             with self._phase("eval", step=self.step):
@@ -421,7 +422,7 @@ class _Loop:
         return every > 0 and self.step % every == 0 and self.step < self.config.total_steps
 
     def _save_due(self) -> bool:
-        if self.step >= self.config.total_steps:  # it is saved at once
+        if self.step >= self.config.total_steps:  # `finish` saves
             return False
         due = self.saves.due("checkpoint", self.now)
         return due or self.step == self.config.checkpoint.first_step
@@ -431,15 +432,19 @@ class _Loop:
         self.saves.save(self.state, self.now)
 
     def _save_if_it_fits(self) -> None:
-        with self.saves.told_if_full():
+        with self.saves.report_full_disk():
             self._save()
 
     def _export(self) -> None:
         self._record()
         self.saves.export(self.state, self.now)
 
-    def _finish(self) -> tuple[int, bool]:
-        """Save, score the final weights if the run is complete, and write the report."""
+    def finish(self) -> tuple[int, bool]:
+        """Save, evaluate a complete run's final weights, write the report.
+
+        Returns:
+          completed steps, and whether the run is complete.
+        """
         self.executor.stop_admitting()
         self._save()
         self.saves.end_or_fail()
@@ -454,24 +459,26 @@ class _Loop:
         elif under_way := self.held_out.under_way:
             self.progress.phase("evaluation")
             self.progress.message(
-                f"saved; waiting for the evaluation of step {under_way[0]}, {LAST_SECONDS:g} s at "
-                "most; once more to stop at once"
+                f"checkpoint saved; waiting up to {LAST_SECONDS:g} s for the evaluation of step "
+                f"{under_way[0]}; press Ctrl-C again to stop at once"
             )
         while complete and self.held_out.under_way:
-            self._check_newcomers()  # one started again may be the only one that could answer
+            self._check_newcomers()  # a restarted server may be the only one left
             self._record_evaluations(COLLECT_SECONDS)
         self._record_evaluations(0.0 if complete else LAST_SECONDS)
         for late in self.held_out.under_way:
             self.progress.message(
-                f"no evaluation of step {late}: it took longer; going on makes one of {self.step}"
+                f"evaluation of step {late} timed out; a resumed run evaluates step {self.step}"
             )
         if report := self.saves.show():
             self.progress.message(f"report: {report}")
         if not complete:
             again = environment.again(self.parts.workdir)
-            self.progress.message(f"stopped after step {self.step}; to go on: {again}")
+            self.progress.message(f"stopped after step {self.step}; to resume: {again}")
         if complete and self.held_out.due(self.step):
-            self.progress.message("the last evaluation is missing; the same command makes it")
+            self.progress.message(
+                "the last evaluation is missing; run the same command again to make it"
+            )
         elif complete:
             self.writer.end(self.step)
         self.parts.hooks.end("finished" if complete else "stopped")
@@ -487,7 +494,7 @@ class _Loop:
         try:
             with (
                 self.timeline.span("trainer", name, **args),
-                failures.explained(self.parts.advice, doing),
+                failures.friendly_errors(self.parts.advice, doing),
             ):
                 yield
         finally:

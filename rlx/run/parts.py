@@ -1,4 +1,4 @@
-"""The parts of a run, built in the order in which they need each other and ended in reverse.
+"""Build the parts of a run in the order of their dependencies, and end them in reverse.
 
 servers start ─▶ trainer is built ─▶ records open ─▶ fleet connects ─▶ executor admits
 """
@@ -48,7 +48,7 @@ from rlx.rollout.executor import Executor
 from rlx.rollout.staleness import Limits
 from rlx.rollout.teacher_scores import TeacherScored
 from rlx.run import flags, resume, trainers
-from rlx.run.export import Export
+from rlx.run.export import Export, require_base
 from rlx.run.frequency import Position, from_host
 from rlx.run.inputs import Inputs
 from rlx.run.room_options import (
@@ -66,25 +66,25 @@ from rlx.system.jsonl import append_jsonl, read_jsonl
 from rlx.system.loop_thread import CLOSE_SECONDS, LoopThread
 from rlx.system.signals import interrupts
 from rlx.system.workdir_lock import Killed
-from rlx.train import checkpoint
+from rlx.train import checkpoint, conductor
 from rlx.train.contract import State, Update
 from rlx.train.hosts import Hosts
 from rlx.train.train_options import TrainOptions
 
-SKIPS_SHOWN = 5  # skipped rows named in the terminal; skipped.jsonl has all
+SKIPS_SHOWN = 5  # skipped rows shown in the terminal; skipped.jsonl has all
 
 
 @dataclass(eq=False, kw_only=True)
 class Parts:
-    """A run's parts, connected and started by `build`; none is replaced while the run goes on.
+    """A run's parts, connected and started by `build`.
 
     Attributes:
-      loop: thread in which rollouts, publishes and evaluations run.
-      stop: set by the first Ctrl-C or SIGTERM, or by whoever else has it.
-      elapsed: seconds of the run, with those of the processes that it continues.
-      tutor: the fleet in front of the teacher, where one scores rollouts.
-      advice: which settings to lower when memory is short, in words.
-      begun: the position to go on from. last: kind of `frequency.KINDS` → where it happened last.
+      loop: thread of rollouts, publishes and evaluations.
+      stop: set by the first Ctrl-C or SIGTERM, a hook, or another thread.
+      elapsed: returns the seconds of the run, including earlier processes.
+      teacher_fleet: fleet of the teacher that scores rollouts, if there is one.
+      advice: returns the remedy when out of memory.
+      begun: position at the start. last: kind of `frequency.KINDS` → its last position.
     """
 
     config: ConfigDict
@@ -102,7 +102,7 @@ class Parts:
     loop: LoopThread = field(init=False)
     executor: Executor = field(init=False)
     fleet: Fleet | NoFleet = field(init=False)
-    tutor: Fleet | None = None
+    teacher_fleet: Fleet | None = None
     gate: Gate | None = None
     advice: Callable[[], str] = field(init=False)
     begun: Position = field(init=False)
@@ -110,13 +110,13 @@ class Parts:
 
 
 def _restore(update: Any, trainer: str, path: Path) -> Any:
-    """Return the train state of a checkpoint; UserError where another trainer wrote it."""
+    """Return the train state of a checkpoint; raise UserError if another trainer wrote it."""
     before = checkpoint.read_host(path).get("config", {}).get("trainer", trainer)
     if before != trainer:
         raise UserError(
             f"{path} was written by trainer={before}, got trainer={trainer}; resume with "
-            f"--config.trainer={before}, or convert it by `python -m rlx.convert` and begin a new "
-            "workdir with its weights"
+            f"--config.trainer={before}, or convert it with `python -m rlx.convert` and start in a "
+            "new workdir with its weights"
         )
     return update.restore(path)
 
@@ -129,20 +129,19 @@ def build(
     hosts: Hosts,
     gpus: Sequence[Sequence[str]],
 ) -> tuple[State, int]:
-    """Build and start everything; `stack` ends it, in reverse order.
+    """Build and start everything; `stack` ends it in reverse order.
 
     Args:
-      killed: how the process before this one ended in the workdir, where it was killed.
-      messages: of `resume.claim`, for the terminal.
-      hosts: the processes of the trainer, of which this is number 0.
-      gpus: names of those of each server that is started here; empty: all see what there is.
+      killed: the killed process that used the workdir before, if any.
+      messages: result of `resume.prepare_workdir`, for the terminal.
+      hosts: the trainer's processes; this one is number 0.
+      gpus: names of each local server's GPUs; empty: servers see all.
 
     Returns:
-      the train state to go on with, which the first update donates, and the train batches it has
-      seen.
+      train state, which the first update donates, and its step.
 
     Raises:
-      UserError: servers, teacher, checkpoint or storage that cannot work.
+      UserError: servers, teacher, checkpoint or storage cannot work.
     """
     config, workdir, inputs, hooks = parts.config, parts.workdir, parts.inputs, parts.hooks
     begun, served = time.monotonic(), has_servers(config)
@@ -156,35 +155,36 @@ def build(
     _warn_truncated(config, progress.message)
     _warn_low_memory(config, workdir, inputs, killed, progress.message)
 
-    def end_well() -> None:
+    def stop_after_step() -> None:
         parts.stop.set()
-        progress.message("finishing this step, then saving; once more to stop at once")
+        progress.message("finishing this step, then saving; press Ctrl-C again to stop at once")
 
     if current_thread() is main_thread():  # signals reach no other
-        stack.enter_context(interrupts(end_well, lambda: hooks.under_way))
+        stack.enter_context(interrupts(stop_after_step, lambda: hooks.under_way))
     cores = sorted(os.sched_getaffinity(0))
     token = wire.take_token(os.environ)
-    if token:  # whoever runs again in this process has it again
+    if token:  # for the next run in this process
         stack.callback(os.environ.__setitem__, wire.TOKEN_VARIABLE, token)
     own = 0 if config.fleet.addresses else config.fleet.num_servers
-    taught, judged = ScorerOptions.of_teacher(config), ScorerOptions.of_reward_model(config)
-    first_judge = own + taught.num_local
-    plan = cpu_plan(cores, first_judge + judged.num_local, config.fleet.threads)
+    teacher_options = ScorerOptions.of_teacher(config)
+    reward_options = ScorerOptions.of_reward_model(config)
+    first_reward = own + teacher_options.num_local
+    plan = cpu_plan(cores, first_reward + reward_options.num_local, config.fleet.threads)
     os.sched_setaffinity(0, plan.trainer)  # before JAX makes its threads
     stack.callback(os.sched_setaffinity, 0, cores)
     trainers.library(config).check_devices(config)
     model_dir = trainers.first_weights(config, workdir, inputs)
     given: dict[str, Any] = {"token": token, "tls": client_tls(**config.fleet.tls)}
-    started: dict[str, Any] = {
-        "workdir": workdir,
-        "on_message": progress.message,
-        **server_options(config),
-    }
+    started: dict[str, Any] = {"workdir": workdir, "on_message": progress.message}
+    started |= server_options(config)
     if served:
         sizes = sizes_of(config, inputs.model_config)
         started["publish_dir"] = publish_dir(config, sizes, workdir, progress.message)
-    scorers = {taught: plan.servers[own:first_judge], judged: plan.servers[first_judge:]}
-    scoring: dict[str, Any] = {  # those started load and compile while the trainer is built
+    scorers = {
+        teacher_options: plan.servers[own:first_reward],
+        reward_options: plan.servers[first_reward:],
+    }
+    scoring: dict[str, Any] = {  # local ones load and compile while the trainer is built
         options.name: stack.enter_context(teacher.servers(options, cores, **given, **started))
         for options, cores in scorers.items()
         if options
@@ -201,7 +201,8 @@ def build(
     if served:
         inputs.reward_pool.start()
 
-    parts.update = update = trainers.make(config, hosts, model_dir)
+    make = partial(trainers.library(config).make, config)
+    parts.update = update = conductor.driver(hosts, make, path=str(model_dir))
     template = inputs.prompts.tokenizer.chat_template if config.data.chat_template else ""
     parts.export = export = Export(config, update, model_dir, inputs.model_dir, template)
     restored = None
@@ -210,7 +211,7 @@ def build(
         restore = partial(_restore, update, config.trainer)
         restored = checkpoint.restore_latest(checkpoints, restore, progress.message)
     if restored:
-        export.require_base(restored.host)
+        require_base(restored.host, export.base, model_dir)
         state, step = restored.state, restored.host["step"]
         earlier = restored.host["elapsed_seconds"]
     else:
@@ -229,7 +230,14 @@ def build(
     hooks.begin(as_json(config), workdir, step)
     note_skip = _Skips(workdir / "skipped.jsonl", progress.message)
     evaluated = (record["step"] for record in read_jsonl(workdir / "eval.jsonl"))
-    questions = _held_out_options(config, inputs)
+    questions = HeldOutOptions(
+        inputs.eval_rows,
+        inputs.held_out,
+        sampling=evaluation_sampling(config) if served else None,
+        total_steps=config.total_steps,
+        patience=patience(config),
+        timeout=config.rollout.request_timeout_seconds,
+    )
     positions = restored.host.get("positions", {}) if restored else {}
     parts.begun, parts.last = from_host(positions, Position(step=step, seconds=earlier))
     parts.held_out = HeldOut(
@@ -244,15 +252,16 @@ def build(
         )
     fleets = {name: teacher.fleet(servers, limits, progress.message, name)
               for name, servers in scoring.items()}  # fmt: skip
-    parts.fleet, parts.tutor = fleet, fleets.get(taught.name)
+    parts.fleet, parts.teacher_fleet = fleet, fleets.get(teacher_options.name)
+    reward_fleet = fleets.get(reward_options.name)
     longest = min(TrainOptions.of(config).row_budget, max(config.train.row_buckets))
     parts.loop = loop = LoopThread("executor")
-    parts.executor = executor = _executor(parts, fleets.get(judged.name), longest, note_skip)
+    parts.executor = executor = _executor(parts, reward_fleet, longest, note_skip)
     if isinstance(inputs.workflow, OnlineWorkflow):
         needed = partial(_oldest_needed, workdir / "checkpoints", config.rollout.max_staleness)
-        dealt = restored.host["executor"]["cursor"]["position"] if restored else 0
+        first = restored.host["executor"]["cursor"]["position"] if restored else 0
         inputs.workflow.place = RunPlace(
-            workdir / "sessions", dealt, lambda: executor.version, needed, longest, progress.message
+            workdir / "sessions", first, lambda: executor.version, needed, longest, progress.message
         )  # fmt: skip
     loop.start()
     stack.callback(loop.close)
@@ -263,17 +272,13 @@ def build(
         loop.run(teacher.connect(scorer, name))
     loop.run(fleet.connect())
     if restored:
-        changed = executor.restore(
-            restored.host["executor"], restored.groups, config.data.allow_change
-        )
-        if changed:
-            progress.message(f"{changed}; going on, as data.allow_change is set")
-    # Local servers have just read these very weights.
+        saved = restored.host["executor"]
+        if changed := executor.restore(saved, restored.groups, config.data.allow_change):
+            progress.message(f"{changed}; continuing, because data.allow_change is set")
+    # Local servers have just loaded the first weights.
     if restored or config.fleet.addresses or config.fleet.join:
-        export.publish(
-            state,
-            lambda weights: loop.submit(fleet.publish(step, weights, config.fleet.publish)),
-        ).result()
+        method = config.fleet.publish
+        export.publish(state, lambda w: loop.submit(fleet.publish(step, w, method))).result()
     executor.set_version(step)
     if served and config.gate.enabled:
         parts.gate = _gate(config, inputs, model_dir, workdir / "hf")
@@ -283,7 +288,7 @@ def build(
 
 
 def disk_warning(config: ConfigDict, workdir: Path, inputs: Inputs) -> str:
-    """Return the warning about disk space for checkpoints; raise DiskFull where none fits."""
+    """Return a warning about disk space for checkpoints; raise DiskFull if none fits."""
     there = [workdir / "checkpoints", workdir / "hf"]
     files = [path for place in there for path in place.rglob("*") if path.is_file()]
     return memory.full_disk_warning(
@@ -302,15 +307,15 @@ def _warn_truncated(config: ConfigDict, say: Callable[[str], None]) -> None:
 def publish_dir(
     config: ConfigDict, sizes: RunSizes, workdir: Path, say: Callable[[str], None]
 ) -> str:
-    """Return where weights are published: `fleet.publish_dir`, or `workdir` if that has no room.
+    """Return the directory of published weights: `fleet.publish_dir`, or `workdir` if that is full.
 
     Raises:
-      UserError: neither has room, or running servers read files of `fleet.publish_dir` alone.
+      UserError: neither has space, or running servers can read `fleet.publish_dir` only.
     """
     fleet, needed = config.fleet, memory.in_publish_dir(sizes)
     try:
         free = shutil.disk_usage(fleet.publish_dir).free
-    except OSError:  # `Scratch` says what is wrong
+    except OSError:  # reported by `Scratch`
         return fleet.publish_dir
     if needed <= free:
         return fleet.publish_dir
@@ -320,9 +325,9 @@ def publish_dir(
     )
     own = not (fleet.addresses or fleet.join)
     if (own or fleet.publish != "path") and needed <= shutil.disk_usage(workdir).free:
-        say(f"{what}; they go to {workdir}, which is slower; in Docker give --shm-size=8g")
+        say(f"{what}; using the slower {workdir}; in Docker set --shm-size=8g")
         return str(workdir.absolute())
-    raise UserError(f"{what}; in Docker give --shm-size=8g, or set it to a disk with room")
+    raise UserError(f"{what}; in Docker set --shm-size=8g, or set it to a disk with space")
 
 
 def _warn_low_memory(
@@ -332,10 +337,7 @@ def _warn_low_memory(
     killed: Killed | None,
     say: Callable[[str], None],
 ) -> None:
-    """Warn before step 1 if this run may be OOM-killed or fill its disk.
-
-    SIGKILL leaves no traceback, so nothing can be said afterwards.
-    """
+    """Warn before step 1 if this run may be OOM-killed or fill its disk."""
     if killed:
         say(str(killed))
     for_memory = bool(killed and killed.for_memory)
@@ -348,11 +350,11 @@ def _warn_low_memory(
 
 
 def _gate(config: ConfigDict, inputs: Inputs, first: Path, saved: Path) -> Gate:
-    """Return the run's gate; its prompts are training rows, evenly spread.
+    """Return the run's gate; its prompts are evenly spread training rows.
 
     Args:
-      first, saved: HF directories of the run's first weights and of its last checkpoint, which need
-        not exist: what a server may still have.
+      first, saved: HF directories of the run's first weights and of its last checkpoint, which a
+        server may still have; they need not exist.
     """
     rows, count = inputs.train_rows, min(config.gate.prompts, len(inputs.train_rows))
     chosen = [rows[i * len(rows) // count] for i in range(count)]
@@ -382,22 +384,10 @@ def _gate(config: ConfigDict, inputs: Inputs, first: Path, saved: Path) -> Gate:
     )
 
 
-def _held_out_options(config: ConfigDict, inputs: Inputs) -> HeldOutOptions:
-    """Return what a run evaluates."""
-    return HeldOutOptions(
-        inputs.eval_rows,
-        inputs.held_out,
-        sampling=evaluation_sampling(config) if has_servers(config) else None,
-        total_steps=config.total_steps,
-        patience=patience(config),
-        timeout=config.rollout.request_timeout_seconds,
-    )
-
-
 def _records(
     parts: Parts, step: int, place: dict[str, Any], restored: checkpoint.Restored | None
 ) -> MetricsWriter:
-    """Open the run's records after `step`; say what a continued run does again, and where."""
+    """Open the run's records after `step`; show what a resumed run repeats or changes."""
     config, workdir, say = parts.config, parts.workdir, parts.progress.message
     last, now = resume.last_step(workdir), as_json(config)
     before = restored.host.get("config", now) if restored else now
@@ -407,43 +397,42 @@ def _records(
     environment.keep(workdir / "code" / f"start-{writer.start}", own)
     if writer.unreadable:
         say(
-            f"{writer.unreadable} lines of the run's records could not be read; they are kept in "
+            f"{writer.unreadable} corrupt lines of the run's records were moved to "
             f"{workdir}/*.unreadable"
         )
     if restored:
-        say(resume.done_again(restored.host, last))
-        for text in resume.told(before, now, step):
+        say(resume.continuation(restored.host, last))
+        for text in resume.setting_changes(before, now, step):
             say(text)
-        if text := resume.moved(writer.before, writer.environment):
+        if text := resume.machine_warning(writer.before, writer.environment):
             say(text)
         if holes := gaps(read_jsonl(workdir / "metrics.jsonl"), step):
-            say(f"metrics.jsonl has lost its records of {holes}; charts leave them out")
+            say(f"metrics.jsonl has no records of {holes}; charts omit them")
     return writer
 
 
 def _executor(
-    parts: Parts, judge: Fleet | None, longest: int, note_skip: Callable[[dict[str, Any]], None]
+    parts: Parts,
+    reward_fleet: Fleet | None,
+    longest: int,
+    note_skip: Callable[[dict[str, Any]], None],
 ) -> Executor:
     """Return the executor of the run's workflow; `parts.loop` need not run yet."""
     c, inputs = parts.config, parts.inputs
     workflow, online = inputs.workflow, isinstance(inputs.workflow, OnlineWorkflow)
     mix = [(len(source.rows), source.weight) for source in inputs.sources]
-    if parts.tutor:
-        workflow = TeacherScored(workflow, parts.tutor, c.sampling.temperature)
-    if judge and inputs.model_rewarded:
-        workflow = inputs.model_rewarded(workflow, judge)
+    if parts.teacher_fleet:
+        workflow = TeacherScored(workflow, parts.teacher_fleet, c.sampling.temperature)
+    if reward_fleet and inputs.model_rewarded:
+        workflow = inputs.model_rewarded(workflow, reward_fleet)
+    r = c.rollout
     return Executor(
         workflow,
         Cursor(inputs.train_rows, c.seed, c.data.shuffle, mix),
-        Limits(
-            c.rollout.batch_prompts,
-            c.rollout.max_staleness,
-            c.rollout.max_concurrent_rollouts,
-            c.total_steps,
-        ),
+        Limits(r.batch_prompts, r.max_staleness, r.max_concurrent_rollouts, c.total_steps),
         parts.fleet,
         seed=c.seed,
-        force_staleness=c.rollout.force_staleness,
+        force_staleness=r.force_staleness,
         patience=patience(c),
         max_tokens=longest,
         on_skip=lambda skipped: note_skip(skipped.record("train")),
@@ -451,24 +440,24 @@ def _executor(
         loop=parts.loop,
         drop_equal_rewards=inputs.algorithm.drop_equal_rewards,
         running_mean=inputs.algorithm.running_mean,
-        request_timeout=None if online else c.rollout.request_timeout_seconds,
+        request_timeout=None if online else r.request_timeout_seconds,
         keep_versions=online,
     )
 
 
 def _oldest_needed(checkpoints: Path, max_staleness: int) -> int:
-    """Return the oldest version whose tokens a run that goes on from a checkpoint may need."""
+    """Return the oldest version whose tokens a run resumed from a checkpoint may need."""
     steps = map(checkpoint.step_of, checkpoint.checkpoints(checkpoints))
     return min(steps, default=0) - max_staleness
 
 
 def _close(loop: LoopThread, fleet: Fleet | NoFleet) -> None:
-    with suppress(RuntimeError, TimeoutError):  # the thread has ended, or is blocked
+    with suppress(RuntimeError, TimeoutError):  # the thread has ended or is blocked
         loop.run(fleet.close(), CLOSE_SECONDS)
 
 
 class _Skips:
-    """Names each skipped row in skipped.jsonl, the first ones in the terminal too. Any thread."""
+    """Record skipped rows in skipped.jsonl and show the first ones, from any thread."""
 
     def __init__(self, path: Path, say: Callable[[str], None]):
         self._path, self._say, self._count = path, say, 0
@@ -478,5 +467,5 @@ class _Skips:
         self._count += 1
         if self._count <= SKIPS_SHOWN:
             last = self._count == SKIPS_SHOWN
-            more = "; further ones in skipped.jsonl alone" if last else ""
+            more = "; skipped.jsonl has the next ones" if last else ""
             self._say(attempts.sentence(record) + more)

@@ -1,8 +1,7 @@
-"""Begin a run in its directory: anew, or after a checkpoint; and say which.
+"""Start a run in its directory, or resume its last checkpoint.
 
-A directory with a whole checkpoint is continued. One without is begun anew when it is the same run
-that has died there: its records are removed, so that no step is recorded twice. A run of another
-config is never touched.
+A directory with a complete checkpoint is resumed. Without one, the records of the same config are
+removed and the run starts again. A run of another config is never changed.
 """
 
 import json
@@ -34,11 +33,11 @@ _FREE = (
 )  # fmt: skip
 
 
-def claim(config: ConfigDict, workdir: Path) -> list[str]:
-    """Write config.json into `workdir`, which this process holds; return messages to show.
+def prepare_workdir(config: ConfigDict, workdir: Path) -> list[str]:
+    """Write config.json into the locked `workdir`; return messages to show.
 
     Raises:
-      UserError: it holds a run that this one would not continue.
+      UserError: the directory holds another run.
     """
     for name in ("hf", "adapter", INITIAL):
         atomic_directory.sweep(workdir / name)
@@ -49,31 +48,31 @@ def claim(config: ConfigDict, workdir: Path) -> list[str]:
     changed = [text for text in differences(before, new) if not text.startswith(_FREE)]
     found = checkpoint.checkpoints(workdir / "checkpoints")
     off = config.checkpoint.recover_mode == "off"
-    said = []
+    messages = []
     if off and any(checkpoint.verify(path) is None for path in found):
         raise UserError(
-            f"{workdir} holds another run, with a checkpoint to continue, and "
-            "checkpoint.recover_mode=off; leave that out to continue it, or give a fresh --workdir"
+            f"{workdir} holds another run, with a checkpoint to resume, and "
+            "checkpoint.recover_mode=off; remove that to resume it, or give a fresh --workdir"
         )
-    goes_on = bool(found) and not off
-    if not goes_on and (found or any((workdir / name).exists() for name in RECORDS)):
+    resumed = bool(found) and not off
+    if not resumed and (found or any((workdir / name).exists() for name in RECORDS)):
         if (changed or not before) and (workdir / "metrics.jsonl").exists():
             raise UserError(
                 f"{workdir} holds another run ({(changed or ['of an unknown config'])[0]}) and no "
-                "checkpoint to continue; give a fresh --workdir, or its config to begin it anew"
+                "checkpoint to resume; give a fresh --workdir, or its config to start again"
             )
-        said.append(_begin_anew(workdir))
-        for path in found:  # none is whole
+        messages.append(_start_again(workdir))
+        for path in found:  # all are damaged
             path.rename(path.with_name(f"damaged-{path.name}"))
-            said.append(f"{path} is damaged and is kept as damaged-{path.name}")
-    if not (goes_on and before):  # else it stays the config of the first steps
+            messages.append(f"{path} is damaged and is kept as damaged-{path.name}")
+    if not (resumed and before):  # a resumed run keeps the config of its first steps
         text = json.dumps(new, indent=2, sort_keys=True)
         write_atomically(workdir / "config.json", text.encode())
-    return said
+    return messages
 
 
 def finished(config: ConfigDict, workdir: Path) -> int:
-    """Return the steps of a run in `workdir` that has ended and has all it wants; else 0."""
+    """Return the steps of a complete run in `workdir`; 0 if there is none."""
     *_, last = {}, *read_jsonl(workdir / STARTS)
     done = last["step"] if last.get("ended") and has_step(last) else 0
     kept = map(checkpoint.step_of, checkpoint.checkpoints(workdir / "checkpoints"))
@@ -81,27 +80,27 @@ def finished(config: ConfigDict, workdir: Path) -> int:
     return done if auto and done >= config.total_steps and done in kept else 0
 
 
-def _begin_anew(workdir: Path) -> str:
-    """Remove the records of an attempt that left no checkpoint; return what to say of it."""
+def _start_again(workdir: Path) -> str:
+    """Remove the records of an attempt without a checkpoint; return a message."""
     step = last_step(workdir).get("step", 0)
     forget(workdir, 0)
     shutil.rmtree(workdir / "tensorboard", ignore_errors=True)
     for name in (*RECORDS, "skipped.jsonl", "timeline.json", "report.html", BOARD_ID):
         (workdir / name).unlink(missing_ok=True)
-    return f"begun anew: the attempt before ended after step {step} and left no checkpoint"
+    return f"starting again: the last attempt ended after step {step} without a checkpoint"
 
 
 def last_step(workdir: Path) -> Mapping[str, Any]:
-    """Return the last readable record of metrics.jsonl; empty where there is none."""
+    """Return the last readable record of metrics.jsonl; {} without one."""
     records = [r for r in read_jsonl(workdir / "metrics.jsonl") if has_step(r)]
     return max(records, key=lambda record: record["step"], default={})
 
 
-def done_again(host: Mapping[str, Any], last: Mapping[str, Any]) -> str:
-    """Return the line that announces a continuation: how many steps and prompts are done again.
+def continuation(host: Mapping[str, Any], last: Mapping[str, Any]) -> str:
+    """Return the message of a resumed run: the steps and prompts that it repeats.
 
     Args:
-      host: of the checkpoint. last: the record of the last step that was made after it.
+      host: host part of the checkpoint. last: record of the last step after it.
     """
     step, executor = host["step"], host["executor"]
     steps = max(0, last.get("step", step) - step)
@@ -110,18 +109,18 @@ def done_again(host: Mapping[str, Any], last: Mapping[str, Any]) -> str:
     if isinstance(admitted, int):
         prompts += max(0, admitted - executor["admitted"])
     if not steps and not prompts:
-        return f"continuing after step {step}; nothing is done again"
+        return f"resuming after step {step}; nothing is repeated"
     return (
-        f"continuing after step {step}; done again: {steps} step{'s' * (steps != 1)}, "
+        f"resuming after step {step}; repeated: {steps} step{'s' * (steps != 1)}, "
         f"{prompts} prompt{'s' * (prompts != 1)}"
     )
 
 
-def told(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Iterator[str]:
-    """Yield what to say of settings that change after `step`: which, and how the rate moves.
+def setting_changes(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Iterator[str]:
+    """Yield messages about settings that change after `step`, and the changed learning rate.
 
     Args:
-      before, now: configs as JSON, of the steps so far and of those to come.
+      before, now: JSON configs of the steps before and after `step`.
     """
     if changed := list(differences(before, now)):
         yield f"settings change after step {step}: {'; '.join(changed)}"
@@ -136,14 +135,17 @@ def _rate(config: Mapping[str, Any], update: int) -> float:
     return float(rate_at(OptimizerOptions(**config["optimizer"]), updates, update, np))
 
 
-def moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return the warning for a run that continues on another machine or layout; "" where none."""
+def machine_warning(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return a warning if a run resumes on another machine or layout; else ""."""
     changed = [text for text in differences(before, now) if text.split(" ")[0] in SAME]
-    return f"not where the run began, so its bits will differ: {'; '.join(changed)}" * bool(changed)
+    return (
+        f"another machine or layout, so results will differ in the last bits: {'; '.join(changed)}"
+        * bool(changed)
+    )
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield `key old → new` for each key that both have with different values."""
+    """Yield `key old → new` for each key with different values."""
     old, new = dict(leaves(before)), dict(leaves(now))
     for key in old:
         if key in new and old[key] != new[key]:

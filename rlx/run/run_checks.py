@@ -1,7 +1,4 @@
-"""Check everything a run needs, in order: packages, machine, and its config if there is one.
-
-JAX is imported only after it has answered in another process: a broken driver can hang it.
-"""
+"""Check packages, the machine, and a run's config."""
 
 import dataclasses
 import inspect
@@ -20,10 +17,10 @@ from rlx.doctor.findings import Finding, attempt
 from rlx.fleet.addresses import read_addresses
 from rlx.observe import writers
 from rlx.observe.hooks import Hooks
-from rlx.run.allocate import allocated, changed_environment, gpus, share
+from rlx.run.allocate import apply_allocation, changed_environment, gpus, share
 from rlx.train.hosts import Cluster
 
-SEAMS = (  # keys of the config that may name a user's own code
+SEAMS = (  # keys of the config that may name user code
     "algorithm.loss", "algorithm.advantage", "reward.name", "reward.terms", "rollout.workflow",
     "rollout.workflow_kwargs.tools", "data.dataset", "observe.writers",
 )  # fmt: skip
@@ -32,20 +29,24 @@ SEAMS = (  # keys of the config that may name a user's own code
 def findings(
     config: ConfigDict | None, workdir: Path, every_extra: bool = True
 ) -> Iterator[Finding]:
-    """Yield the rows as they are found.
+    """Yield rows for the doctor's table.
 
     Args:
-      workdir: that the run has or would have.
-      every_extra: whether extras are imported that the run does not need; it takes a while.
+      workdir: directory of the run.
+      every_extra: whether to import extras that the run does not need, which is slow.
     """
-    yield from packages.check(needed=_needed(config) if config else (), everything=every_extra)
+    yield from packages.check(
+        needed=_required_modules(config) if config else (), everything=every_extra
+    )
     devices = machine.devices()
     yield from machine.check(workdir, devices)
     if config is None:
         yield machine.check_shared_memory()
         return
     if config.allocation_mode:
-        row, made = attempt("config", "allocation", partial(_dealt, config, devices), itemgetter(2))
+        row, made = attempt(
+            "config", "allocation", partial(_allocate, config, devices), itemgetter(2)
+        )
         yield row
         config, devices, _ = made or (config, devices, "")
     place = partial(Cluster.of, os.environ, **config.cluster)
@@ -64,34 +65,35 @@ def findings(
             yield row
         for address in found or ():
             yield machine.judge_address(address, machine.reach(address), name)
-    if isinstance(devices, str):  # without JAX nothing more can be found out
+    if isinstance(devices, str):  # the next checks need JAX
         return
-    # Shapes alone are computed: the devices stay free.
+    # Only shapes are computed, so the devices stay free.
     with changed_environment({"JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")}):
-        yield from plugged_in(config)
+        yield from user_plugins(config)
+        # Imports JAX, which answered in another process above: a broken driver can hang it.
         from rlx.run import config_checks
 
         yield from config_checks.check(config, workdir, devices)
 
 
-def _dealt(
+def _allocate(
     config: ConfigDict, devices: machine.Devices | str
 ) -> tuple[ConfigDict, machine.Devices | str, str]:
-    """Return what an allocation decides: the config, the trainer's devices, and both in words."""
-    config = allocated(config)
-    dealt = share(config, gpus(), config.cluster.processes)
-    if dealt is None:
+    """Return the allocated config, the trainer's devices, and a sentence about both."""
+    config = apply_allocation(config)
+    shares = share(config, gpus(), config.cluster.processes)
+    if shares is None:
         return config, devices, f"{config.allocation_mode}; no GPU here"
-    whose = [(f"server {i}", ids) for i, ids in enumerate(dealt.servers)]
-    whose.append(("trainer", dealt.trainer))
-    shown = "; ".join(f"{who}: GPU {', '.join(ids)}" for who, ids in whose)
+    owners = [(f"server {i}", ids) for i, ids in enumerate(shares.servers)]
+    owners.append(("trainer", shares.trainer))
+    shown = "; ".join(f"{who}: GPU {', '.join(ids)}" for who, ids in owners)
     if not isinstance(devices, str):
-        devices = dataclasses.replace(devices, count=len(dealt.trainer))
+        devices = dataclasses.replace(devices, count=len(shares.trainer))
     return config, devices, f"{config.allocation_mode}; {shown}"
 
 
-def plugged_in(config: ConfigDict) -> Iterator[Finding]:
-    """Yield a row for each thing of a user's own in a config: where it is, or what is wrong."""
+def user_plugins(config: ConfigDict) -> Iterator[Finding]:
+    """Yield a row for each user plug-in of a config: its place or its error."""
     for key in SEAMS:
         section, name, *argument = key.split(".")
         value = config[section].get(name)
@@ -102,12 +104,12 @@ def plugged_in(config: ConfigDict) -> Iterator[Finding]:
             board = key == "observe.writers" and entry in ("wandb", "trackio")
             if board or (isinstance(entry, str) and user_code.is_own(entry)):
                 yield attempt("plugged in", key, partial(_load, key, entry), str)[0]
-    if config.data.chat_template not in ("", "none"):  # a file; the model's rows say if it is bad
+    if config.data.chat_template not in ("", "none"):  # a file, checked with the model
         yield Finding("plugged in", "data.chat_template", "ok", config.data.chat_template)
 
 
 def _load(key: str, entry: str) -> str:
-    """Return `mine.py:score (FILE, line N)` of what `entry` names."""
+    """Return `mine.py:score (FILE, line N)` for the object that `entry` names."""
     if key == "observe.writers":
         Hooks(named := writers.load([entry]))
         found = named[0][1]
@@ -120,8 +122,8 @@ def _load(key: str, entry: str) -> str:
         return entry
 
 
-def _needed(config: ConfigDict) -> tuple[str, ...]:
-    """Return the modules of extras that the run cannot do without."""
+def _required_modules(config: ConfigDict) -> tuple[str, ...]:
+    """Return the modules of extras that the run needs."""
     engines = []
     if config.fleet.num_servers and not config.fleet.addresses:
         engines.append(config.fleet.engine)

@@ -1,4 +1,4 @@
-"""Make a run's records: pure functions from groups and counters to JSON-able values."""
+"""Turn groups and counters into a run's JSON-able records."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
@@ -10,8 +10,8 @@ from rlx.algorithms.losses import LOSSES
 from rlx.base import Group, Trajectory
 from rlx.fleet.client import PublishReport
 
-BUSY = ("prefill", "decode", "score")  # server spans in which the engine computes tokens
-# Metrics of rewards and sampling; meaningless where a dataset is trained on.
+BUSY = ("prefill", "decode", "score")  # server spans that compute tokens
+# Metrics of rewards and sampling, omitted when training on a dataset.
 OF_ROLLOUTS = (
     "task_reward", "kl_reward", "final_reward", "n_nonfinite_kl", "kl_coefficient", "no_eos_ratio",
     "staleness_min", "staleness_mean", "staleness_max", "staleness_histogram",
@@ -35,13 +35,12 @@ def step_record(
     """Return one line of metrics.jsonl.
 
     Args:
-      step: train batches done, from 1.
-      metrics: of `update`. seconds: of each phase of this step. counters: of the executor, totals;
-        `publish_record` of the last publish that is over; `busy_seconds` of the fleet, and of the
-        teacher's where there is one.
-      version: the newest version that every live server has acknowledged.
-      generated_tokens: finished since the last record.
-      data: what the algorithm is trained on; of a dataset OF_ROLLOUTS is left out.
+      step: completed train batches, from 1.
+      metrics: result of `update`. seconds: phase → seconds in this step. counters: totals of the
+        executor, the last `publish_record`, and `busy_seconds` of the fleet and the teacher.
+      version: newest version that every live server has acknowledged.
+      generated_tokens: tokens completed since the last record.
+      data: training data of the algorithm; OF_ROLLOUTS is omitted for datasets.
     """
     own = {
         "step": step,
@@ -55,13 +54,13 @@ def step_record(
         "consumed_tokens_per_second": metrics["n_valid_tokens"] / step_seconds,
         **counters,
     }
-    record = {**own, **metrics, **own}  # whatever a user's statistic is called
+    record = {**own, **metrics, **own}  # a user's statistic cannot replace these
     left_out = () if data == "rollouts" else OF_ROLLOUTS
     return {name: value for name, value in record.items() if name not in left_out}
 
 
 def fruitless(record: Mapping[str, Any], minibatches: int) -> str:
-    """Return why a step of a record taught nothing; empty where it did."""
+    """Return why a recorded step learned nothing; "" if it learned."""
     if bad := [name for name in LOSSES if not isfinite(record.get(name, 0.0))]:
         return f"{bad[0]} is {record[bad[0]]}"
     if record.get("skipped_updates", 0) >= minibatches:
@@ -70,10 +69,10 @@ def fruitless(record: Mapping[str, Any], minibatches: int) -> str:
 
 
 def publish_record(report: PublishReport) -> dict[str, float]:
-    """Return what a publish cost, as metrics.
+    """Return the metrics of a publish.
 
-    Bytes sent to all servers (none by path), seconds from the arrays to the last acknowledgement,
-    and the longest time in which a server decoded no token.
+    Bytes sent to all servers (0 by path), seconds until the last acknowledgement, and the longest
+    pause of a server's decoding.
     """
     return {
         "publish_bytes": report.sent_bytes,
@@ -98,7 +97,7 @@ def _transcript(step: int, group: Group, trajectory: Trajectory) -> dict[str, An
     turns: dict[str, Any] = {}
     if trajectory.said and trajectory.turn_ids is not None:
         counts = np.unique(trajectory.turn_ids[sampled], return_counts=True)[1].tolist()
-        # where each turn's words begin and end in the completion, and its tokens
+        # begin and end of each turn in the completion's text, and its tokens
         turns["turns"] = [[*span, n] for span, n in zip(trajectory.said, counts, strict=False)]
     return {
         "step": step,
@@ -116,7 +115,7 @@ def _transcript(step: int, group: Group, trajectory: Trajectory) -> dict[str, An
 
 
 def busy_seconds(spans: Iterable[Iterable[tuple[str, int, int]]]) -> float:
-    """Return the mean over servers of the seconds their engines spent on tokens."""
+    """Return the mean seconds that servers spent computing tokens."""
     each = [
         sum(end - start for name, start, end in server if name in BUSY) / 1e9 for server in spans
     ]

@@ -1,7 +1,7 @@
-"""Write what a run keeps: checkpoints, HF directories and its report, beside the steps that follow.
+"""Write checkpoints, HF directories and the report of a run in the background.
 
-At most one checkpoint and one HF directory are under way. A full disk is told of and ends nothing:
-the next save may find room.
+At most one checkpoint and one HF directory are written at a time. A full disk is reported and does
+not end the run: the next save may fit.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,32 +28,28 @@ class Saves:
     """Saves of one run, called from the thread of its loop.
 
     Attributes:
-      step: of the last whole checkpoint. last: kind of `frequency.KINDS` → where it happened last.
-      disk: the threads that write; whoever made this shuts them down.
+      step: step of the last complete checkpoint. last: kind of `frequency.KINDS` → last position.
+      disk: writer threads; the owner shuts them down.
     """
 
     def __init__(self, parts: Parts, step: int, phase: Callable[..., AbstractContextManager[None]]):
-        """Take a run's parts and the step they begin at; `phase(name, step=…)` times a save."""
+        """Take a run's parts and first step; `phase(name, step=…)` times a save."""
         self.step, self.last, self.disk = step, {**parts.last}, ThreadPoolExecutor(4, "disk")
         self._parts, self._phase, self._every = parts, phase, every_of(parts.config)
-        self._checkpoint: list[Future] = []  # its files that are being written
+        self._checkpoint: list[Future] = []  # files being written
         self._hf: Future | None = None
 
     def due(self, kind: str, now: Position) -> bool:
-        """Return whether a checkpoint, eval or export is due now; it counts as made then."""
+        """Return whether a checkpoint, eval or export is due now, and count it as done."""
         every = self._every[kind]
-        if kind == "checkpoint" and self._checkpoint:  # the clock alone waits for that one
+        if kind == "checkpoint" and self._checkpoint:  # only the clock waits for the current save
             every = replace(every, seconds=0.0)
         if found := due(every, self.last[kind], now):
             self.last[kind] = now
         return found
 
     def save(self, state: State, now: Position) -> None:
-        """Begin to save a checkpoint of everything, and the HF directory of a run.
-
-        Raises:
-          DiskFull: it would not fit.
-        """
+        """Begin to save a checkpoint and its HF directory; raise DiskFull if they cannot fit."""
         parts, config = self._parts, self._parts.config
         self.end()
         with self._phase("checkpoint", step=now.step):
@@ -82,62 +78,62 @@ class Saves:
             self._checkpoint = [saved, *published]
 
     def end_if_written(self) -> None:
-        """End the save under way where all its files are there."""
+        """End the current save if all its files are written."""
         if all(file.done() for file in self._checkpoint):
             self.end()
 
     def end(self) -> None:
-        """Wait for the save under way, if there is one; then the run can be looked at."""
+        """Wait for the current save, if any; then write the report."""
         if not self._checkpoint:
             return
-        with self.told_if_full():
+        with self.report_full_disk():
             self.end_or_fail()
             if text := disk_warning(self._parts.config, self._parts.workdir, self._parts.inputs):
                 self._parts.progress.message(text)
-        with suppress(OSError, UserError):  # a page must not end a run
+        with suppress(OSError, UserError):  # a failed report must not end the run
             self.show()
 
     def end_or_fail(self) -> None:
-        """Wait for the save under way, if there is one, and tell hooks of it; raise DiskFull."""
+        """Wait for the current save, if any, and call hooks; raise DiskFull if it failed so."""
         if not self._checkpoint:
             return
         files, self._checkpoint = self._checkpoint, []
         with self._phase("checkpoint"):
-            futures.wait(files)  # where one fails, the others end before the next save begins
+            futures.wait(files)  # even after a failure, all end before the next save
             directory, *_ = [file.result() for file in files]
         self.step = checkpoint.step_of(directory)
         self._parts.hooks.tell("on_checkpoint", self.step, directory)
 
     def export(self, state: State, now: Position) -> None:
-        """Begin to write an HF directory that stays, named by the position."""
+        """Begin to write a permanent HF directory, named after the position."""
         self.end_export()
         with self._phase("export", step=now.step):
             path = self._parts.workdir / "exports" / now.name
             self._hf = self._parts.export.write(path, state, self.disk.submit)
 
     def end_export(self) -> None:
-        """Wait for the export under way, if there is one."""
+        """Wait for the current export, if any."""
         under_way, self._hf = self._hf, None
-        with self.told_if_full():
+        with self.report_full_disk():
             if under_way:
                 under_way.result()
                 prune(self._parts.workdir / "exports", self._parts.config.export.keep)
 
     def show(self) -> Path | None:
-        """Write the timeline and the report of the steps there are; return the report's path."""
+        """Write the timeline and the report; return the report's path."""
         self._parts.timeline.save(self._parts.workdir / "timeline.json")
         there = (self._parts.workdir / "metrics.jsonl").exists()
         return write_report(self._parts.workdir, default().to_dict()) if there else None
 
     @contextmanager
-    def told_if_full(self) -> Iterator[None]:
-        """Tell of a disk that is full, and go on."""
+    def report_full_disk(self) -> Iterator[None]:
+        """Report a full disk instead of raising DiskFull."""
         try:
             yield
         except DiskFull as error:
-            self._parts.progress.message(f"{error}; training goes on until the next is due")
+            self._parts.progress.message(f"{error}; training continues until the next save")
 
     def _write(self, finish: Callable[[], Path]) -> Path:
-        """Write a checkpoint, in a thread; return its directory."""
+        """Write a checkpoint in a writer thread; return its directory."""
         with self._parts.timeline.span("trainer", "save", track="disk"):
             return finish()

@@ -1,4 +1,4 @@
-"""Run a config in other processes: here, on Slurm or on Ray, and again where that may help."""
+"""Run a config in other processes (local, Slurm or Ray), and retry it after a failure."""
 
 import os
 import signal
@@ -27,8 +27,8 @@ class Ended(NamedTuple):
 
     Attributes:
       status: exit status for the command.
-      failure: what went wrong, where another attempt may do better; else empty.
-      by_itself: the run ended itself, so that without a step it would end in the same way again.
+      failure: error message if a retry may help; else "".
+      by_itself: whether the run ended itself; without a new step a retry would fail again.
     """
 
     status: int
@@ -37,33 +37,33 @@ class Ended(NamedTuple):
 
 
 def retry(attempt: Callable[[], Ended], config: ConfigDict, workdir: Path) -> Ended:
-    """Attempt a run until it is over or its retries are used up; return how it ended."""
+    """Attempt a run until it ends or has used its retries; return how it ended."""
     retries = 3 if config.scheduler.retries < 0 else config.scheduler.retries
     for n in range(1, retries + 1):
         before = steps_in(workdir)
         ended = attempt()
         if not ended.failure or (ended.by_itself and steps_in(workdir) <= before):
             return ended
-        say(f"{ended.failure}; it goes on after the last checkpoint ({n} of {retries})")
+        say(f"{ended.failure}; resuming from the last checkpoint (retry {n} of {retries})")
     return attempt()
 
 
 def steps_in(workdir: Path) -> int:
-    """Return the last step with a record in a run's directory."""
+    """Return the last recorded step in a run's directory."""
     return last_step(workdir).get("step", 0)
 
 
 def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: bool) -> int:
-    """Start a run in other processes and follow it to its end; return rlx.main's exit status.
+    """Start a run in other processes and wait for its end; return rlx.main's exit status.
 
     Args:
-      config: after `allocated` and `check`.
-      workdir: that all hosts see.
-      flags: of rlx.main, as the user gave them.
-      dry_run: write and say what would be started, and stop.
+      config: after `apply_allocation` and `check`.
+      workdir: directory that all hosts see.
+      flags: the user's flags of rlx.main.
+      dry_run: only write and show the processes to start.
 
     Raises:
-      UserError: it cannot be started, or has failed; nothing of it is left running.
+      UserError: the run cannot start or has failed; none of its processes is left.
     """
     if config.scheduler.type == "local":
         return _launch_here(config, workdir)
@@ -73,11 +73,11 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
 
 
 def _launch_here(config: ConfigDict, workdir: Path) -> int:
-    """Run a config on this machine in a process of its own, again where it dies."""
+    """Run a config in a child process, and retry it if it dies."""
     command = (*sys.orig_argv, f"--workdir={workdir}", "--config.scheduler.retries=0")
 
     def attempt() -> Ended:
-        # A session of its own: Ctrl-C reaches it by way of this process.
+        # In its own session, so that this process forwards Ctrl-C.
         environment, asked = {**os.environ, PARENT: str(os.getpid())}, Event()
         process = subprocess.Popen(command, env=environment, start_new_session=True)
 

@@ -1,8 +1,7 @@
 """Score models × question sets without a trainer: `python -m rlx.evaluate`.
 
-The fleet is that of training: local servers, started for each model, or running ones, which are
-given each model in turn. Every sample is kept, and none is generated twice
-(rlx/evaluation/sample_files.py).
+Uses local servers, started for each model, or running ones, which load each model in turn. Every
+sample is kept, and none is generated twice (rlx/evaluation/sample_files.py).
 """
 
 import json
@@ -50,13 +49,13 @@ from rlx.run.room_options import (
 from rlx.run.tokenizer_files import load_tokenizer
 from rlx.sandbox.sandbox import SandboxOptions
 from rlx.system.jsonl import set_aside, write_atomically
-from rlx.system.workdir_lock import make_directory, occupied
+from rlx.system.workdir_lock import lock_workdir, make_directory
 
 Show = Callable[[str, int, int], None]  # (what, samples finished, samples wanted)
 
 
-def asked_by(config: ConfigDict, values: Any) -> Asked:
-    """Return how questions are asked, and put the budget of an answer into `config`.
+def eval_options(config: ConfigDict, values: Any) -> Asked:
+    """Return the options of an evaluation, and write its token budget into `config`.
 
     Args:
       values: flags of rlx.evaluate; empty ones have their defaults.
@@ -90,25 +89,24 @@ def score_models(
     out: Path,
     show: Show,
 ) -> list[dict[str, Any]]:
-    """Ask every model every question whose samples OUT does not have yet, and write the table.
+    """Generate the samples that `out` lacks, grade them, and write the table.
 
     Args:
-      config: of a run; `sampling.max_new_tokens` is the budget of an answer, `fleet`, `data` and
-        `reward` are as in training.
+      config: config of a run; `sampling.max_new_tokens` is the budget of an answer.
       models: name → HF directory or checkpoint.
-      show: called as samples come.
+      show: called with the progress of each set.
 
     Returns:
-      The rows of results.json: model, dataset, the columns of the table, failed.
+      rows of results.json: model, dataset, columns of the table, failed.
 
     Raises:
-      UserError: OUT holds another evaluation, or a server, prompt or grader cannot work.
+      UserError: `out` holds another evaluation, or a server, prompt or grader cannot work.
     """
     statistics.check_samples(asked.n_samples, asked.pass_at, asked.maj_at)
     if not has_servers(config):
         raise UserError("fleet.num_servers=0 without fleet.addresses; give one of them")
     token, template = wire.take_token(os.environ), config.data.chat_template
-    with _owned(out):
+    with _locked(out):
         settings = sample_files.settings(
             asked,
             {name: str(path.absolute()) for name, path in models.items()},
@@ -146,12 +144,12 @@ def score_models(
 
 
 @contextmanager
-def _owned(out: Path) -> Iterator[None]:
-    """Make OUT, for this process alone; remove it again if nothing was written."""
+def _locked(out: Path) -> Iterator[None]:
+    """Create and lock `out`; remove it again if it stays empty."""
     made = not out.exists()
     make_directory(out, "--output")
     try:
-        with occupied(out, "--output"):
+        with lock_workdir(out, "--output"):
             yield
     finally:
         with suppress(OSError):
@@ -163,7 +161,9 @@ def _check_model(config: ConfigDict, directory: Path) -> None:
     longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
     model = load_config(directory)
     if model.value_head:
-        raise UserError(f"{directory} values texts and writes none; give a language model")
+        raise UserError(
+            f"{directory} is a reward model, which generates no text; give a language model"
+        )
     if longest > model.max_position:
         raise UserError(
             f"data.max_prompt_tokens + --max_gen_tokens = {longest} exceeds the context of "
@@ -173,7 +173,7 @@ def _check_model(config: ConfigDict, directory: Path) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Set:
-    """A question set, and what answers, grades and keeps the samples it still needs."""
+    """A question set with its missing samples, their workflow, grader and file."""
 
     name: str
     rows: Sequence[Mapping[str, Any]]
@@ -181,7 +181,7 @@ class _Set:
     path: Path
     tokenizer: Any
     workflow: Workflow
-    pool: RewardPool | None  # not started; None: the workflow grades by itself
+    pool: RewardPool | None  # not started; None if the workflow grades
 
 
 def _set_of(
@@ -193,14 +193,14 @@ def _set_of(
     path: Path,
     asked: Asked,
 ) -> _Set:
-    """Return a set with its workflow; raise UserError for a question that is too long."""
+    """Return a set with its workflow; raise UserError if a question is too long."""
     options = config.data
     tokenizer = load_tokenizer(directory, options.system_prompt, options.chat_template)
     prompts = Prompts(
         tokenizer, system_prompt=options.system_prompt, max_prompt_tokens=options.max_prompt_tokens,
         max_model_len=load_config(directory).max_position,
     )  # fmt: skip
-    if options.overlong == "error":  # else such rows fail, and count as wrong
+    if options.overlong == "error":  # else such rows fail and count as wrong
         for index, row in enumerate(rows):
             prompts.check(row, f"row {index + 1} of {found.name}")
     pool = pool_of(config, found.reward, config.reward.workers)
@@ -220,11 +220,11 @@ def _say(text: str) -> None:
 def _servers(
     config: ConfigDict, directory: Path, workdir: Path, token: str | None
 ) -> LocalServers | RunningServers:
-    fleet, dealt = config.fleet, allocate.share(config, allocate.gpus())
+    fleet, shares = config.fleet, allocate.share(config, allocate.gpus())
     plan = servers_plan(sorted(os.sched_getaffinity(0)), fleet.num_servers, fleet.threads)
     return servers_of(
         fleet.addresses, directory, token=token, tls=client_tls(**fleet.tls), workdir=workdir,
-        plan=plan, gpus=dealt.servers if dealt else (), joining=joining_of(config),
+        plan=plan, gpus=shares.servers if shares else (), joining=joining_of(config),
         on_message=_say, **server_options(config),
     )  # fmt: skip
 
@@ -238,9 +238,9 @@ def _ask(
     what: str,
     show: Show,
 ) -> None:
-    """Get every sample of a set; a row that fails for good scores 0.
+    """Generate and keep every missing sample of a set; a row that keeps failing scores 0.
 
-    Raises the first failure that is not one row's, after the others' samples are written.
+    Raises the first failure that concerns all rows, after the other samples are written.
     """
     seconds = config.rollout.request_timeout_seconds
     limits = read_options(Timeouts, config.fleet, request=seconds)
@@ -249,7 +249,7 @@ def _ask(
     async def connect() -> Fleet:
         try:
             await fleet.connect()
-            if isinstance(servers, RunningServers):  # whatever they serve
+            if isinstance(servers, RunningServers):  # which may have other weights
                 await fleet.publish(0, directory, "stream")
         except BaseException:
             await fleet.close()
@@ -275,7 +275,7 @@ def _ask(
     )
     done, wanted, ended = 0, sum(each.count for each in one.samples), None
     if one.pool:
-        one.pool.start()  # its workers import their libraries while the first answers come
+        one.pool.start()  # its workers import libraries while the first answers are generated
     try:
         with evaluator:
             show(what, 0, wanted)

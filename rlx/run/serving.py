@@ -1,4 +1,4 @@
-"""A gateway in front of servers that nobody trains: who may ask it, and until when."""
+"""Serve a gateway in front of untrained servers, with its API keys and TLS."""
 
 import asyncio
 import json
@@ -18,10 +18,10 @@ from rlx.fleet.tls import Tls
 
 
 def read_keys(path: str) -> tuple[str, ...]:
-    """Return the API keys in a file, one a line; none where no file is given.
+    """Return the API keys in a file, one per line; () without a file.
 
     Raises:
-      UserError: it cannot be read, or has none.
+      UserError: the file cannot be read or has no keys.
     """
     if not path:
         return ()
@@ -30,21 +30,21 @@ def read_keys(path: str) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--keys={path} cannot be read ({error}); give a text file") from None
     if not keys:
-        raise UserError(f"--keys={path} has no key; write one a line")
+        raise UserError(f"--keys={path} has no key; write one per line")
     return keys
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
-    """Where a gateway listens and whom it answers.
+class GatewayServer:
+    """A gateway's address, API keys and TLS.
 
     Attributes:
-      keys: each has a session of its own; without any, and without `online`, one is for all.
+      keys: API keys with a session each; without keys and `online`, all clients share one.
       tool_format: see `tool_calls.Reader`.
-      online: of sessions that an admin makes; None: there are none. directory: of their database.
+      online: options of sessions that an admin makes, or None. directory: their database.
 
     Raises:
-      UserError: others than this machine could ask, and there are no keys or no TLS.
+      UserError: the host is not loopback, and keys or TLS are missing.
     """
 
     host: str
@@ -64,10 +64,10 @@ class Front:
         )
 
     async def serve(self, fleet: Fleet, tokenizer: Any, name: str) -> None:
-        """Answer for `fleet`, not connected yet, until SIGINT or SIGTERM.
+        """Connect `fleet` and answer requests until SIGINT or SIGTERM.
 
         Raises:
-          UserError: a server or the port cannot be had, or the extra `agents` is not installed.
+          UserError: a server or the port is not available, or the extra `agents` is missing.
         """
         try:
             from rlx.agents.api_gateway import Gateway

@@ -1,11 +1,10 @@
-"""Run a config as one job of Slurm: write its script, submit it, follow it, start it again.
+"""Run a config as one Slurm job: write its script, submit it, show its logs, retry it.
 
-    WORKDIR/slurm/attempt-N/job.sh     the job, config.json beside it, logs of each process
-    WORKDIR/slurm/job.json             the job's id: the same command follows it while it lives
+    WORKDIR/slurm/attempt-N/    job.sh, config.json, and the logs of each process
+    WORKDIR/slurm/job.json      id of the job, so that the same command can find it again
 
-A job that Slurm puts back in its queue (a node lost, preemption) runs the same script again, which
-continues after the last checkpoint, as the same command does on a laptop. One that has failed is
-submitted again here, without the nodes that failed.
+If Slurm requeues a job after a lost node or a preemption, its script resumes the last checkpoint.
+A failed job is submitted again without the failed nodes.
 """
 
 import dataclasses
@@ -38,12 +37,12 @@ from rlx.system.signals import interrupts
 from rlx.system.workdir_lock import make_directory
 
 _POLL_SECONDS = 1.0
-_AGAIN = "the same command goes on after the last checkpoint"
-_NODE = "@node{}@"  # a host of the plan: which ones they are, Slurm says when the job starts
+_AGAIN = "run the same command to resume from the last checkpoint"
+_NODE = "@node{}@"  # placeholder of a host, which Slurm names when the job starts
 
 
 def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: bool) -> int:
-    """Submit and follow a run; as `rlx.run.scheduler.launch`."""
+    """Submit a run and wait for its end; see `rlx.run.scheduler.launch`."""
     workdir = workdir.absolute()
     root = workdir / "slurm"
     make_directory(root)
@@ -52,9 +51,10 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
         script, shown = _write(config, workdir, root / "dry-run", flags, ",".join(excluded))
         say(f"{shown}\nscript: {script}\nconfig: {script.with_name('config.json')}")
         return DONE
-    running = _running(root)
+    running = read_json(root / "job.json").get("job", "")
+    running = running if running and slurm.lives(running) else ""
     if running:
-        say(f"job {running} has been started in {workdir} before; following it")
+        say(f"job {running} is already running in {workdir}; following it")
 
     def attempt() -> Ended:
         nonlocal running
@@ -62,21 +62,22 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
         if number:
             directory = Path(read_json(root / "job.json")["attempt"])
         else:
-            directory = root / f"attempt-{_attempts(root) + 1}"
+            before = [path for path in root.glob("attempt-*") if "." not in path.name]
+            directory = root / f"attempt-{len(before) + 1}"
             script, shown = _write(config, workdir, directory, flags, ",".join(excluded))
             number = slurm.submit(script)
             record = {"job": number, "attempt": str(directory)}
             write_atomically(root / "job.json", json.dumps(record).encode())
             say(f"job {number} is submitted; its logs are in {directory}\n{shown}")
-        followed = _Followed(number, directory)
+        followed = _JobMonitor(number, directory)
         job = followed.follow()
         if job is None:
-            say(f"job {number} goes on; the same command with --workdir={workdir} follows it again")
+            say(f"job {number} is still running; to follow it, use --workdir={workdir} again")
         if job is None or job.state == "COMPLETED":
             return Ended(DONE)
         if job.state == "CANCELLED" or followed.cancelled:
-            say(f"job {number} was cancelled after step {steps_in(workdir)}; the same command with "
-                f"--workdir={workdir} goes on after the last checkpoint")  # fmt: skip
+            say(f"job {number} was cancelled after step {steps_in(workdir)}; to resume, use "
+                f"--workdir={workdir} again")  # fmt: skip
             return Ended(INTERRUPTED)
         failed = slurm.failed_nodes(job.nodes)
         excluded.extend(failed)
@@ -91,20 +92,10 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
     return ended.status
 
 
-def _running(root: Path) -> str:
-    """Return the job of a run's directory that lives; "" where there is none."""
-    number = read_json(root / "job.json").get("job", "")
-    return number if number and slurm.lives(number) else ""
-
-
-def _attempts(root: Path) -> int:
-    return len([path for path in root.glob("attempt-*") if "." not in path.name])
-
-
 def _write(
     config: ConfigDict, workdir: Path, attempt: Path, flags: Sequence[str], exclude: str
 ) -> tuple[Path, str]:
-    """Write a job's script and the config it runs; return the script, and what will run where."""
+    """Write a job's script and config; return the script's path and a table of its processes."""
     s = config.scheduler
     gpus = tuple(map(str, range(s.gpus_per_node)))
     nodes = {_NODE.format(i): gpus for i in range(s.nodes)}
@@ -115,7 +106,7 @@ def _write(
     except UserError as error:
         raise UserError(str(error).replace("@", "")) from None
     places = {node: f'"${{nodes[{i}]}}"' for i, node in enumerate(nodes)}
-    first = shlex.quote(str(workdir / INITIAL / "config.json"))  # which trainer 0 writes
+    first = shlex.quote(str(workdir / INITIAL / "config.json"))  # written by trainer 0
     ready = f"until [ -e {first} ]; do sleep 1; done; " * config.model.random_init
     tasks = []
     for p in plan:
@@ -155,7 +146,7 @@ def _write(
             "processes": "\n".join(tasks),
             "addresses": slurm.quoted(addresses(plan), places) or "''",
             "server_names": " ".join(names["server"]),
-            # An image is the same on all nodes; the trainer's processes compare its code, too.
+            # All nodes use the same image, and the trainer's processes compare its code.
             "check": ""
             if s.container != "none"
             else f'{shlex.quote(python)} -m rlx.doctor --cluster --workdir="$root" || exit 67',
@@ -173,39 +164,39 @@ def _write(
 
 
 def _why(number: str, job: Job, workdir: Path, attempt: Path, failed: Sequence[str]) -> str:
-    """Return in words how a job ended that did not end well."""
+    """Return a sentence on why a job failed."""
     if job.status == slurm.UNSHARED and not _logs(attempt):
         return (
-            f"job {number} did not start: its first node ({job.nodes.split(',')[0]}) does not see "
+            f"job {number} did not start: its first node ({job.nodes.split(',')[0]}) cannot see "
             f"{workdir}; put --workdir on a disk that all nodes share"
         )
-    said = ""
+    message = ""
     for log in _logs(attempt):
         lines = log.read_text(errors="replace").splitlines()
         wrong = (line for line in lines if line.startswith(("error: ", "✗ ")))
         found = [line.removeprefix("error: ") for line in wrong]
-        said = said or (found[0] if found else "")
-    if not said and (logs := _logs(attempt)):
-        said = last_words(logs[0].read_text(errors="replace").splitlines())
+        message = message or (found[0] if found else "")
+    if not message and (logs := _logs(attempt)):
+        message = last_words(logs[0].read_text(errors="replace").splitlines())
     state = ENDINGS[job.state].words if job.state in ENDINGS else str(job)
     lost = f"; {', '.join(failed)} failed" if failed else ""
     if job.state == "OUT_OF_MEMORY":
-        said = f"{said or 'no word of it'}; ask for more by scheduler.options=('--mem=…',)"
-    return f"job {number} {state}{lost}: {said or f'its logs are in {attempt}'}"
+        message = f"{message or 'out of memory'}; set scheduler.options=('--mem=…',)"
+    return f"job {number} {state}{lost}: {message or f'its logs are in {attempt}'}"
 
 
 def _logs(attempt: Path) -> list[Path]:
-    """Return the logs of an attempt and of its restarts: the job's, the trainer's, the servers'."""
+    """Return the logs of an attempt and its restarts: job, trainer, then servers."""
     order = {"job": 0, "trainer": 1, "server": 2}
     found = [*attempt.glob("*.log"), *attempt.parent.glob(f"{attempt.name}.*/*.log")]
     return sorted(found, key=lambda path: (order.get(path.stem.split("-")[0], 3), str(path)))
 
 
-class _Followed:
-    """A job while it lives: its state, and the lines that its processes write, in the terminal.
+class _JobMonitor:
+    """Show a job's state and logs until it ends.
 
     Args:
-      ask: returns a line that the user types; None: nobody can.
+      ask: returns a line that the user types; None without a terminal.
     """
 
     def __init__(self, number: str, attempt: Path, ask: Callable[[str], str] | None = None):
@@ -215,7 +206,7 @@ class _Followed:
         self._asked = self.cancelled = False
 
     def follow(self) -> Job | None:
-        """Return how the job ended; None where the user leaves it running."""
+        """Return the ended job; None if the user leaves it running."""
         signals = current_thread() is main_thread()
         last, silent = Job(""), 0
         try:
@@ -230,15 +221,15 @@ class _Followed:
                     if job is None:
                         silent += 1
                         if silent == 60:
-                            say(f"Slurm does not answer about job {self._number}; still asking")
+                            say(f"no answer from Slurm about job {self._number}; retrying")
                     else:
                         silent = 0
                         if job.restarts > last.restarts:
                             slurm.start_now(self._number)
                             failed = slurm.failed_nodes(last.nodes)
                             lost = f" as {', '.join(failed)} failed" * bool(failed)
-                            say(f"job {self._number} is back in Slurm's queue{lost}; it goes on "
-                                "after the last checkpoint")  # fmt: skip
+                            say(f"job {self._number} is back in Slurm's queue{lost}; resuming "
+                                "from the last checkpoint")  # fmt: skip
                         if str(job) != str(last):
                             say(f"job {self._number} {job}")
                         elif job.reason in slurm.NEVER and not job.restarts:
@@ -248,11 +239,11 @@ class _Followed:
                                 f"{slurm.NEVER[job.reason]}"
                             )
                         new = job.nodes if job.state == "RUNNING" else last.nodes or job.nodes
-                        last = dataclasses.replace(job, nodes=new)  # lost ones are taken out of it
+                        last = dataclasses.replace(job, nodes=new)  # Slurm removes lost nodes
                         if job.ended:
                             return last
                     time.sleep(_POLL_SECONDS)
-        except KeyboardInterrupt:  # an error of ours, as of a disk that is away, ends no job
+        except KeyboardInterrupt:  # other errors, such as a missing disk, leave the job running
             slurm.cancel(self._number)
             raise
 
@@ -260,20 +251,20 @@ class _Followed:
         self._asked = True
 
     def _cancel(self) -> bool:
-        """End the job after a saved step, or at once where it has made none; False: it stays."""
+        """Ask the job to save and end; return False if the user leaves it running."""
         answer = "c"
         if self._ask:
             answer = self._ask(f"\ncancel job {self._number}, or leave it running? [c/l] ")
         if answer.strip().lower().startswith("l"):
             return False
         self.cancelled = True
-        say("the job saves its step and ends; once more to end it at once")
+        say("the job saves its step and ends; press Ctrl-C again to end it at once")
         (self._attempt / "cancel").touch()
         slurm.ask_to_end(self._number)
         return True
 
     def _show(self) -> None:
-        """Print the lines that were written since; those of trainer 0 as they are."""
+        """Print the new lines of the logs; prefix those of processes other than trainer 0."""
         for log in _logs(self._attempt):
             with open(log, "rb") as file:
                 file.seek(self._read.get(log, 0))

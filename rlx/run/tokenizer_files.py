@@ -1,4 +1,4 @@
-"""Read a model's tokenizer, and render prompts by a chat template that has been tried."""
+"""Load a model's tokenizer and check its chat template."""
 
 import os
 from pathlib import Path
@@ -12,15 +12,13 @@ from rlx.rollout import arithmetic, data
 from rlx.rollout.control_tokens import RAW
 from rlx.rollout.workflows import encode, render
 
-QUESTION = "What is 12 + 30?"  # a chat template is tried with it
+QUESTION = "What is 12 + 30?"  # for the check of a chat template
 
 
 def _template(given: str, tokenizer: Any) -> str:
-    """Return the chat template of data.chat_template: a file's, or for `none` the texts alone.
-
-    Some tokenizers put a first token before every text; so does the latter.
-    """
+    """Return the chat template in a file, or for "none" one that renders the raw texts."""
     if given == "none":
+        # Raw prompts begin with the token that the tokenizer puts before every text.
         begins = tokenizer.bos_token_id in tokenizer("a")["input_ids"][:1]
         return "{{ bos_token }}" * begins + RAW
     try:
@@ -34,11 +32,11 @@ def load_tokenizer(model_dir: Path, system_prompt: str = "", chat_template: str 
     """Return the directory's tokenizer, with a chat template that renders a question.
 
     Args:
-      system_prompt: goes before each question.
-      chat_template: a file with one, or none for raw prompts; "": the directory's own.
+      system_prompt: text before each question.
+      chat_template: file with a template, or "none" for raw prompts; "": the directory's own.
 
     Raises:
-      UserError: there is no tokenizer, or it or its template cannot be used.
+      UserError: the tokenizer or its template is missing or cannot be used.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -48,16 +46,16 @@ def load_tokenizer(model_dir: Path, system_prompt: str = "", chat_template: str 
         raise UserError(f"no tokenizer.json in {model_dir}; copy the model's tokenizer files there")
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
-    except Exception as error:  # of any kind, from whatever the files hold
+    except Exception as error:  # broken files raise errors of any type
         raise UserError(
-            f"the tokenizer in {model_dir} cannot be read ({words(error)}); get its files again"
+            f"the tokenizer in {model_dir} cannot be read ({words(error)}); replace its files"
         ) from error
     if chat_template:
         tokenizer.chat_template = _template(chat_template, tokenizer)
     if not tokenizer.chat_template:
         raise UserError(
             f"the tokenizer in {model_dir} has no chat template; use an instruct model, or set "
-            "data.chat_template: none for raw prompts, or a file with one"
+            "data.chat_template to none (raw prompts) or to a file"
         )
     place = f"data.chat_template={chat_template}" if chat_template else f"of {model_dir}"
     _check_template(tokenizer, f"the chat template ({place})", system_prompt)
@@ -65,17 +63,17 @@ def load_tokenizer(model_dir: Path, system_prompt: str = "", chat_template: str 
 
 
 def _check_template(tokenizer: Any, what: str, system_prompt: str) -> None:
-    """Raise UserError where the chat template fails, or loses the question; it is named `what`."""
-    again = "use an instruct model's, or mend it"
+    """Raise UserError if the chat template, named `what`, fails or drops the question."""
+    again = "use an instruct model's, or correct it"
     try:
         text = render(tokenizer, QUESTION, system_prompt)
-    except Exception as error:  # of Jinja, or what the template raises on purpose
+    except Exception as error:  # from Jinja, or raised by the template
         why = again
         if system_prompt and _renders(tokenizer):
-            why = "it takes no system message, so leave data.system_prompt empty"
+            why = "it accepts no system message; leave data.system_prompt empty"
         raise UserError(f"{what} fails ({words(error)}); {why}") from error
     if QUESTION not in text:
-        raise UserError(f"{what} leaves the question out of the prompt; {again}")
+        raise UserError(f"{what} drops the question from the prompt; {again}")
 
 
 def _renders(tokenizer: Any) -> bool:
@@ -89,7 +87,7 @@ def read_prompts(path: str, tokenizer: Any, count: int) -> list[np.ndarray]:
     """Return up to `count` prompts, [T] int32 each, rendered by the chat template.
 
     Args:
-      path: a file of rows with `question`, or of text with a prompt a line; "": arithmetic.
+      path: file of rows with `question`, or text with a prompt per line; "": arithmetic problems.
     """
     if not path:
         rows = arithmetic.problems(0, "held_out", count)
@@ -102,6 +100,6 @@ def read_prompts(path: str, tokenizer: Any, count: int) -> list[np.ndarray]:
             raise UserError(f"cannot read prompts from {path}: {error}") from error
         rows = [{"question": line} for line in lines if line.strip()][:count]
     if not rows:
-        raise UserError(f"{path} has no prompts; wanted rows with `question`, or lines of text")
+        raise UserError(f"{path} has no prompts; give rows with `question`, or lines of text")
     texts = [render(tokenizer, row["question"]) for row in rows]
     return [np.array(encode(tokenizer, text), np.int32) for text in texts]

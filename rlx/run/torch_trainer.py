@@ -1,8 +1,8 @@
-"""The trainer in PyTorch, as rlx/run/trainers.py has it. Without JAX."""
+"""The PyTorch trainer: the functions of `rlx.run.trainers.TrainerLibrary`, without JAX."""
 
 from pathlib import Path
 
-import ml_dtypes as ml_dtypes  # numpy knows the name bfloat16 by it
+import ml_dtypes as ml_dtypes  # registers bfloat16 with numpy
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -26,16 +26,16 @@ except ImportError as error:
 
 
 def set_up() -> None:
-    """Return: that this module could be imported is all."""
+    """Do nothing: importing this module has checked that PyTorch works."""
 
 
 def join(config: ConfigDict, hosts: Hosts) -> None:
-    """Start the group of all processes, each with a device of its own."""
+    """Start the process group; each process has its own device."""
     sharding.join(hosts.service, hosts.index, hosts.count, config.cluster.join_seconds)
 
 
 def leave() -> None:
-    """End what `join` began."""
+    """Undo `join`."""
     sharding.leave()
 
 
@@ -45,7 +45,7 @@ def devices() -> Devices:
 
 
 def check_devices(config: ConfigDict) -> None:
-    """Raise UserError where `train.mesh` does not have a place for each process, or cannot cut."""
+    """Raise UserError if `train.mesh` does not match the processes or cannot split the model."""
     mesh.check_devices(config.train.mesh, sharding.processes())
     if mesh.parse_mesh(config.train.mesh).get("tensor", 1) > 1:
         with torch.device("meta"):
@@ -53,7 +53,7 @@ def check_devices(config: ConfigDict) -> None:
 
 
 def random_weights(config: ConfigDict, directory: Path, inputs: Inputs) -> None:
-    """Write an HF directory of random weights of the run's model, as transformers begins it."""
+    """Write an HF directory with transformers' random initial weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = packed_model.empty(inputs.model_dir)
@@ -64,5 +64,5 @@ def random_weights(config: ConfigDict, directory: Path, inputs: Inputs) -> None:
 
 
 def make(config: ConfigDict, path: str) -> Update:
-    """Return the trainer of a run that begins with the weights of an HF directory."""
+    """Return a trainer that starts from the weights of an HF directory."""
     return TorchUpdate(load_config(path), TrainOptions.of(config), Path(path))

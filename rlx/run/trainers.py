@@ -1,6 +1,6 @@
 """Build the trainer that `config.trainer` names, on all of a run's processes.
 
-Who computes is imported when the run asks for it: neither trainer's library otherwise.
+Only the library of that trainer (JAX or PyTorch) is imported.
 """
 
 import atexit
@@ -35,22 +35,13 @@ from rlx.train import conductor
 from rlx.train.contract import Update
 from rlx.train.hosts import Cluster, Hosts, join, report_end
 
-PARENT = "RLX_PARENT"  # the process that has started this one to join it; of the environment
-_LAST_SECONDS = 10.0  # that processes have to end by themselves
+PARENT = "RLX_PARENT"  # environment variable: pid of the process that spawned this one
+_LAST_SECONDS = 10.0  # until processes that do not end are killed
 TRAINERS = {"jax": "rlx.run.jax_trainer", "torch": "rlx.run.torch_trainer"}
 
 
 class TrainerLibrary(Protocol):
-    """What a module of TRAINERS has.
-
-    Attributes:
-      set_up: called before anything is computed; UserError where the library is not installed.
-      join, leave: of a process among several of the trainer, `hosts`.
-      devices: that this library sees.
-      check_devices: raises UserError where they do not fit `train.mesh`.
-      random_weights: writes an HF directory of random weights of `inputs`' model.
-      make: the trainer, of the config and the HF directory of the run's first weights.
-    """
+    """The functions of a module in TRAINERS, described in rlx/run/jax_trainer.py."""
 
     set_up: Callable[[], None]
     join: Callable[[ConfigDict, Hosts], None]
@@ -67,33 +58,24 @@ def library(config: ConfigDict) -> TrainerLibrary:
     return module
 
 
-def make(config: ConfigDict, hosts: Hosts, model_dir: Path) -> Update:
-    """Return the run's trainer, whose calls all processes make; process 0 alone asks for it.
-
-    Args:
-      model_dir: HF directory of the run's first weights, which all processes see.
-    """
-    return conductor.driver(hosts, partial(library(config).make, config), path=str(model_dir))
-
-
 def follow(config: ConfigDict, hosts: Hosts) -> tuple[int, bool]:
-    """Repeat what process 0 does with its trainer; return the steps done, and whether it is all."""
+    """Repeat the trainer's calls on process 0; return its steps and whether the run is complete."""
     say(f"process {hosts.index} of {hosts.count} follows process 0; stop it there")
     signals = current_thread() is main_thread()
     with interrupts(hosts.stop) if signals else nullcontext():
-        told = conductor.worker_loop(hosts, partial(library(config).make, config))
-    return told["step"], told["complete"]
+        end = conductor.worker_loop(hosts, partial(library(config).make, config))
+    return end["step"], end["complete"]
 
 
 @contextmanager
-def together(config: ConfigDict, stop: Event) -> Iterator[Hosts]:
-    """Be one of the run's processes while the block lasts; in most runs there is one.
+def join_processes(config: ConfigDict, stop: Event) -> Iterator[Hosts]:
+    """Join the other processes of the run during the block.
 
     Args:
-      stop: set on process 0 when another one is asked to end.
+      stop: event to set on process 0 when another process receives a signal.
 
     Raises:
-      UserError: some do not come, or have another config or code; before anything is compiled.
+      UserError: processes are missing, or have another config or code.
     """
     hosts = join(Cluster.of(os.environ, **config.cluster), _identity(config))
     hosts.on_stop = stop.set
@@ -103,7 +85,7 @@ def together(config: ConfigDict, stop: Event) -> Iterator[Hosts]:
         yield hosts
     except BaseException as error:
         hosts.close(str(error) if isinstance(error, UserError) else words(error))
-        if hosts.count > 1:  # else its library waits at exit for those that are gone
+        if hosts.count > 1:  # the library would wait at exit for ended processes
             atexit.register(_leave, INTERRUPTED if isinstance(error, KeyboardInterrupt) else 2)
         raise
     hosts.close()
@@ -112,19 +94,19 @@ def together(config: ConfigDict, stop: Event) -> Iterator[Hosts]:
 
 
 @contextmanager
-def others_of_this_host(config: ConfigDict) -> Iterator[ConfigDict]:
-    """Start the command's other processes where no more than their number is given; then end them.
+def spawn_local_ranks(config: ConfigDict) -> Iterator[ConfigDict]:
+    """Start the other local processes of trainer=torch, and end them after the block.
 
-    Only for trainer=torch, whose processes have a GPU each; one of JAX's has all of a host. They
-    end with this one, whatever ends it, and this one reports why a run has failed.
+    Does nothing if the config or environment already describes the cluster. The processes end with
+    this one, which reports their failures.
     """
-    # Not torchrun: it ends with 1 for any status, adds a traceback of 40 lines, and leaves its
-    # processes behind when it is killed.
+    # Not torchrun: it hides exit statuses, adds a traceback of 40 lines, and leaves its processes
+    # behind when it is killed.
     c = config.cluster
     if parent := os.environ.pop(PARENT, ""):
         end_with_parent(int(parent))
-    told = c.coordinator or c.process >= 0 or Cluster.found(os.environ)
-    if c.processes < 2 or told or config.trainer != "torch":
+    described = c.coordinator or c.process >= 0 or Cluster.found(os.environ)
+    if c.processes < 2 or described or config.trainer != "torch":
         yield config
         return
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -133,36 +115,36 @@ def others_of_this_host(config: ConfigDict) -> Iterator[ConfigDict]:
     config.cluster.coordinator, config.cluster.process = address, 0
     flags = [*sys.orig_argv, f"--config.cluster.coordinator={address}"]
     environment, done = {**os.environ, PARENT: str(os.getpid())}, Event()
-    others, heard = [], []
+    others, threads = [], []
     for n in range(1, c.processes):
         command = [*flags, f"--config.cluster.process={n}"]
         other = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment)
         name = f"process {n} of {c.processes}"
-        thread = Thread(target=_hear, args=(other, name, address, done), daemon=True)
+        thread = Thread(target=_forward_stderr, args=(other, name, address, done), daemon=True)
         thread.start()
         others.append(other)
-        heard.append(thread)
+        threads.append(thread)
     try:
         yield config
     finally:
         done.set()
-        for other, thread in zip(others, heard, strict=True):
+        for other, thread in zip(others, threads, strict=True):
             try:
                 other.wait(_LAST_SECONDS)
             except subprocess.TimeoutExpired:
                 other.kill()
-            thread.join(1.0)  # what it has started may keep its stderr open
+            thread.join(1.0)  # a grandchild may keep stderr open
 
 
-def _hear(other: subprocess.Popen[bytes], name: str, address: str, done: Event) -> None:
-    """Copy what a process that was started here writes; where it ends too early, say so."""
+def _forward_stderr(other: subprocess.Popen[bytes], name: str, address: str, done: Event) -> None:
+    """Copy a spawned process's stderr; report it if it ends before the run."""
     last = ""
     assert other.stderr
     with other.stderr:
         for line in other.stderr:
             text = line.decode(errors="replace")
             last = text.strip() or last
-            if not text.startswith("error: "):  # which process 0 says
+            if not text.startswith("error: "):  # process 0 reports it
                 sys.stderr.write(text)
                 sys.stderr.flush()
     if (status := other.wait()) and not done.is_set():
@@ -171,7 +153,7 @@ def _hear(other: subprocess.Popen[bytes], name: str, address: str, done: Event) 
 
 
 def _identity(config: ConfigDict) -> dict[str, Any]:
-    """Return what all processes of a run must have alike: its config and the code."""
+    """Return the config and code version, which must be equal on all processes."""
     code, root = hashlib.blake2b(digest_size=8), Path(rlx.__file__).parent.parent
     for path in sorted([*root.glob("rlx/**/*.py"), *root.glob("rlx_torch/*.py")]):
         code.update(path.read_bytes())
@@ -186,7 +168,7 @@ def _leave(status: int) -> None:
 
 
 def first_weights(config: ConfigDict, workdir: Path, inputs: Inputs) -> Path:
-    """Return the HF directory of the run's first weights; write it where they are random."""
+    """Return the HF directory of the run's first weights; write it if they are random."""
     if not config.model.random_init:
         return inputs.model_dir
     library(config).random_weights(config, workdir / INITIAL, inputs)

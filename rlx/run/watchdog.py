@@ -1,8 +1,8 @@
-"""Report what hangs in a run, in one line, with the stacks of all threads in WORKDIR/stacks.txt.
+"""Report a hang in one line, with the stacks of all threads in WORKDIR/stacks.txt.
 
     every second   signs of life ─▶ look(state, now, signs) ─▶ state, lines
 
-It ends nothing. A sign of life is late after several times its longest quiet so far.
+The watchdog ends nothing. A sign is late after several times its longest quiet period so far.
 """
 
 import asyncio
@@ -19,18 +19,21 @@ from rlx.agents.loop_watch import is_own, place_of, stack
 from rlx.cli.command import say
 from rlx.run.room_options import is_online
 
-# Seconds that are never late: nothing was measured yet.
+# Quiet seconds that are never late.
 SECONDS = {"loop": 10.0, "user": 30.0, "call": 60.0, "rollout": 60.0, "step": 1800.0}
-_TICK, _STOPPED = 1.0, 10.0  # seconds between two looks; above them the process was stopped
-_TIMES, _AGAIN = 5.0, 4.0  # the longest quiet is late; the last one said is said again
+_TICK, _STOPPED = 1.0, 10.0  # seconds between looks; a longer gap means a stopped process
+_TIMES, _AGAIN = 5.0, 4.0  # late: times the longest quiet; times the last reported one
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/pydevd.py", "/debugpy")
-_BUSY = 30.0  # seconds of CPU that show life before the first step, as its compilation does
+_BUSY = 30.0  # CPU seconds that count as life before the first step, while it compiles
 
 
 class Sign(NamedTuple):
-    """A sign of life: `mark` differs after each; None: there is nothing to do, so it may be quiet.
+    """A sign of life.
 
-    `what` gives the words for one that is late; `since` is when the mark came, where it is known.
+    Attributes:
+      mark: changes with each sign; None while there is nothing to do.
+      what: returns the sentence for a late sign.
+      since: time of the mark; 0.0 if unknown.
     """
 
     mark: Hashable
@@ -39,21 +42,21 @@ class Sign(NamedTuple):
 
 
 class Quiet(NamedTuple):
-    """When a mark last changed, the longest quiet before, and the last report."""
+    """Time of a mark's last change, the longest quiet before it, and the last report."""
 
     mark: Hashable
     since: float
     longest: float = 0.0
-    said: float = 0.0
+    reported: float = 0.0
 
 
 def look(
     state: Mapping[str, Quiet], now: float, signs: Mapping[str, Sign], least: Mapping[str, float]
 ) -> tuple[dict[str, Quiet], list[str]]:
-    """Return the state after a look at all signs, and a line for each that is late.
+    """Return the state after a look at all signs, and a line for each late one.
 
     Args:
-      now: seconds, monotonic. least: seconds that are never late, of each sign.
+      now: monotonic seconds. least: quiet seconds of each sign that are never late.
     """
     after, lines = {}, []
     for name, sign in signs.items():
@@ -63,20 +66,20 @@ def look(
             lasted = 0.0 if was.mark is None else now - was.since
             was = Quiet(sign.mark, begun, max(was.longest, lasted))
         quiet = now - was.since
-        late = max(least[name], _TIMES * was.longest, _AGAIN * was.said)
+        late = max(least[name], _TIMES * was.longest, _AGAIN * was.reported)
         if sign.mark is not None and quiet >= late:
             lines.append(f"{sign.what()}, for {quiet:.0f} s")
-            was = was._replace(said=quiet)
+            was = was._replace(reported=quiet)
         after[name] = was
     return {**state, **after}, lines
 
 
 @contextmanager
-def watched(workdir: Path) -> Iterator[Callable[[Any], None]]:
-    """Watch this thread until the block ends; yield what takes the parts of the run to watch too.
+def watchdog(workdir: Path) -> Iterator[Callable[[Any], None]]:
+    """Watch this thread during the block; yield a function that adds the parts of a run.
 
     Args:
-      workdir: gets the stacks; it need not exist yet.
+      workdir: directory of stacks.txt; need not exist yet.
     """
     held: list[Any] = []
     ended, own = threading.Event(), threading.get_ident()
@@ -86,7 +89,7 @@ def watched(workdir: Path) -> Iterator[Callable[[Any], None]]:
         woken = last = time.monotonic()
         while not ended.wait(_TICK):
             now = time.monotonic()
-            if now - last > _STOPPED:  # nothing could move meanwhile
+            if now - last > _STOPPED:  # nothing could run meanwhile
                 state, woken = {}, now
             last, signs = now, _signs(own, held[0] if held else None, woken)
             state, lines = look(state, now, signs, SECONDS)
@@ -107,7 +110,7 @@ def watched(workdir: Path) -> Iterator[Callable[[Any], None]]:
 
 
 def _signs(main: int, parts: Any, woken: float) -> dict[str, Sign]:
-    """Return the signs of life of the thread `main`, and of a run's parts where they are built."""
+    """Return the signs of life of the thread `main`, and of a run's parts once they are built."""
     inside = stack(main)
     runs = [i for i, f in enumerate(inside) if f.f_code.co_qualname == "run" and not is_own(f)]
     users = [id(frame) for frame in inside[max(runs, default=-1) + 1 :] if is_own(frame)]
@@ -124,16 +127,20 @@ def _signs(main: int, parts: Any, woken: float) -> dict[str, Sign]:
     if calls := list(loop.threads.calls.values()):
         name, since = calls[0][0], max(calls[0][1], woken)
         found["call"] = Sign((name, since), lambda: f"{name} does not return", since)
-    if is_online(parts.config):  # applications may be quiet
+    if is_online(parts.config):  # applications may pause
         return found
     counts = executor.counters()
     if attempts := executor.under_way():
         task, row, begun = attempts[0]
         waits = _waits_at(task)
         words = f"the rollout of {row} is not done, it is at {place_of(waits)}"
-        moved = 0 if counts["accepted"] else getattr(parts.fleet, "tokens", 0)  # none was measured
-        asks = not counts["accepted"] and "/fleet/" in place_of(waits[-1:])  # it may compile
-        about = None if asks else (row, begun, moved)
+        moved = (
+            0 if counts["accepted"] else getattr(parts.fleet, "tokens", 0)
+        )  # until the first is accepted
+        waiting = not counts["accepted"] and "/fleet/" in place_of(
+            waits[-1:]
+        )  # a server may compile
+        about = None if waiting else (row, begun, moved)
         found["rollout"] = Sign(about, lambda: words, 0.0 if moved else max(begun, woken))
     step, phase, since = parts.progress.doing()
     busy = 0 if step else int(time.process_time() / _BUSY)
@@ -150,7 +157,7 @@ def _debugging(frames: list[FrameType]) -> bool:
 
 
 def _waits_at(task: asyncio.Task) -> list[FrameType]:
-    """Return the frames at which a task's coroutines wait for one another, outermost first."""
+    """Return the frames of a task's waiting coroutines, outermost first."""
     found: list[FrameType] = []
     each: Any = task.get_coro()
     while frame := getattr(each, "cr_frame", None):

@@ -79,7 +79,7 @@ def chosen_workdir(given: str, config_file: str, fresh: bool = True) -> Iterator
 
 
 @contextmanager
-def occupied(
+def lock_workdir(
     directory: Path, option: str = "--workdir", beat: float = BEAT_SECONDS
 ) -> Iterator[Killed | None]:
     """Lock `directory`, which exists, for this process; yield the last process if it was killed.

@@ -20,7 +20,7 @@ from rlx.config import check, default
 from rlx.launch.local import LocalServers
 from rlx.model import hf
 from rlx.run import command_line
-from rlx.run.allocate import allocated
+from rlx.run.allocate import apply_allocation
 from rlx.run.flags import leaves
 from rlx.run.inputs import prepare
 
@@ -124,7 +124,7 @@ def test_a_recipe_is_the_same_config_as_text_and_as_it_is(name, capsys):
     assert [line.split(": ", 1)[1] for line in capsys.readouterr().err.splitlines()] == lost
     assert max(map(len, ast.unparse(ast.parse(text)).splitlines())) < 120
     trains = name != "eval"
-    check(allocated(config, trains=trains), trains=trains)
+    check(apply_allocation(config, trains=trains), trains=trains)
     resolve(config.algorithm, config.sampling.max_new_tokens, config.sampling.n_samples)
     assert "openai/gsm8k:main" in (config.data.train or config.data.eval) or name == "first_release"
 

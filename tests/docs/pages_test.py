@@ -24,7 +24,7 @@ import pytest
 from rlx.__main__ import COMMANDS
 from rlx.config import check, default, leaves
 from rlx.run import flags
-from rlx.run.allocate import allocated
+from rlx.run.allocate import apply_allocation
 
 ROOT = Path(__file__).parents[2]
 PAGES = [p for p in (ROOT / "docs").glob("*.md") if "template" not in p.name]
@@ -226,7 +226,7 @@ def run_flags(module, given, read, line):
     try:
         config = read(module, [re.sub(r"\$\(.*|\$\w+", "1", g) for g in given])
         if module == "rlx.main":
-            check(allocated(config))
+            check(apply_allocation(config))
     except (SystemExit, Exception) as error:
         if isinstance(error, KeyboardInterrupt):
             raise

@@ -54,7 +54,7 @@ def main():
     now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + (1 << 30),) * 2)
     advice = partial(memory.advice, sizes_of(config, model), Devices)
-    with failures.explained(advice, "train step 1"):
+    with failures.friendly_errors(advice, "train step 1"):
         jax.block_until_ready(update.update(state, groups)[0])
 
 command.run(main, explain=failures.explain)
@@ -76,7 +76,7 @@ def test_a_trainer_out_of_memory_says_how_much_and_what_to_lower():
     assert " GB more wanted" in line
     assert "a step is estimated at " in line
     assert "activations" in line
-    for setting in ("model.remat=full (−", "train.max_tokens_per_microbatch=32768 (−"):
+    for setting in ("model.remat=full", "train.max_tokens_per_microbatch=32768"):
         assert setting in line
     assert "Traceback" not in done.stderr
 
@@ -104,7 +104,7 @@ def test_a_full_disk_is_one_line_in_every_command(tmp_path):
 def test_a_port_in_use_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match="in use"), failures.explained():
+        with pytest.raises(UserError, match="in use"), failures.friendly_errors():
             socket.create_server(("127.0.0.1", port))
 
 
@@ -149,7 +149,7 @@ def test_a_file_where_a_directory_should_be_and_the_reverse_are_one_line(name, t
         "from rlx.doctor import failures; from rlx.system import workdir_lock\n"
         "path = Path(sys.argv[1])\n"
         "def main():\n"
-        "    with workdir_lock.occupied(path):\n"
+        "    with workdir_lock.lock_workdir(path):\n"
         "        for name in ('checkpoints', 'logs'): (path / name).mkdir(exist_ok=True)\n"
         "command.run(main, explain=failures.explain)\n"
     )
@@ -171,7 +171,7 @@ def test_a_file_where_a_directory_should_be_and_the_reverse_are_one_line(name, t
 )
 def test_a_bug_stays_a_bug(error):
     assert failures.explain(error) is None
-    with pytest.raises(type(error)), failures.explained():
+    with pytest.raises(type(error)), failures.friendly_errors():
         raise error
 
 
@@ -199,11 +199,11 @@ def test_the_run_explains_what_its_trainer_meets(monkeypatch, tmp_path):
         model_config = None
 
     monkeypatch.setattr(loop, "prepare", lambda config: Inputs)
-    monkeypatch.setattr(loop.resume, "claim", lambda config, workdir: [])
+    monkeypatch.setattr(loop.resume, "prepare_workdir", lambda config, workdir: [])
     monkeypatch.setattr(loop, "build", fails)
     monkeypatch.setattr(loop, "sizes_of", lambda config, model: None)
     monkeypatch.setattr(memory, "advice", lambda sizes, devices, started: "lower this")
-    monkeypatch.setattr(loop, "occupied", lambda workdir: nullcontext())
+    monkeypatch.setattr(loop, "lock_workdir", lambda workdir: nullcontext())
     config = default()
     config.model.path, config.observe.writers = "rlx:arithmetic", ()
     with pytest.raises(UserError, match=r"first step\): 5\.00 GB more wanted; lower this"):

@@ -191,29 +191,16 @@ def test_the_estimate_on_a_mesh_is_what_the_compiler_plans(cases):
         assert 0.85 < ratio < 1.15, (case, ratio)
 
 
-def test_every_saving_is_a_setting_that_saves_as_much():
-    config = config_of(train__max_tokens_per_microbatch=8192)
+def test_the_remedy_names_settings_that_lower_the_estimate():
+    config = config_of(train__max_tokens_per_microbatch=8192, model__remat="none")
     now = sum(memory.trainer(sizes_of(config, MODEL)).values())
-    sizes = sizes_of(config, MODEL)
-    found = memory.savings(sizes)
-    assert {setting.split("=")[0] for setting, _ in found} >= {
-        "train.max_tokens_per_microbatch", "model.remat",
-    }  # fmt: skip
-    for setting, saved in found:
+    found = memory.remedy(sizes_of(config, MODEL)).removeprefix("set ").split(" or ")
+    assert found
+    for setting in found:
         key, value = setting.split("=")
-        other = memory.with_value(sizes, key, int(value) if value.isdigit() else value)
-        assert now - sum(memory.trainer(other).values()) == saved > 0
-    assert [saved for _, saved in found] == sorted((s for _, s in found), reverse=True)
-
-
-def test_the_token_budget_is_lowered_until_a_step_fits():
-    config = config_of(train__max_tokens_per_microbatch=65536, rollout__batch_prompts=64)
-    there = sum(memory.trainer(sizes_of(config, MODEL)).values()) // 6
-    settings = dict(s.split("=") for s, _ in memory.savings(sizes_of(config, MODEL), there=there))
-    budget = int(settings["train.max_tokens_per_microbatch"])
-    assert budget == 8192
-    other = memory.with_value(sizes_of(config, MODEL), "train.max_tokens_per_microbatch", budget)
-    assert sum(memory.trainer(other).values()) <= there
+        other = config.copy_and_resolve_references()
+        other.update_from_flattened_dict({key: int(value) if value.isdigit() else value})
+        assert sum(memory.trainer(sizes_of(other, MODEL)).values()) < now
 
 
 def test_sizes_are_read_at_a_glance():
@@ -231,7 +218,7 @@ def test_a_run_that_may_be_killed_is_told_before():
     assert memory.low_memory_warning(sizes, much) == ""
     assert "a step is estimated at " in memory.low_memory_warning(sizes, much, always=True)
     text = memory.low_memory_warning(sizes, much._replace(free=need // 2))
-    assert text.startswith("memory may not do: ")
+    assert text.startswith("may run out of memory: ")
     assert "; set " in text
 
 
@@ -244,7 +231,7 @@ def test_a_disk_that_will_fill_is_told_before():
     assert memory.full_disk_warning(sizes, free=needed) == ""
     assert memory.full_disk_warning(sizes, free=saved + out, there=needed) == ""
     text = memory.full_disk_warning(sizes, free=needed - 1)
-    assert text.startswith("the disk may not do: 2 + 1 checkpoints of ")
+    assert text.startswith("may run out of disk space: 2 + 1 checkpoints of ")
     assert "lower checkpoint.keep" in text
-    with pytest.raises(DiskFull, match="not one checkpoint will fit"):
+    with pytest.raises(DiskFull, match="no disk space for a checkpoint"):
         memory.full_disk_warning(sizes, free=saved + out - 1, there=needed)

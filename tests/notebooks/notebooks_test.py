@@ -180,7 +180,7 @@ def test_an_interrupted_cell_saves_the_kernel_goes_on_and_killed_it_leaves_nothi
     _, left = psutil.wait_procs(processes, PATIENCE)
     assert not left, "a call's processes end with it"
     text = kernel.execute("result = run(result.step + 1); print('complete', result.complete)")
-    assert "continuing after step" in text, text
+    assert "resuming after step" in text, text
     assert "complete True" in text, text
 
     kernel.execute("run(1000)", until="step ")

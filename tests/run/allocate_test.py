@@ -25,10 +25,12 @@ def config_of(text: str, **changes):
 
 
 def test_it_sets_servers_trainer_and_mesh():
-    config = allocate.allocated(config_of("vllm:d2+jax:f4t2"))
+    config = allocate.apply_allocation(config_of("vllm:d2+jax:f4t2"))
     assert (config.fleet.engine, config.fleet.num_servers) == ("vllm", 2)
     assert (config.trainer, config.train.mesh) == ("jax", "fsdp:4,tensor:2")
-    assert allocate.allocated(config).to_dict() == config.to_dict()  # once more changes nothing
+    assert (
+        allocate.apply_allocation(config).to_dict() == config.to_dict()
+    )  # once more changes nothing
 
 
 @pytest.mark.parametrize(
@@ -36,24 +38,24 @@ def test_it_sets_servers_trainer_and_mesh():
     [
         (DEALS, {"train.mesh": "fsdp:8"}, "train.mesh='fsdp:8' contradicts"),
         (DEALS, {"fleet.addresses": ("a:1",)}, "fleet.addresses names running ones"),
-        ("jax:d2", {}, "has no trainer; add one, as jax:d2"),
+        ("jax:d2", {}, "has no trainer; add one, such as jax:d2"),
     ],
 )
 def test_what_contradicts_it_is_one_line(text, changes, words):
     with pytest.raises(UserError, match=words):
-        allocate.allocated(config_of(text, **changes))
+        allocate.apply_allocation(config_of(text, **changes))
 
 
 def test_each_process_of_a_trainer_in_torch_sees_the_gpus_of_all(monkeypatch):
     """It takes the one of its own place, which it is told when it joins."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    config = allocate.allocated(config_of("jax:d1+torch:f2"))
+    config = allocate.apply_allocation(config_of("jax:d1+torch:f2"))
     assert (config.cluster.processes, config.train.mesh) == (2, "fsdp:2")
     with pytest.raises(UserError, match=r"cluster.processes=3 contradicts"):
-        allocate.allocated(config_of("jax:d1+torch:f2", **{"cluster.processes": 3}))
+        allocate.apply_allocation(config_of("jax:d1+torch:f2", **{"cluster.processes": 3}))
     for number in range(2):
         config.cluster.update(coordinator="127.0.0.1:1", process=number)
-        with allocate.dealt(config) as servers:
+        with allocate.gpu_environment(config) as servers:
             assert (servers, os.environ["CUDA_VISIBLE_DEVICES"]) == ((("4",),), "5,6")
 
 
@@ -62,7 +64,7 @@ def test_servers_and_trainer_see_gpus_of_their_own(monkeypatch, tmp_path):
     shares = allocate.share(config_of(DEALS), allocate.gpus())
     assert shares.servers == (("7",), ("6",))
     assert shares.trainer == ("5", "4", "3", "2", "1", "0", "GPU-9", "GPU-8")
-    with allocate.dealt(config_of(DEALS)) as servers:
+    with allocate.gpu_environment(config_of(DEALS)) as servers:
         assert servers == shares.servers
         assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(shares.trainer)
     assert os.environ["CUDA_VISIBLE_DEVICES"].startswith("7,6,5")
@@ -83,7 +85,7 @@ def test_what_shares_gpus_shares_their_memory(monkeypatch):
     """A server of two GPUs, and a trainer on the same two."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.8")
-    config = allocate.allocated(config_of("vllm[gen]:t2|jax[train]:f2"))
+    config = allocate.apply_allocation(config_of("vllm[gen]:t2|jax[train]:f2"))
     assert (config.fleet.tensor_parallel, config.fleet.gpu_memory) == (2, 0.4)
     flags = options.parser().parse_args(
         ["--model=m"]
@@ -91,19 +93,19 @@ def test_what_shares_gpus_shares_their_memory(monkeypatch):
            if name in ("engine", "tensor_parallel", "gpu_memory")]
     )  # fmt: skip
     assert (flags.engine, flags.tensor_parallel, flags.gpu_memory) == ("vllm", 2, 0.4)
-    with allocate.dealt(config) as servers:
+    with allocate.gpu_environment(config) as servers:
         assert servers == (("5", "6"),)
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "5,6"
         assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.8"
     given = config_of("vllm[gen]:t2|jax[train]:f2", **{"fleet.gpu_memory": 0.3})
-    assert allocate.allocated(given).fleet.gpu_memory == 0.3
+    assert allocate.apply_allocation(given).fleet.gpu_memory == 0.3
 
 
 def test_servers_of_an_evaluation_have_gpus_of_their_own(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
     monkeypatch.setattr(score_models, "servers_of", lambda *_, **options: options["gpus"])
-    config = allocate.allocated(config_of("vllm:d2+eval"), trains=False)
+    config = allocate.apply_allocation(config_of("vllm:d2+eval"), trains=False)
     assert score_models._servers(config, tmp_path, tmp_path, None) == (("3",), ("4",))
 
 

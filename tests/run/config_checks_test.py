@@ -118,7 +118,7 @@ def test_a_missing_model_ends_what_follows_from_it(config, tmp_path):
     [
         ("chat_template.jinja", "{% for m in messages %}", "Unexpected end of template"),
         ("chat_template.jinja", "{{ raise_exception('users only') }}", "users only"),
-        ("chat_template.jinja", "hello", "leaves the question out"),
+        ("chat_template.jinja", "hello", "drops the question"),
         ("tokenizer.json", "{}", "cannot be read"),
     ],
 )
@@ -156,7 +156,7 @@ def base_model(tmp_path):
 
 
 def test_a_base_model_takes_raw_prompts_or_a_template_of_one_s_own(base_model, config, tmp_path):
-    with pytest.raises(UserError, match=r"no chat template; .*data.chat_template: none for raw"):
+    with pytest.raises(UserError, match=r"no chat template; .*data.chat_template to none .raw"):
         load_tokenizer(base_model)
     tokenizer = load_tokenizer(base_model, "So: ", "none")
     assert Prompts(tokenizer, system_prompt="So: ").text({"question": "1+1=?"}) == "So: 1+1=?"
@@ -168,7 +168,7 @@ def test_a_base_model_takes_raw_prompts_or_a_template_of_one_s_own(base_model, c
     with pytest.raises(UserError, match=r"data.chat_template=nowhere cannot be read .*raw prompts"):
         load_tokenizer(base_model, "", "nowhere")
     file.write_text("hello")
-    with pytest.raises(UserError, match=r"\(data.chat_template=.*mine.jinja\) leaves the question"):
+    with pytest.raises(UserError, match=r"\(data.chat_template=.*mine.jinja\) drops the question"):
         load_tokenizer(base_model, "", str(file))
     config.model.path, config.data.chat_template = str(base_model), "none"
     found = rows_of(config, tmp_path)
@@ -198,7 +198,7 @@ def test_rows_that_are_too_long_are_left_out_and_counted(config, tmp_path):
     row = {"question": "1+1=?", "answer": "2"}
     file.write_text("\n".join(json.dumps(r) for r in (row, {**row, "question": "1" * 99}, row)))
     config.data.kind, config.data.train, config.data.overlong = "jsonl", str(file), "skip"
-    left_out = f"1 of 3 rows of {file} are too long and left out (data.overlong=skip)"
+    left_out = f"1 of 3 rows of {file} are too long and skipped (data.overlong=skip)"
     found = rows_of(config, tmp_path)["prompts"]
     assert (found.level, found.found) == ("ok", left_out)
     mix = tmp_path / "mix.csv"
@@ -286,12 +286,12 @@ def test_uneven_minibatches_and_empty_slots_are_warned_of(config, model):
     config.rollout.batch_prompts, config.train.minibatches = 15, 4
     row = config_checks.judge_batch(sizes_of(config, model), 1000)
     assert row.level == "warning"
-    assert "not equally large" in row.found
+    assert "minibatches differ in size" in row.found
     assert config_checks.judge_batch(sizes_of(config, model), 10).level == "warning"
     config.rollout.batch_prompts, config.fleet.slots = 16, 4096
     assert "half of them stay empty" in config_checks.judge_staleness(config, 8).found
     config.rollout.max_concurrent_rollouts = 8
-    assert "not even one batch" in config_checks.judge_staleness(config, 8).found
+    assert "less than one batch" in config_checks.judge_staleness(config, 8).found
 
 
 def test_long_rows_for_short_trajectories_are_mostly_padding(config, model):

@@ -107,7 +107,7 @@ def test_adapters_are_merged_into_their_own_base_alone(
     for arguments, words in (
         ([str(path), out, f"--model={other}"], "the checkpoint's adapters belong to base"),
         ([str(path), out, f"--adapter={tmp_path / 'precious'}"], "give another --adapter"),
-        ([str(workdir), out, f"--adapter={new}"], "of no LoRA run and has no adapters"),
+        ([str(workdir), out, f"--adapter={new}"], "has no LoRA adapters"),
         ([str(tiny_model_dir), out, f"--adapter={new}"], "no checkpoint of a LoRA run"),
     ):
         monkeypatch.setattr(sys, "argv", ["rlx.convert", *arguments])

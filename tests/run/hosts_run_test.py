@@ -123,7 +123,7 @@ def test_two_processes_equal_one_and_go_on_after_the_death_of_either(
 
     pair = cluster(by_itself=by_itself)
     assert not any(process.wait(SECONDS) for process in pair), (tmp_path / "0").read_text()
-    assert "continuing after step" in (tmp_path / "0").read_text()
+    assert "resuming after step" in (tmp_path / "0").read_text()
     used = json.loads((run / "environment.json").read_text())["devices"]
     assert used.startswith(f"{devices} × ")
 

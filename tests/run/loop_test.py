@@ -55,6 +55,14 @@ def loop():
     return make
 
 
+def run_steps(loop):
+    """Run the loop to its end as `rlx.run.loop.run` does."""
+    with loop.save_on_failure():
+        for groups in loop.batches():
+            loop.train(groups)
+    return loop.finish()
+
+
 def steps_at_once(loop, monkeypatch):
     """A loop whose batches are ready and whose updates take no time."""
     made = loop()
@@ -82,7 +90,7 @@ def test_servers_that_all_disagree_end_the_run_before_a_batch_is_taken(loop, mon
     made, saves = loop(NewcomersGate(Verdict({}, DISAGREE))), []
     monkeypatch.setattr(made, "_save", lambda: saves.append(made.step))
     with pytest.raises(UserError, match="disagree"):
-        made.main()
+        run_steps(made)
     assert (made.executor.collect.called, saves) == (False, [])
 
 
@@ -96,17 +104,15 @@ def test_a_full_disk_does_not_hide_what_ended_the_run(loop, monkeypatch):
 
     monkeypatch.setattr(made, "_save", full)
     with pytest.raises(UserError, match="no server is left"):
-        made.main()
+        run_steps(made)
     said = [call.args[0] for call in made.progress.message.call_args_list]
-    assert said == ["no disk space for a checkpoint; training goes on until the next is due"]
+    assert said == ["no disk space for a checkpoint; training continues until the next save"]
 
 
-def test_a_second_interrupt_waits_for_no_save_under_way(loop, monkeypatch):
+def test_a_second_interrupt_waits_for_no_save_under_way(loop):
     made, end = loop(), Event()
     saving = made.saves.disk.submit(end.wait)
-    monkeypatch.setattr(made, "_main", MagicMock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        made.main()
+    made.close(KeyboardInterrupt)
     assert not saving.done()
     end.set()
 
@@ -123,8 +129,8 @@ def test_a_step_that_is_done_at_once_is_recorded_before_the_next(loop, monkeypat
 
     made.parts.update.update.side_effect = update
     monkeypatch.setattr(made, "_save_due", lambda: False)
-    monkeypatch.setattr(made, "_finish", lambda: None)
-    made._main()
+    monkeypatch.setattr(made, "finish", lambda: None)
+    run_steps(made)
     assert order[:5] == ["update", "record 1", "update", "record 2", "update"]
 
 
@@ -148,7 +154,7 @@ def test_a_step_whose_record_cannot_be_written_is_in_no_checkpoint(loop, monkeyp
     made.writer.write.side_effect = full
     monkeypatch.setattr(made, "_save", lambda: saves.append(made.step))
     with pytest.raises(UserError, match="No space left"):
-        made.main()
+        run_steps(made)
     assert (made.step > 0, saves) == (True, [])
 
 
@@ -174,7 +180,7 @@ def test_steps_in_a_row_that_teach_nothing_end_the_run_unsaved(
     with pytest.raises(
         UserError, match=f"the last {last} steps, up to {last}, taught nothing: .*{why}"
     ):
-        made.main()
+        run_steps(made)
     assert not saves
 
 
@@ -190,5 +196,5 @@ def test_steps_that_teach_nothing_now_and_then_end_no_run(loop, monkeypatch):
 
     made.parts.update.update.side_effect = update
     monkeypatch.setattr(made, "_save_due", lambda: False)
-    monkeypatch.setattr(made, "_finish", lambda: (made.step, True))
-    assert made._main() == (3 * FRUITLESS, True)
+    monkeypatch.setattr(made, "finish", lambda: (made.step, True))
+    assert run_steps(made) == (3 * FRUITLESS, True)

@@ -34,7 +34,7 @@ def finished(tmp_path_factory):
     for steps in (2, 3):
         done = run(workdir, f"--config.total_steps={steps}")
         assert done.returncode == 0, done.stdout + done.stderr
-    assert "continuing after step 2" in done.stdout
+    assert "resuming after step 2" in done.stdout
     return workdir
 
 

@@ -461,7 +461,7 @@ def test_a_checkpoint_that_does_not_fit_is_told_and_training_goes_on(tmp_path):
     assert status == 2, out
     told = [line for line in out.splitlines() if "no disk space for a checkpoint" in line]
     assert len(told) == 2, out
-    assert told[0].endswith("training goes on until the next is due")
+    assert told[0].endswith("training continues until the next save")
     assert told[1].startswith("error: ")
     assert [step["step"] for step in records(tmp_path / "metrics.jsonl")] == list(range(1, 31))
     assert not list((tmp_path / "checkpoints").iterdir())

@@ -236,7 +236,7 @@ def test_the_docs_run_goes_on_on_what_is_left_when_a_trainers_node_dies(cluster,
     said = log.read_text()
     assert f"{NODES[2]}: trainer 1: CPU\n" in said  # the plan
     assert "trainer 1 is lost: its actor or node has died" in said
-    assert "trainer 0 | continuing after step" in said
+    assert "trainer 0 | resuming after step" in said
     assert sorted(set(steps(run))) == [1, 2, 3, 4]
     assert (run / "report.html").exists()
     assert not processes_of(run)

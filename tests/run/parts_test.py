@@ -14,7 +14,7 @@ from rlx.system.workdir_lock import Killed
 
 def test_a_full_disk_does_not_hide_why_the_run_before_was_killed(monkeypatch, tmp_path):
     def full(*_):
-        raise DiskFull("not one checkpoint will fit")
+        raise DiskFull("no disk space for a checkpoint")
 
     monkeypatch.setattr(parts, "sizes_of", lambda config, model: None)
     monkeypatch.setattr(parts, "disk_warning", full)

@@ -4,7 +4,7 @@ import pytest
 
 from rlx.config import default
 from rlx.observe import writers
-from rlx.run.run_checks import SEAMS, plugged_in
+from rlx.run.run_checks import SEAMS, user_plugins
 
 FILE = """
 class Writer:
@@ -27,7 +27,7 @@ def config(tmp_path, monkeypatch):
 
 
 def rows(config):
-    return [(row.name, row.level, row.found, row.remedy) for row in plugged_in(config)]
+    return [(row.name, row.level, row.found, row.remedy) for row in user_plugins(config)]
 
 
 def test_what_is_of_rlx_is_not_listed(config):

@@ -45,12 +45,12 @@ def checkpoint_of(workdir, step, whole):
 
 def test_an_attempt_without_a_checkpoint_is_begun_anew(tmp_path, config):
     attempt(tmp_path, config)
-    (line,) = resume.claim(config, tmp_path)
-    assert line == "begun anew: the attempt before ended after step 3 and left no checkpoint"
+    (line,) = resume.prepare_workdir(config, tmp_path)
+    assert line == "starting again: the last attempt ended after step 3 without a checkpoint"
     kept = {"config.json", "environment.json", "rollouts", "starts.jsonl"}
     assert {p.name for p in tmp_path.iterdir()} == kept
     assert not list((tmp_path / "rollouts").iterdir())
-    assert resume.claim(config, tmp_path) == []
+    assert resume.prepare_workdir(config, tmp_path) == []
 
 
 @pytest.mark.parametrize("spoil", ["", "null", "[]", '{"step": '])
@@ -63,21 +63,21 @@ def test_another_config_is_refused_and_its_own_or_a_fresh_directory_does(tmp_pat
     before = (tmp_path / "metrics.jsonl").read_bytes()
     words = "of an unknown config" if spoil else "sampling.temperature 1.0 → 0.7"
     with pytest.raises(UserError, match=f"holds another run .{words}.* give a fresh --workdir"):
-        resume.claim(config, tmp_path)
+        resume.prepare_workdir(config, tmp_path)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     if not spoil:
         config.sampling.temperature = 1.0
         config.checkpoint.recover_mode = "off"
         config.total_steps += 1
-        assert resume.claim(config, tmp_path)[0].startswith("begun anew")
+        assert resume.prepare_workdir(config, tmp_path)[0].startswith("starting again")
 
 
 def test_damaged_checkpoints_are_kept_aside_by_recover_mode_off(tmp_path, config):
     attempt(tmp_path, config)
     path = checkpoint_of(tmp_path, 2, whole=False)
     config.checkpoint.recover_mode = "off"
-    said = resume.claim(config, tmp_path)
-    assert said[0].startswith("begun anew")
+    said = resume.prepare_workdir(config, tmp_path)
+    assert said[0].startswith("starting again")
     assert said[1] == f"{path} is damaged and is kept as damaged-step_00000002"
     assert [p.name for p in path.parent.iterdir()] == ["damaged-step_00000002"]
 
@@ -85,29 +85,29 @@ def test_damaged_checkpoints_are_kept_aside_by_recover_mode_off(tmp_path, config
 def test_a_whole_checkpoint_is_never_begun_anew(tmp_path, config):
     attempt(tmp_path, config)
     checkpoint_of(tmp_path, 2, whole=True)
-    assert resume.claim(config, tmp_path) == []
+    assert resume.prepare_workdir(config, tmp_path) == []
     config.checkpoint.recover_mode = "off"
     with pytest.raises(UserError, match="holds another run, with a checkpoint"):
-        resume.claim(config, tmp_path)
+        resume.prepare_workdir(config, tmp_path)
     config.checkpoint.recover_mode = "auto"
     before = (tmp_path / "config.json").read_bytes()
     config.fleet.num_servers, config.eval.every_steps = 2, 7
-    assert resume.claim(config, tmp_path) == []
+    assert resume.prepare_workdir(config, tmp_path) == []
     assert (tmp_path / "config.json").read_bytes() == before, "the settings of the first steps"
 
 
 def test_settings_that_change_are_told_with_the_learning_rates_before_and_after(config):
     config.optimizer.schedule, config.total_steps, config.train.minibatches = "cosine", 6, 2
     before = as_json(config)
-    assert list(resume.told(before, before, 6)) == []
+    assert list(resume.setting_changes(before, before, 6)) == []
     config.total_steps = 12
-    first, rates = resume.told(before, as_json(config), 6)
+    first, rates = resume.setting_changes(before, as_json(config), 6)
     assert first == "settings change after step 6: total_steps 6 → 12"
     assert rates == "learning rate 1.7e-08 at the last update, 5e-07 at the next"
     config.optimizer.schedule, config.eval.every_steps = "constant", 3
     constant = as_json(config)
     config.total_steps = 24
-    assert list(resume.told(constant, as_json(config), 6)) == [
+    assert list(resume.setting_changes(constant, as_json(config), 6)) == [
         "settings change after step 6: total_steps 12 → 24"
     ]
 
@@ -126,21 +126,22 @@ def test_a_run_that_has_all_its_steps_is_not_begun_again(tmp_path, config):
 
 def test_what_is_done_again_is_counted():
     host = {"step": 12, "executor": {"pending": [[40, 0]], "admitted": 41}}
-    assert resume.done_again(host, {"step": 15, "admitted": 53}) == (
-        "continuing after step 12; done again: 3 steps, 13 prompts"
+    assert resume.continuation(host, {"step": 15, "admitted": 53}) == (
+        "resuming after step 12; repeated: 3 steps, 13 prompts"
     )
-    assert resume.done_again(host, {"step": 12, "admitted": 53}).endswith("0 steps, 1 prompt")
-    assert resume.done_again(host, {}).endswith("0 steps, 1 prompt")
+    assert resume.continuation(host, {"step": 12, "admitted": 53}).endswith("0 steps, 1 prompt")
+    assert resume.continuation(host, {}).endswith("0 steps, 1 prompt")
     host["executor"]["pending"] = []
-    assert resume.done_again(host, {"step": 12}).endswith("nothing is done again")
+    assert resume.continuation(host, {"step": 12}).endswith("nothing is repeated")
 
 
 def test_another_place_is_told_once_and_the_same_not():
     here = {"trainer_cores": 1, "packages": {"jax": "1", "grpcio": "1"}, "command": "a"}
     there = {"trainer_cores": 2, "packages": {"jax": "2", "grpcio": "2"}, "command": "b"}
-    assert resume.moved(here, here) == resume.moved({}, here) == ""
-    assert resume.moved(here, there) == (
-        "not where the run began, so its bits will differ: trainer_cores 1 → 2; packages.jax 1 → 2"
+    assert resume.machine_warning(here, here) == resume.machine_warning({}, here) == ""
+    assert resume.machine_warning(here, there) == (
+        "another machine or layout, so results will differ in the last bits: trainer_cores 1 → 2; "
+        "packages.jax 1 → 2"
     )
 
 

@@ -79,7 +79,7 @@ def rewarded_by(tokenizer, path, *terms, **keys):
 def test_a_reward_model_is_checked_before_anything_starts(tokenizer, reward_model):
     assert rewarded_by(tokenizer, "") is None
     for path, terms in ((reward_model, ()), ("", (("model", 1.0),))):
-        with pytest.raises(UserError, match="the reward 'model' go together; set the path"):
+        with pytest.raises(UserError, match="the reward 'model' need each other; set the path"):
             rewarded_by(tokenizer, path, *terms)
     with pytest.raises(UserError, match=r"path=rlx:arithmetic is a language model of .*, wanted"):
         rewarded_by(tokenizer, "rlx:arithmetic", ("model", 1.0))

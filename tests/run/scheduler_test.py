@@ -83,7 +83,7 @@ def test_an_error_while_a_job_is_followed_does_not_cancel_it_and_ctrl_c_does(tmp
     for wrong, cancels in ((OSError("the disk is away"), False), (KeyboardInterrupt(), True)):
         monkeypatch.setattr(slurm, "job", MagicMock(side_effect=wrong))
         with pytest.raises(type(wrong)):
-            slurm_run._Followed("7", tmp_path).follow()
+            slurm_run._JobMonitor("7", tmp_path).follow()
         assert (tmp_path / "scancel.called").exists() == cancels
 
 
@@ -125,7 +125,7 @@ def test_a_local_run_goes_on_by_itself_when_its_trainer_is_killed(tmp_path):
         process.communicate()
     assert process.returncode == 0, out
     assert "the run ended by SIGKILL" in out
-    assert "it goes on after the last checkpoint (1 of 1)" in out
+    assert "resuming from the last checkpoint (retry 1 of 1)" in out
     assert sorted({record["step"] for record in records(run / "metrics.jsonl")}) == [1, 2, 3, 4]
     assert not processes_of(run)
 

@@ -23,7 +23,7 @@ from rlx.run.export import named_models
 from rlx.run.room_options import server_options
 from rlx.run.score_models import _ask, score_models
 from rlx.system.jsonl import append_jsonl, read_jsonl, set_aside
-from rlx.system.workdir_lock import fresh_workdir, occupied
+from rlx.system.workdir_lock import fresh_workdir, lock_workdir
 from tests.fixtures.commands import RLX_MAIN, without_torch
 
 ASK = [
@@ -232,7 +232,7 @@ def test_a_reward_model_is_refused(tmp_path):
     described = json.loads((valued / "config.json").read_text())
     described["architectures"] = ["Qwen2ForSequenceClassification"]
     (valued / "config.json").write_text(json.dumps(described | {"id2label": {"0": "reward"}}))
-    with pytest.raises(UserError, match="values texts and writes none"):
+    with pytest.raises(UserError, match="is a reward model, which generates no text"):
         score(config, {"a": valued}, [], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -289,7 +289,7 @@ def test_a_sample_that_cannot_be_read_is_put_aside_and_asked_for_again(tmp_path)
 
 
 def test_an_evaluation_is_refused_where_another_goes_on(tmp_path):
-    with occupied(tmp_path), pytest.raises(UserError, match=r"runs in .*give another --output"):
+    with lock_workdir(tmp_path), pytest.raises(UserError, match=r"runs in .*give another --output"):
         score(rlx_config.default(), {}, [], tmp_path, n_samples=0, pass_at=())
     assert not list(tmp_path.iterdir())
 

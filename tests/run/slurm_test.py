@@ -86,9 +86,9 @@ def test_a_run_that_loses_a_node_equals_one_that_is_left_alone(slurm, start, sai
     finally:
         slurm.revive("n1")
     # Slurm notices first, and puts the job back, or we do, as trainer 0 ends, and submit it again.
-    assert re.search("is back in Slurm's queue|it goes on after the last checkpoint", said())
+    assert re.search("is back in Slurm's queue|resuming from the last checkpoint", said())
     assert " runs on n[0,2]" in said()
-    assert "continuing after step" in said()
+    assert "resuming after step" in said()
     ours = {record["step"]: record for record in records(run)}
     assert sorted(ours) == list(range(1, STEPS + 1))
     for record in records(alone):
@@ -108,17 +108,17 @@ def test_a_run_is_put_back_and_started_again_and_ctrl_c_saves_and_leaves_no_proc
     def goes_on(attempt):
         log = run / "slurm" / attempt / "trainer-0.log"
         assert process.poll() is None, said()
-        return log.exists() and "continuing after step" in log.read_text()
+        return log.exists() and "resuming after step" in log.read_text()
 
     wait_for_step(slurm, process, run, 1)
     job = read_json(run / "slurm" / "job.json")["job"]
     slurm.ask("scancel", "--batch", "--signal=TERM", job)  # as when its time is nearly up
     slurm.wait(lambda: goes_on("attempt-1.1"), SECONDS)
-    assert "is back in Slurm's queue; it goes on after the last checkpoint" in said()
+    assert "is back in Slurm's queue; resuming from the last checkpoint" in said()
     pid = run / "slurm" / "attempt-1.1" / "trainer-0.pid"
     os.kill(int(pid.read_text()), signal.SIGKILL)
     slurm.wait(lambda: goes_on("attempt-2"), SECONDS)
-    assert "it goes on after the last checkpoint (1 of 3)" in said()
+    assert "resuming from the last checkpoint (retry 1 of 3)" in said()
     process.send_signal(signal.SIGINT)
     assert process.wait(SECONDS) == 130, said()
     assert "was cancelled after step" in said()
@@ -148,7 +148,7 @@ def test_what_cannot_run_there_is_one_line_and_leaves_nothing(slurm, start, said
         (["--config.scheduler.nodes=3", f"--workdir={slurm.hidden}/run"], 2,
          "✗ n2: shared: "),
         (["--config.scheduler.nodelist=n2", f"--workdir={slurm.hidden}/run"], 2,
-         "its first node (n2) does not see "),
+         "its first node (n2) cannot see "),
     ):  # fmt: skip
         assert start(tmp_path / "run", *flags).wait(SECONDS) == status, said()
         last = said().strip().splitlines()[-1]
@@ -161,13 +161,13 @@ def test_what_cannot_run_there_is_one_line_and_leaves_nothing(slurm, start, said
 def test_a_user_may_leave_a_job_running_and_slurm_may_put_it_back(slurm, monkeypatch, capsys):
     monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
     number = slurm.ask("sbatch", "--parsable", "--output=/dev/null", "--wrap", "sleep 600")
-    followed = slurm_run._Followed(number, slurm.directory, ask=lambda text: "l")
+    followed = slurm_run._JobMonitor(number, slurm.directory, ask=lambda text: "l")
     followed._asked = True
     assert followed.follow() is None
     slurm.wait(lambda: slurm.ask("squeue", "-h", "-j", number, "-o", "%T") == "RUNNING")
     assert not followed.cancelled
     slurm.ask("scancel", number)
-    assert slurm_run._Followed(number, slurm.directory).follow().state == "CANCELLED"
+    assert slurm_run._JobMonitor(number, slurm.directory).follow().state == "CANCELLED"
     assert f"job {number} was cancelled" in capsys.readouterr().out
     with pytest.raises(UserError, match="does not know job 999999"):
-        slurm_run._Followed("999999", slurm.directory).follow()
+        slurm_run._JobMonitor("999999", slurm.directory).follow()

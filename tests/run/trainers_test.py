@@ -9,7 +9,7 @@ import pytest
 
 from rlx.base import UserError
 from rlx.config import default
-from rlx.run.trainers import others_of_this_host
+from rlx.run.trainers import spawn_local_ranks
 from rlx.train.hosts import Cluster, join
 from tests.fixtures.commands import ended
 
@@ -29,7 +29,7 @@ def use(monkeypatch, program):
 
 def test_an_error_of_another_process_is_left_to_process_0_and_the_rest_is_heard(monkeypatch, capfd):
     use(monkeypatch, "import sys; print('a warning\\nerror: train.mesh', file=sys.stderr)")
-    with others_of_this_host(config_of(3)) as config:
+    with spawn_local_ranks(config_of(3)) as config:
         assert config.cluster.process == 0
     assert capfd.readouterr().err == "a warning\n" * 2
 
@@ -46,7 +46,7 @@ def test_a_process_that_ends_before_it_comes_is_missed_at_once(program, wanted, 
     use(monkeypatch, program)
     with (
         pytest.raises(UserError, match=f"^process 1 of 2 ended {wanted}"),
-        others_of_this_host(config_of()) as config,
+        spawn_local_ranks(config_of()) as config,
     ):
         join(Cluster.of({}, **config.cluster), {})
 
@@ -54,10 +54,10 @@ def test_a_process_that_ends_before_it_comes_is_missed_at_once(program, wanted, 
 STARTS = """
 import sys, threading
 from rlx.config import default
-from rlx.run.trainers import others_of_this_host
+from rlx.run.trainers import spawn_local_ranks
 config = default()
 config.trainer, config.cluster.processes = "torch", 2
-with others_of_this_host(config):
+with spawn_local_ranks(config):
     print(sys.argv[1:], __import__("os").getpid(), flush=True)
     threading.Event().wait()
 """

@@ -10,13 +10,13 @@ import pytest
 
 from rlx.base import UserError
 from rlx.system import workdir_lock
-from rlx.system.workdir_lock import SILENT_SECONDS, occupied
+from rlx.system.workdir_lock import SILENT_SECONDS, lock_workdir
 
 HOLD = """
 import sys
 from pathlib import Path
-from rlx.system.workdir_lock import occupied
-with occupied(Path(sys.argv[1]), beat=0.05) as before:
+from rlx.system.workdir_lock import lock_workdir
+with lock_workdir(Path(sys.argv[1]), beat=0.05) as before:
     print(before, flush=True)
     input()
 """
@@ -26,13 +26,13 @@ RACE = """
 import sys, time
 from pathlib import Path
 from rlx.base import UserError
-from rlx.system.workdir_lock import occupied
+from rlx.system.workdir_lock import lock_workdir
 print("ready", flush=True)
 for turn in range(200):
     while not (Path(sys.argv[1]) / f"go{turn}").exists():
         pass
     try:
-        with occupied(Path(sys.argv[1])):
+        with lock_workdir(Path(sys.argv[1])):
             print("got it", flush=True)
             sys.stdin.readline()
     except UserError:
@@ -58,7 +58,7 @@ def wait_for(condition, seconds=60):
 
 
 def last(directory):
-    with occupied(directory) as before:
+    with lock_workdir(directory) as before:
         return before
 
 
@@ -78,7 +78,7 @@ def test_the_next_one_learns_that_the_last_was_killed(tmp_path, monkeypatch):
     process, _ = hold(tmp_path)
     process.kill()
     process.communicate()
-    with occupied(tmp_path) as before:
+    with lock_workdir(tmp_path) as before:
         assert before.pid == process.pid
         assert str(before).endswith("was killed, by SIGKILL, or with its machine")
         record = json.loads((tmp_path / "running.json").read_text())
@@ -91,7 +91,7 @@ def test_the_next_one_learns_that_the_last_was_killed(tmp_path, monkeypatch):
 
 
 def test_an_end_with_an_error_is_no_kill(tmp_path):
-    with pytest.raises(KeyboardInterrupt), occupied(tmp_path):
+    with pytest.raises(KeyboardInterrupt), lock_workdir(tmp_path):
         raise KeyboardInterrupt
     assert last(tmp_path) is None
 
