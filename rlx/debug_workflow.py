@@ -34,17 +34,17 @@ FLAGS = {
 def main() -> int:
     """Run the debugger as the flags say, write its report, and return the exit status."""
     config, values = command_line.parse(sys.argv, config_needed=False, switches=None, **FLAGS)
-    agent, kwargs = loading.chosen(values, config.rollout if config else values)
+    agent, kwargs = loading.workflow_of(values, config.rollout if config else values)
     if ":" not in agent or not values.base_url:
         raise UserError("give --workflow=FILE.py:CLASS and --base_url=http://HOST:PORT/v1")
     loading.check_agent(agent, kwargs)
     workflow.gateway_class()  # raises where the extra is not installed
-    from rlx.debugger import agent_rows, debugger
+    from rlx.debugger import agent_runs, debugger
 
-    rows = agent_rows.load(values.data, values.rows, config)
+    rows = agent_runs.load_rows(values.data, values.rows, config)
     batch = flags.number(values, "batch", int, config.rollout.batch_prompts if config else 32)
     group = flags.number(values, "group", int, config.sampling.n_samples if config else 8)
-    steps = agent_rows.steps(values.steps or "1,2", rows, batch, group)
+    steps = agent_runs.steps(values.steps or "1,2", rows, batch, group)
     report = debugger.Debugger(
         agent, kwargs, workflow.AgentOptions.of(config) if config else None,
         values.base_url, values.api_key or os.environ.get("OPENAI_API_KEY", ""), values.model,

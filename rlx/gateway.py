@@ -42,7 +42,7 @@ def main() -> None:
     p.add_argument("--tls-key", default="", help="PEM file, of --tls-cert")
     a = p.parse_args()
     tls = server_tls(a.tls_cert, a.tls_key, "")
-    given = (serving.read_keys(a.keys), tls, a.tool_format, OnlineOptions.named(a), a.sessions)
+    given = (serving.read_keys(a.keys), tls, a.tool_format, OnlineOptions.from_flags(a), a.sessions)
     gateway_server = serving.GatewayServer(a.host, a.port, *given)
     from rlx.run.tokenizer_files import load_tokenizer
 

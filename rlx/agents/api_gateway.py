@@ -1,15 +1,13 @@
-"""The HTTP APIs of OpenAI and Anthropic in front of the fleet, for agents of any framework.
+"""Serve the HTTP APIs of OpenAI and Anthropic from the fleet. Imports aiohttp (extra `agents`).
 
     POST /v1/chat/completions   messages → chat template → tokens → fleet → text, tool calls
-    POST /v1/responses          the same in other words (responses.py)
+    POST /v1/responses          the same in OpenAI's newer API (responses.py)
     POST /v1/messages           and in Anthropic's (messages.py); /v1/messages/count_tokens
     GET  /v1/models, /health
+    /v1/sessions, /v1/session   sessions of outside applications (online_routes.py)
 
-    /v1/sessions, /v1/session   where applications outside have sessions (online_routes.py)
-
-Every request belongs to a session: by its API key (`Authorization` or `x-api-key`), or by the key
-in the address (/KEY/v1/…), for agents that use another key or none. A session records what it was
-answered, with its tokens. This file needs aiohttp (the extra `agents`).
+Each request belongs to the session of its API key, in `Authorization`, `x-api-key` or the address
+(/KEY/v1/…). The session records every answer with its tokens.
 """
 
 import asyncio
@@ -31,10 +29,9 @@ import numpy as np
 from aiohttp import web
 
 from rlx.agents import dialects, http_listener, online_routes, returns
-from rlx.agents.dialects import ApiError, ChatRequest, Event, Head, Reply, Said, TooLong
+from rlx.agents.dialects import ApiError, ChatRequest, Choice, Event, Reply, ReplyHeader, TooLong
 from rlx.agents.http_listener import HttpListener
 from rlx.agents.online import OnlineSessions
-from rlx.agents.session_state import Denied
 from rlx.agents.sessions import Interaction, Session, Sessions, TurnPlace, message_key
 from rlx.agents.stream_text import Logprobs, StreamText, token_bytes
 from rlx.agents.tool_calls import Reader
@@ -51,32 +48,31 @@ from rlx.rollout.control_tokens import controls, own_text, plain, shielded
 from rlx.system.threads import DaemonThreads, in_thread
 
 MAX_BODY = 16 << 20  # bytes of a request
-_SMALL = 8 << 10  # bytes of a body that is read and tokenised on the event loop
-_CHAT = "rlx.agents.chat"
+_SMALL = 8 << 10  # bytes of a body that is parsed on the event loop, not in a thread
 _DIALECTS = {  # route → module
-    "/v1/chat/completions": _CHAT,
+    "/v1/chat/completions": "rlx.agents.chat",
     "/v1/responses": "rlx.agents.responses",
     "/v1/messages": "rlx.agents.messages",
 }
 _COUNT = "/v1/messages/count_tokens"
-_NAMED = re.compile(rf"\b(?:{'|'.join(Sampling.__dataclass_fields__)})\b")  # by engines
-_FIELDS = {  # of the API, by those
+_SAMPLING_FIELDS = re.compile(rf"\b(?:{'|'.join(Sampling.__dataclass_fields__)})\b")
+_FIELDS = {  # the API's names of fields of Sampling
     "guide": "response_format", "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens",
 }  # fmt: skip
-_RETRIES = "x-stainless-retry-count"  # a header of both vendors' clients
+_RETRIES = "x-stainless-retry-count"  # header of OpenAI's and Anthropic's clients
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A request on its way to the fleet.
+class PreparedRequest:
+    """A request ready for the fleet.
 
     Attributes:
       text: the rendered prompt; `tokens`: [P] int32.
-      forced: the end of the prompt that is the beginning of a tool call; "" where none is.
+      forced: start of a tool call at the end of the prompt, or "".
       parent: number of the session's interaction whose tokens the prompt begins with.
-      place: in the session's conversations.
-      retry: whether it is sent again because an answer was lost.
+      place: its place in the session's conversations.
+      retry: whether the client resent it after losing an answer.
     """
 
     session: Session
@@ -91,19 +87,18 @@ class Prepared:
 
 
 class Gateway:
-    """The HTTP server, on the running event loop from `start` to `stop`.
+    """HTTP server on the running event loop, from `start` to `stop`.
 
     Args:
-      fleet: generates, on the same loop.
-      tokenizer: of the served model, with its chat template.
-      name: what /v1/models calls the model.
-      tool_format: see `Reader`; "": as the chat template shows.
-      host, port: to listen at; port 0 takes a free one.
-      tls: of the server.
-      online: sessions of applications outside, closed by `stop`; None: there are none.
+      fleet: generates on the same loop.
+      tokenizer: the served model's, with its chat template.
+      name: the model's name in /v1/models.
+      tool_format: see `Reader`; "" derives it from the chat template.
+      host, port: listen address; port 0 takes a free one.
+      online: sessions of outside applications, closed by `stop`.
 
     Raises:
-      UserError: its files cannot work.
+      UserError: invalid TLS files.
     """
 
     def __init__(
@@ -128,9 +123,9 @@ class Gateway:
         added = tokenizer.added_tokens_decoder.items()
         self._hidden = {k for k, t in added if t.special and t.content not in marks}
         self._token_bytes = token_bytes(tokenizer)
-        self._longest = max(map(len, tokenizer.get_vocab()))  # characters of a token, at most
+        self._longest = max(map(len, tokenizer.get_vocab()))  # most characters of a token
         self._template_own = set(inspect.signature(tokenizer.apply_chat_template).parameters)
-        self._modules: dict[str, Any] = {}
+        self._modules: dict[str, Any] = {}  # by route
         self._warned = False
         self._created = int(time.time())
         self._runner: web.AppRunner | None = None
@@ -138,12 +133,8 @@ class Gateway:
         self._threads = DaemonThreads(2)
 
     async def start(self) -> None:
-        """Begin to listen.
-
-        Raises:
-          UserError: the port cannot be had.
-        """
-        await in_thread(self._import)
+        """Start listening; raise UserError if the port or a package is missing."""
+        self._modules = await in_thread(_import)
         around = (self._listener.watch, _errors_as_json)
         app = web.Application(middlewares=around, client_max_size=MAX_BODY)
         app.router.add_get("/health", self._health)
@@ -152,11 +143,11 @@ class Gateway:
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_post(f"{prefix}{_COUNT}", self._count)
             app.router.add_post(f"{prefix}/v1/rewards", self._reward)
-            for route, module in _DIALECTS.items():
-                app.router.add_post(f"{prefix}{route}", partial(self._answer, module))
+            for route, dialect in self._modules.items():
+                app.router.add_post(f"{prefix}{route}", partial(self._answer, dialect))
             if self.online:
                 online_routes.add(app.router, prefix, self.online)
-        # A client that goes away takes its request with it, down to the engine.
+        # `handler_cancellation`: a disconnected client's request is cancelled down to the engine.
         runner = web.AppRunner(
             app, access_log=None, logger=http_listener.LOGGER, handle_signals=False,
             handler_cancellation=True, shutdown_timeout=1.0,
@@ -175,7 +166,7 @@ class Gateway:
             self._sweeping.add(asyncio.create_task(self.online.run()))
 
     async def stop(self) -> None:
-        """End its connections and everything under way."""
+        """Close all connections and cancel their requests."""
         if self._runner:
             await self._listener.close()
             await self._runner.cleanup()
@@ -188,7 +179,7 @@ class Gateway:
             self.online = None
 
     def base_url(self, session: Session | None = None) -> str:
-        """Return the address for clients; with a session's key in it, any API key will do."""
+        """Return the address for clients; a session's address works with any API key."""
         key = f"/{session.key}" if session else ""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http{'s' if self._tls else ''}://{host}:{self._port}{key}/v1"
@@ -196,7 +187,7 @@ class Gateway:
     # The calls.
 
     async def _health(self, request: web.Request) -> web.Response:
-        """Answer 503 where no server could answer now."""
+        """Answer 503 if no server is live."""
         if self._fleet and not self._fleet.live:
             raise ApiError(503, "no server is live; look at the servers' logs", code="no_server")
         return web.json_response({"status": "ok"})
@@ -209,35 +200,34 @@ class Gateway:
         pages = {"has_more": False, "first_id": self._name, "last_id": self._name}
         return web.json_response({"object": "list", "data": [{**ours, **anthropics}], **pages})
 
-    async def _answer(self, module: str, request: web.Request) -> web.StreamResponse:
-        dialect = await self._dialect(module)
-        with self._under_way(request, dialect) as session:
+    async def _answer(self, dialect: Any, request: web.Request) -> web.StreamResponse:
+        with self._request_session(request, dialect) as session:
             p = await self._read(request, session, dialect.to_chat)
             self._warn(session, p.chat.sampling)
-            # Here and not in a thread: two of them could count the same prompt as one.
+            # On the loop: two threads could give equal prompts the same seed.
             drawn, seed = session.seed(p.tokens), p.chat.sampling.seed
             sampling = replace(p.chat.sampling, seed=drawn if seed is None else seed % 2**31)
             retry = request.headers.get(_RETRIES, "0") != "0" and session.answered_before(p.text)
             p = replace(p, chat=replace(p.chat, sampling=sampling), retry=retry)
-            head = Head(_new_id(dialect.ID), int(time.time()), p.chat, len(p.tokens))
-            reply: Reply = dialect.REPLY(head)
+            header = ReplyHeader(_new_id(dialect.ID), int(time.time()), p.chat, len(p.tokens))
+            reply: Reply = dialect.REPLY(header)
             try:
                 if p.chat.stream:
-                    return await self._stream(request, self._events(p, head.id, reply))
-                said = self._keep(p, head.id, await self._generate(p))
-                return web.json_response(reply.whole(said))
+                    return await self._stream(request, self._events(p, header.id, reply))
+                choices = self._keep(p, header.id, await self._generate(p))
+                return web.json_response(reply.full(choices))
             except BaseException:
-                session.failed(head.id, p.text)
+                session.failed(header.id, p.text)
                 raise
 
     async def _reward(self, request: web.Request) -> web.Response:
-        """Take the reward of a run that returns none, from the agent or from outside."""
+        """Accept a reward sent over HTTP, for a run that returns none."""
         body = dialects.parse(await request.read())
-        if self.online and (own := online_routes.rewarded(self.online, request, body)):
+        if self.online and (own := online_routes.reward(self.online, request, body)):
             return own
         session = self._session(request)
         if session.endless:
-            raise ApiError(404, "nobody trains here, and a reward would be of no run")
+            raise ApiError(404, "this gateway does not train, so it takes no rewards")
         value = body.get("reward") if isinstance(body, dict) else None
         ids = {i.completion_id for i in session.interactions}
         if wrong := returns.mistake(value, ids):
@@ -247,46 +237,30 @@ class Gateway:
         return web.json_response({"completions": len(ids)})
 
     async def _count(self, request: web.Request) -> web.Response:
-        """Answer how many tokens the prompt of a request has."""
-        dialect = await self._dialect(_DIALECTS["/v1/messages"])
-        with self._under_way(request, dialect) as session:
+        """Answer the number of prompt tokens of a request."""
+        dialect = self._modules["/v1/messages"]
+        with self._request_session(request, dialect) as session:
             p = await self._read(request, session, dialect.to_chat)
             return web.json_response({"input_tokens": len(p.tokens)})
 
     def _warn(self, session: Session, sampling: Sampling) -> None:
-        """Report, once, that a request whose answer is trained on truncates its draws."""
+        """Report once that a training request truncates the distribution it samples from."""
         cut = sampling.truncation if session.temperature_fixed else ""
         if cut not in ("", session.defaults.truncation) and not self._warned:
             self._warned = True
             self._fleet.say(f"an agent asks for {cut} in training: {TRUNCATED}")
 
-    def _import(self) -> None:
-        """Import the modules of the APIs, which takes a second or more."""
-        for module in _DIALECTS.values():
-            try:
-                self._modules[module] = importlib.import_module(module)
-            except ImportError as error:
-                self._modules[module] = error
-
-    async def _dialect(self, module: str) -> Any:
-        """Return the module of an API; raise ApiError where its package is missing."""
-        found = self._modules[module]
-        if isinstance(found, ImportError):
-            message = f"this API needs the extra: {install('agents')} ({found})"
-            raise ApiError(501, message) from found
-        return found
-
     @contextmanager
-    def _under_way(self, request: web.Request, dialect: Any) -> Iterator[Session]:
-        """Provide the request's session, whose end also ends the request."""
+    def _request_session(self, request: web.Request, dialect: Any) -> Iterator[Session]:
+        """Yield the request's session; its end cancels the request."""
         session, task = self._session(request), asyncio.current_task()
         assert task is not None
         session.tasks.add(task)
         try:
             yield session
-        except ApiError as error:  # chat completions' name of a field to the API's own
-            if isinstance(error, TooLong) and (words := getattr(dialect, "TOO_LONG", "")):
-                raise TooLong(*error.sizes, words) from error
+        except ApiError as error:  # name fields as the API does
+            if isinstance(error, TooLong) and (template := getattr(dialect, "TOO_LONG", "")):
+                raise TooLong(*error.sizes, template) from error
             head, dot, rest = (error.param or "").partition(".")
             error.param = dialect.NAMES.get(head, head) + dot + rest or None
             raise
@@ -294,7 +268,7 @@ class Gateway:
             session.tasks.discard(task)
 
     def _session(self, request: web.Request) -> Session:
-        """Return the session of a request; raise ApiError where there is none."""
+        """Return the session of a request's key; raise ApiError if there is none."""
         key = request.match_info.get("key") or online_routes.header_key(request)
         session = self.sessions.find(key)
         if self.online:
@@ -303,47 +277,44 @@ class Gateway:
             return session
         if self.sessions.ended(key):
             raise ApiError(
-                410, "this run of the agent has ended; take base_url and api_key of this call of "
-                "`run`", code="session_ended",
+                410, "this run of the agent has ended; use the base_url and api_key of the current "
+                "call of `run`", code="session_ended",
             )  # fmt: skip
-        message = "an unknown API key" if key else "no API key"
-        raise ApiError(401, f"{message}; send the one that was given", code="invalid_api_key")
+        raise online_routes.unauthorized(key)
 
     async def _read(
         self, request: web.Request, session: Session, convert: Callable[[Any], Any]
-    ) -> Prepared:
-        """Check, render and tokenise a request; raise ApiError for what cannot be answered.
+    ) -> PreparedRequest:
+        """Check, render and tokenise a request; raise ApiError if it is invalid."""
+        chat, body = self._modules["/v1/chat/completions"], await request.read()
 
-        A large body is read in a thread: nothing else would run meanwhile, of the whole run.
-        """
-        chat, body = await self._dialect(_CHAT), await request.read()
-
-        def work() -> Prepared:
+        def work() -> PreparedRequest:
             data, fixed = convert(dialects.parse(body)), session.temperature_fixed
             asked = chat.read(data, session.defaults, temperature_fixed=fixed)
             return self._prompt(session, asked)
 
         if len(body) <= _SMALL:
             return work()
+        # On the event loop, a large body would stall everything else of the run.
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def _prompt(self, session: Session, asked: ChatRequest) -> Prepared:
+    def _prompt(self, session: Session, asked: ChatRequest) -> PreparedRequest:
         if asked.tools and not self._reader.opens:
             raise ApiError(
-                400, "the model's chat template does not describe tools in a format that is read "
-                "here (docs/agents.md); leave tools out", "tools",
+                400, "the model's chat template has no supported format of tool calls "
+                "(docs/agents.md); leave tools out, or give --tool-format", "tools",
             )  # fmt: skip
         named = shielded(asked.forced or "", controls(self._tokenizer).pattern)
         forced = "" if asked.forced is None else self._reader.beginning(named)
         messages, place = session.recognise(asked.messages)
         text, context = self._render(asked, messages) + forced, self._fleet.context
-        if context and len(text) > context * self._longest:  # sooner told than tokenised
+        if context and len(text) > context * self._longest:  # cheaper than tokenising it
             raise TooLong(len(text) // self._longest, context)
         tokens, parent = session.prompt(text, partial(workflows.encode, self._tokenizer))
         if not len(tokens):
             message = "the rendered prompt is empty; give a message with text"
             raise ApiError(400, message, "messages")
-        return Prepared(session, asked, text, tokens, forced, parent, place)
+        return PreparedRequest(session, asked, text, tokens, forced, parent, place)
 
     def _render(self, asked: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> str:
         template = dict(asked.template_kwargs)
@@ -354,13 +325,13 @@ class Gateway:
             template["tools"] = list(asked.tools)
         try:
             return workflows.chat(self._tokenizer, messages, **template)
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates raise any exception
             why = " ".join(str(error).split())[:300]
-            message = f"the model's chat template does not take these messages: {why}"
+            message = f"the model's chat template rejects these messages: {why}"
             raise ApiError(400, message, "messages") from error
 
-    async def _generate(self, p: Prepared, **options: Any) -> list[Completion]:
-        sticky = None if p.session.endless else p.session.key  # one key's calls may be very many
+    async def _generate(self, p: PreparedRequest, **options: Any) -> list[Completion]:
+        sticky = None if p.session.endless else p.session.key  # too many calls for one server
         try:
             return await self._fleet.generate(
                 p.tokens, p.chat.sampling, p.chat.n, session=sticky,
@@ -369,15 +340,17 @@ class Gateway:
         except ValueError as error:
             if long := re.search(r"max_model_len(?: is |=)(\d+)", str(error)):
                 raise TooLong(len(p.tokens), int(long[1])) from error
-            named = _NAMED.search(str(error))
+            named = _SAMPLING_FIELDS.search(str(error))
             field = _FIELDS.get(named[0], named[0]) if named else "messages"
             raise ApiError(400, str(error), field) from error
         except (UserError, Failed) as error:
             raise ApiError(503, str(error), code="no_server") from error
 
-    def _keep(self, p: Prepared, name: str, completions: Sequence[Completion]) -> list[Said]:
-        """Record the completions as the choices of the answer `name`; return these."""
-        said = []
+    def _keep(
+        self, p: PreparedRequest, name: str, completions: Sequence[Completion]
+    ) -> list[Choice]:
+        """Record the completions under the answer's id `name`; return its choices."""
+        choices = []
         for number, completion in enumerate(completions):
             words = plain(p.forced) + self._decode(completion.tokens)
             text, stop, stops = words, "", p.chat.sampling.stop
@@ -410,10 +383,10 @@ class Gateway:
             cut_off = completion.stop_reason == "length"
             reason = "length" if cut_off else "tool_calls" if calls else "stop"
             count = len(completion.tokens)
-            said.append(Said(content, calls, reason, stop, count, own_tokens, thoughts))
-        return said
+            choices.append(Choice(content, calls, reason, stop, count, own_tokens, thoughts))
+        return choices
 
-    def _thoughts(self, p: Prepared, text: str) -> tuple[str, str]:
+    def _thoughts(self, p: PreparedRequest, text: str) -> tuple[str, str]:
         tags = self._reader.tags
         begun = bool(tags) and p.text.rstrip().endswith(tags[0])  # type: ignore[index]
         return self._reader.thoughts(text, begun)
@@ -422,19 +395,17 @@ class Gateway:
         shown = [int(i) for i in ids if special or i not in self._hidden]
         return self._tokenizer.decode(shown, clean_up_tokenization_spaces=False)
 
-    def _logprobs(self, p: Prepared) -> Logprobs:
-        write, most = self._modules[_CHAT].token_logprob, p.chat.sampling.top_logprobs
+    def _logprobs(self, p: PreparedRequest) -> Logprobs:
+        write = self._modules["/v1/chat/completions"].token_logprob
+        most = p.chat.sampling.top_logprobs
         return Logprobs(self._decode, self._token_bytes, write, most, self._hidden)
 
     async def _stream(
         self, request: web.Request, events: AsyncGenerator[list[Event], None]
     ) -> web.StreamResponse:
-        """Answer by server-sent events.
-
-        Nothing is sent before the first token, so that errors have a status; a later one is an
-        event of its own, as clients expect it.
-        """
+        """Answer by server-sent events; errors after the first token become an event."""
         async with aclosing(events):
+            # Nothing is sent before the first token, so earlier errors have an HTTP status.
             first = await anext(events)
             response = web.StreamResponse(
                 headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -444,17 +415,17 @@ class Gateway:
             try:
                 async for several in events:
                     await response.write(_sse(several))
-            except (ApiError, Denied) as error:
-                await response.write(_sse([_api_error(error).body()]))
+            except ApiError as error:
+                await response.write(_sse([error.body()]))
             else:
-                if "type" not in first[0]:  # OpenAI's older streams end so
+                if "type" not in first[0]:  # chat completions end with it
                     await response.write(b"data: [DONE]\n\n")
             with suppress(ConnectionError):
                 await response.write_eof()
             return response
 
     async def _events(
-        self, p: Prepared, name: str, reply: Reply
+        self, p: PreparedRequest, name: str, reply: Reply
     ) -> AsyncGenerator[list[Event], None]:
         marks, stop = self._reader.opens if p.chat.tools else (), p.chat.sampling.stop
         thoughts, tags = partial(self._thoughts, p), self._reader.tags or ()
@@ -470,7 +441,7 @@ class Gateway:
             return [
                 event
                 for kind, words in pieces
-                for event in reply.words(index, kind, words, own if kind == "text" else ())
+                for event in reply.delta(index, kind, words, own if kind == "text" else ())
             ]
 
         try:
@@ -480,27 +451,35 @@ class Gateway:
                 begun, index = True, chunk.index
                 if p.chat.logprobs:
                     logprobs[index].add(chunk)
-                if p.forced:  # a call that was begun for the model is one when it is whole
+                if p.forced:  # a forced call is sent when complete
                     continue
                 if pieces := list(texts[index].add(list(chunk.tokens))):
                     own = logprobs[index].sent(*texts[index].span)
                     yield events(index, pieces, own)
-            said = self._keep(p, name, await work)
-            for index, one in enumerate(said):
-                last = list(texts[index].rest(one.thoughts, one.content or ""))
-                left = one.logprobs[sent[index] :]
+            choices = self._keep(p, name, await work)
+            for index, choice in enumerate(choices):
+                last = list(texts[index].rest(choice.thoughts, choice.content or ""))
+                left = choice.logprobs[sent[index] :]
                 if left and "text" not in dict(last):
                     last.append(("text", ""))
                 if last:
                     yield events(index, last, left)
-            yield list(reply.end(said))
+            yield list(reply.end(choices))
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
 
 
-def _new_id(begin: str) -> str:
-    return begin + uuid.uuid4().hex
+def _import() -> dict[str, Any]:
+    """Import the modules of the APIs, which takes seconds; return them by route."""
+    try:
+        return {r: importlib.import_module(m) for r, m in _DIALECTS.items()}
+    except ImportError as error:
+        raise UserError(f"agents need the extra: {install('agents')} ({error})") from None
+
+
+def _new_id(prefix: str) -> str:
+    return prefix + uuid.uuid4().hex
 
 
 def _sse(events: Sequence[Event]) -> bytes:
@@ -514,23 +493,19 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
     """Answer every error with an error object."""
     try:
         return await handler(request)
-    except (ApiError, Denied) as error:
-        return _refusal(_api_error(error))
+    except ApiError as error:
+        return _refusal(error)
     except web.HTTPRequestEntityTooLarge:
-        return _refusal(ApiError(413, f"the body is larger than {MAX_BODY >> 20} MiB"))
+        return _refusal(ApiError(413, f"the body is larger than {MAX_BODY >> 20} MiB; shorten it"))
     except http_listener.CLIENTS as error:
         return _refusal(ApiError(400, f"the body cannot be read: {error}"))
     except web.HTTPNotFound:
         known = ", ".join([*_DIALECTS, _COUNT, "GET /v1/models", "GET /health"])
-        return _refusal(ApiError(404, f"no {request.path} here; there are POST {known}"))
+        return _refusal(ApiError(404, f"unknown path {request.path}; use POST {known}"))
     except web.HTTPMethodNotAllowed as error:
         allowed = ", ".join(sorted(error.allowed_methods))
-        message = f"{request.path} does not take {request.method}, only {allowed}"
+        message = f"{request.path} does not accept {request.method}; use {allowed}"
         return _refusal(ApiError(405, message))
-
-
-def _api_error(error: ApiError | Denied) -> ApiError:
-    return online_routes.refusal(error) if isinstance(error, Denied) else error
 
 
 def _refusal(error: ApiError) -> web.Response:

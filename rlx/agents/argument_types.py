@@ -1,4 +1,4 @@
-"""Types of a tool call's arguments that were written as text, by the tool's JSON Schema. Pure."""
+"""Convert tool arguments from text to the types of the tool's JSON Schema. Pure."""
 
 import json
 from collections.abc import Mapping
@@ -10,17 +10,17 @@ _KINDS = {
     str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
     dict: "object", type(None): "null",
 }  # fmt: skip
-_WORDS = {"true": True, "false": False, "null": None, "none": None}  # as Python writes them too
+_WORDS = {"true": True, "false": False, "null": None, "none": None}  # JSON's and Python's
 _COMBINED = ("anyOf", "oneOf", "allOf")
 
 
-def typed(text: str, schema: Any, root: Any) -> Any:
-    """Return an argument as text where the schema allows text, else as JSON of an allowed type.
+def coerce(text: str, schema: Any, root: Any) -> Any:
+    """Return an argument as text if its schema allows text, else as JSON of an allowed type.
 
-    A text that may also be an array, an object or null is that where it is written so.
+    Text that is a valid array, object or null becomes that if the schema allows it.
 
     Args:
-      schema: of the argument. root: of all arguments, for references in it.
+      schema: the argument's schema. root: schema of all arguments, which `$ref` points into.
     """
     kinds, word = _kinds(schema, root), text.strip().lower()
     try:
@@ -35,8 +35,8 @@ def typed(text: str, schema: Any, root: Any) -> Any:
     return text if scalar or wrong else _fitted(found, schema, root)
 
 
-def part(schema: Any, key: str | int, root: Any) -> Any:
-    """Return the schema of a property, or of an item, of what a schema describes."""
+def subschema(schema: Any, key: str | int, root: Any) -> Any:
+    """Return the schema of a property or an item."""
     for own in _schemas(schema, root):
         known = own.get("items" if isinstance(key, int) else "properties")
         if isinstance(key, str):
@@ -48,17 +48,17 @@ def part(schema: Any, key: str | int, root: Any) -> Any:
 
 
 def _fitted(value: Any, schema: Any, root: Any) -> Any:
-    """Return JSON with texts in place of numbers where a schema wants texts."""
+    """Convert numbers to text where the schema wants text."""
     if isinstance(value, dict):
-        return {k: _fitted(v, part(schema, k, root), root) for k, v in value.items()}
+        return {k: _fitted(v, subschema(schema, k, root), root) for k, v in value.items()}
     if isinstance(value, list):
-        return [_fitted(v, part(schema, k, root), root) for k, v in enumerate(value)]
+        return [_fitted(v, subschema(schema, k, root), root) for k, v in enumerate(value)]
     kinds = _kinds(schema, root) if type(value) in (int, float) else ()
     return json.dumps(value) if "string" in kinds and _KINDS[type(value)] not in kinds else value
 
 
 def _kinds(schema: Any, root: Any) -> set[str]:
-    """Return the types that a schema allows; none: it does not say."""
+    """Return the types that a schema allows, empty if it does not restrict them."""
     found = set[str]()
     for own in _schemas(schema, root):
         values = own.get("enum", [own["const"]] if "const" in own else [])
@@ -71,7 +71,7 @@ def _kinds(schema: Any, root: Any) -> set[str]:
 
 
 def _schemas(schema: Any, root: Any) -> list[Mapping[str, Any]]:
-    """Return a schema and all that it is put together of."""
+    """Return a schema and all schemas that it combines or refers to."""
     found, todo = list[Mapping[str, Any]](), [schema]
     while todo:
         own = todo.pop(0)
@@ -83,7 +83,7 @@ def _schemas(schema: Any, root: Any) -> list[Mapping[str, Any]]:
 
 
 def _target(schema: Mapping[str, Any], root: Any) -> Any:
-    """Return what `$ref` points to in the root; None: there is none."""
+    """Return what `$ref` points to in the root, or None."""
     names = str(schema.get("$ref", "")).replace("~1", "\0").split("/")
     if names[0] != "#":
         return None

@@ -1,7 +1,7 @@
-"""OpenAI's chat completions: a request's JSON checked and read, an answer written. Pure.
+"""Read requests and write answers of OpenAI's chat completions. Pure.
 
-(https://platform.openai.com/docs/api-reference/chat) What would change the answer and is not
-supported is refused by name; what cannot change it (`user`, `metadata`, …) is ignored.
+https://platform.openai.com/docs/api-reference/chat. Unsupported fields that would change the answer
+are refused by name; fields that cannot change it (`user`, `metadata`, …) are ignored.
 """
 
 import json
@@ -17,14 +17,14 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsNon
 from rlx.agents.dialects import (
     ApiError,
     ChatRequest,
+    Choice,
     Event,
-    Head,
-    Said,
+    ReplyHeader,
     check_fields,
     check_type,
+    invalid,
     member,
     take,
-    wrong,
 )
 from rlx.fleet.requests import MOST_TOP_LOGPROBS, Sampling
 
@@ -71,18 +71,17 @@ _PARTS = {
 
 
 def to_chat(data: Any) -> Any:
-    """Return the request as it is."""
+    """Return the request unchanged."""
     return data
 
 
 def read(data: Any, defaults: Sampling, *, temperature_fixed: bool = False) -> ChatRequest:
-    """Return the request in a body's JSON.
+    """Check a request's JSON and return it.
 
     Args:
-      defaults: of the session; its `max_new_tokens` is also the most that a request may have,
-        more is cut down to it.
-      temperature_fixed: whether the answer is trained on. Then another temperature than the
-        session's is refused, and so is a guide: losses take the logprobs to be without.
+      defaults: sampling of the session; its `max_new_tokens` is also the upper limit.
+      temperature_fixed: whether the answer is trained on. If so, another temperature and
+        `response_format` are refused, because losses assume logprobs without them.
 
     Raises:
       ApiError: 400, naming the field.
@@ -90,7 +89,7 @@ def read(data: Any, defaults: Sampling, *, temperature_fixed: bool = False) -> C
     check_fields(data, _TAKEN, IGNORED, _KNOWN)
     messages, tools = data.get("messages"), take(data, "tools", list, [])
     if not isinstance(messages, list) or not messages:
-        raise wrong("messages", messages, "a list with one message or more")
+        raise invalid("messages", messages, "a list with one message or more")
     tools = [{"type": "function", **t} if isinstance(t, dict) else t for t in tools]
     for i, tool in enumerate(tools):
         check_type(types.ChatCompletionFunctionToolParam, tool, f"tools[{i}]")
@@ -99,8 +98,8 @@ def read(data: Any, defaults: Sampling, *, temperature_fixed: bool = False) -> C
         tools = []
     guide, logprobs = _guide(data.get("response_format")), take(data, "logprobs", bool, False)
     if guide and (tools or temperature_fixed):
-        why = "leaves no room for tool calls" if tools else "changes what training counts on"
-        message = f"response_format {why}; leave it out, or ask in words"
+        why = "excludes tool calls" if tools else "changes the logprobs that training needs"
+        message = f"response_format {why}; leave it out, or ask in the prompt"
         raise ApiError(400, message, "response_format")
     sampling = _sampling(data, defaults, temperature_fixed)
     sampling = replace(sampling, guide=guide, unscored=defaults.unscored and not logprobs)
@@ -122,71 +121,67 @@ def read(data: Any, defaults: Sampling, *, temperature_fixed: bool = False) -> C
 
 
 def token_logprob(own: bytes, logprob: float) -> dict[str, Any]:
-    """Return a token and its logprob (nats); −inf, which JSON cannot hold, is OpenAI's −9999."""
+    """Return a token and its logprob (nats); −inf becomes −9999, as in OpenAI's API."""
     finite = logprob if math.isfinite(logprob) else -9999.0
     return {"token": own.decode(errors="replace"), "logprob": finite, "bytes": list(own)}
 
 
 class ChatReply:
-    """See `dialects.Reply`."""
+    """Writes chat completions, see `dialects.Reply`."""
 
-    def __init__(self, head: Head):
-        self._head = head
+    def __init__(self, header: ReplyHeader):
+        self._header = header
 
-    def whole(self, said: Sequence[Said]) -> Event:
-        """Return the answer of all choices."""
-        choices = []
-        for index, one in enumerate(said):
-            message: dict = {"role": "assistant", "content": one.content, "refusal": None}
-            if one.calls:
-                message["tool_calls"] = one.calls
-            if one.thoughts:
-                message["reasoning_content"] = one.thoughts
-            choices.append({
-                "index": index, "message": message, "finish_reason": one.reason,
-                "logprobs": _wrapped(one.logprobs) if self._head.asked.logprobs else None,
+    def full(self, choices: Sequence[Choice]) -> Event:
+        found = []
+        for index, choice in enumerate(choices):
+            message: dict = {"role": "assistant", "content": choice.content, "refusal": None}
+            if choice.calls:
+                message["tool_calls"] = choice.calls
+            if choice.thoughts:
+                message["reasoning_content"] = choice.thoughts
+            found.append({
+                "index": index, "message": message, "finish_reason": choice.reason,
+                "logprobs": _wrapped(choice.logprobs) if self._header.request.logprobs else None,
             })  # fmt: skip
-        return {**self._of("chat.completion", choices), "usage": self._usage(said)}
+        return {**self._of("chat.completion", found), "usage": self._usage(choices)}
 
     def begin(self) -> Iterator[Event]:
-        """Yield the role of each choice."""
-        for index in range(self._head.asked.n):
+        for index in range(self._header.request.n):
             yield self._delta(index, {"role": "assistant", "content": ""})
 
-    def words(
-        self, choice: int, kind: str, text: str, logprobs: Sequence[Mapping]
+    def delta(
+        self, index: int, kind: str, text: str, logprobs: Sequence[Mapping]
     ) -> Iterator[Event]:
-        """Yield the next words of a choice."""
         key = {"text": "content", "thinking": "reasoning_content"}[kind]
-        yield self._delta(choice, {key: text}, logprobs)
+        yield self._delta(index, {key: text}, logprobs)
 
-    def end(self, said: Sequence[Said]) -> Iterator[Event]:
-        """Yield tool calls and reasons, and token counts where the request wants them."""
-        for index, one in enumerate(said):
-            for number, call in enumerate(one.calls):
+    def end(self, choices: Sequence[Choice]) -> Iterator[Event]:
+        for index, choice in enumerate(choices):
+            for number, call in enumerate(choice.calls):
                 yield self._delta(index, {"tool_calls": [{"index": number, **call}]})
-            yield self._delta(index, {}, reason=one.reason)
-        if self._head.asked.include_usage:
-            yield {**self._of("chat.completion.chunk", []), "usage": self._usage(said)}
+            yield self._delta(index, {}, reason=choice.reason)
+        if self._header.request.include_usage:
+            yield {**self._of("chat.completion.chunk", []), "usage": self._usage(choices)}
 
     def _delta(
         self, index: int, delta: Event, logprobs: Sequence[Mapping] = (), reason: str | None = None
     ) -> Event:
         found = _wrapped(logprobs) if logprobs else None
         choice = {"index": index, "delta": delta, "logprobs": found, "finish_reason": reason}
-        empty = {"usage": None} if self._head.asked.include_usage else {}
+        empty = {"usage": None} if self._header.request.include_usage else {}
         return {**self._of("chat.completion.chunk", [choice]), **empty}
 
     def _of(self, kind: str, choices: list) -> Event:
-        head = self._head
+        header = self._header
         return {
-            "id": head.id, "created": head.created, "model": head.asked.model, "object": kind,
-            "choices": choices,
+            "id": header.id, "created": header.created, "model": header.request.model,
+            "object": kind, "choices": choices,
         }  # fmt: skip
 
-    def _usage(self, said: Sequence[Said]) -> dict[str, int]:
-        """Return token counts, the prompt's once and those of all choices together."""
-        prompt, drawn = self._head.prompt_tokens, sum(one.tokens for one in said)
+    def _usage(self, choices: Sequence[Choice]) -> dict[str, int]:
+        """Return token counts: the prompt once, and the sum over choices."""
+        prompt, drawn = self._header.prompt_tokens, sum(choice.tokens for choice in choices)
         return {
             "prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn,
         }  # fmt: skip
@@ -203,8 +198,8 @@ def _sampling(data: Mapping[str, Any], defaults: Sampling, temperature_fixed: bo
     temperature = _number(data, "temperature", defaults.temperature)
     if temperature_fixed and temperature != defaults.temperature:
         raise ApiError(
-            400, f"temperature={temperature:g} where training samples at {defaults.temperature:g}, "
-            "which its losses count on; leave it out", "temperature",
+            400, f"temperature={temperature:g} differs from training's "
+            f"{defaults.temperature:g}, which the losses assume; leave it out", "temperature",
         )  # fmt: skip
     asked = _number(data, "max_tokens", defaults.max_new_tokens)
     most = min(defaults.max_new_tokens, _number(data, "max_completion_tokens", asked))
@@ -225,31 +220,31 @@ def _stop(stop: Any) -> list[str]:
     found = [] if stop is None else [stop] if isinstance(stop, str) else stop
     texts = isinstance(found, list) and all(isinstance(s, str) and s for s in found)
     if not texts or len(found) > MAX_STOPS:
-        raise wrong("stop", stop, f"a text or at most {MAX_STOPS} of them, none empty")
+        raise invalid("stop", stop, f"a string or at most {MAX_STOPS} strings, none empty")
     return found
 
 
 def _guide(form: Any) -> str:
-    """Return the JSON Schema that an answer in a format must fit, "" where it need not."""
+    """Return the JSON Schema that a response format demands, "" for none."""
     if form is None or member(form, "type", _FORMATS, "response_format") == "text":
         return ""
     return json.dumps(form.get("json_schema", {}).get("schema") or {"type": "object"})
 
 
 def _forced(choice: Any, names: Sequence[str]) -> str | None:
-    """Return the tool that must be called, "" for any, or None."""
+    """Return the name of the tool that must be called, "" for any tool, None for no need."""
     if choice in (None, "auto", "none"):
         return None
     if choice != "required":
         check_type(types.ChatCompletionNamedToolChoiceParam, choice, "tool_choice")
     name = "" if choice == "required" else choice["function"]["name"]
     if not names or (name and name not in names):
-        raise wrong("tool_choice", choice, f"among tools, which has {', '.join(names) or 'none'}")
+        raise invalid("tool_choice", choice, f"among tools, which has {', '.join(names) or 'none'}")
     return name
 
 
 def _message(message: Any, name: str) -> dict[str, Any]:
-    """Return a message as chat templates want it."""
+    """Return a message in the form that chat templates take."""
     role = member(message, "role", _ROLES, name)
     out: dict[str, Any] = {
         "role": "system" if role == "developer" else role,
@@ -260,8 +255,8 @@ def _message(message: Any, name: str) -> dict[str, Any]:
         out["tool_calls"] = [_call(c, f"{name}.tool_calls[{i}]") for i, c in enumerate(calls)]
     thoughts = (take(message, key, str, "") for key in ("reasoning_content", "reasoning"))
     if role == "assistant" and (thought := next(filter(None, thoughts), "")):
-        out |= dict.fromkeys(("reasoning_content", "reasoning"), thought)  # as templates call it
-        if not (out["content"] and "tool_calls" in out):  # gpt-oss takes but one of both
+        out |= dict.fromkeys(("reasoning_content", "reasoning"), thought)  # templates' two names
+        if not (out["content"] and "tool_calls" in out):  # gpt-oss's template refuses both at once
             out["thinking"] = thought
     for key in ("tool_call_id", "name"):
         if key in message:
@@ -270,17 +265,17 @@ def _message(message: Any, name: str) -> dict[str, Any]:
 
 
 def _content(content: Any, name: str) -> str:
-    """Return a message's text; parts of several are joined by line ends."""
+    """Return a message's text; several parts are joined by newlines."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise wrong(name, content, "a text, or a list of parts of type text")
+        raise invalid(name, content, "a string, or a list of parts of type text")
     kinds = [member(part, "type", _PARTS, f"{name}[{i}]") for i, part in enumerate(content)]
     return "\n".join(part[kind] for part, kind in zip(content, kinds, strict=True))
 
 
 def _call(call: Any, name: str) -> dict[str, Any]:
-    """Return a tool call as chat templates want it: the arguments are an object, not its text."""
+    """Return a tool call in the form that chat templates take, with parsed arguments."""
     call = {"type": "function", **call} if isinstance(call, dict) else call
     check_type(types.ChatCompletionMessageFunctionToolCallParam, call, name)
     function = call["function"]
@@ -288,7 +283,7 @@ def _call(call: Any, name: str) -> dict[str, Any]:
         arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError):
         name = f"{name}.function.arguments"
-        raise wrong(name, function["arguments"], "the text of JSON") from None
+        raise invalid(name, function["arguments"], "JSON text") from None
     function = {"name": function["name"], "arguments": arguments}
     return {"id": call["id"], "type": "function", "function": function}
 
@@ -302,5 +297,5 @@ def _number(data: Mapping[str, Any], name: str, default: Any) -> Any:
     sound = number and (isinstance(value, int) or math.isfinite(value))  # 1e400 is JSON
     whole = sound and (kind is float or value == int(value))
     if not whole or not good(value):
-        raise wrong(name, value, f"a {'whole ' if kind is int else ''}number {wanted}")
+        raise invalid(name, value, f"a {'whole ' if kind is int else ''}number {wanted}")
     return kind(value)

@@ -1,9 +1,12 @@
-"""What the HTTP APIs of the gateway share: a request and an answer in normal form. Pure.
+"""Requests and answers in a form that all HTTP APIs of the gateway share. Pure.
 
-Each API is a module of its own, imported when it is first asked, since the packages whose types
-check a request take seconds to import. It has ID (the beginning of an answer's id), `to_chat`
-(a request's JSON → that of a chat completion), NAMES (its names of fields that are called otherwise
-there), REPLY (a class of the protocol `Reply`) and perhaps TOO_LONG (its words for `TooLong`).
+Each API is a module (chat.py, responses.py, messages.py) with these names:
+
+    ID        prefix of answers' ids
+    to_chat   converts a request's JSON to a chat completion's
+    NAMES     maps fields of chat completions to the API's own
+    REPLY     class that writes answers, see `Reply`
+    TOO_LONG  the API's message for a prompt above the context; optional
 """
 
 import json
@@ -16,13 +19,11 @@ from rlx.base import unknown
 from rlx.fleet.requests import Sampling
 
 Event = dict[str, Any]
-_KINDS = {str: "a text", bool: "true or false", dict: "an object", list: "a list"}
+_KINDS = {str: "a string", bool: "true or false", dict: "an object", list: "a list"}
 _ERRORS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error",
 }  # fmt: skip
-
-
 _TOO_LONG = (  # OpenAI's
     "This model's maximum context length is {context} tokens. However, your messages resulted in "
     "{tokens} tokens. Please reduce the length of the messages."
@@ -30,10 +31,7 @@ _TOO_LONG = (  # OpenAI's
 
 
 class ApiError(Exception):
-    """A request that is answered with a status and an error object.
-
-    `wait`: seconds after which to come again, of status 429.
-    """
+    """A refused request; with status 429, `wait` is the seconds until a retry may succeed."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str = "",
@@ -43,7 +41,7 @@ class ApiError(Exception):
         self.status, self.param, self.code, self.wait = status, param, code, wait
 
     def body(self) -> Event:
-        """Return the JSON of the answer, which OpenAI's and Anthropic's clients read alike."""
+        """Return the error object, in a form that OpenAI's and Anthropic's clients both read."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {
             "message": str(self), "type": _ERRORS.get(self.status, kind), "param": self.param,
@@ -53,14 +51,10 @@ class ApiError(Exception):
 
 
 class TooLong(ApiError):
-    """A prompt longer than the context; clients recognise the error by its message.
+    """A prompt longer than the context; clients recognise the error by its `template`."""
 
-    Args:
-      words: OpenAI's, or those of another API, with {tokens} and {context}.
-    """
-
-    def __init__(self, tokens: int, context: int, words: str = _TOO_LONG):
-        message = words.format(tokens=tokens, context=context)
+    def __init__(self, tokens: int, context: int, template: str = _TOO_LONG):
+        message = template.format(tokens=tokens, context=context)
         super().__init__(400, message, "messages", "context_length_exceeded")
         self.sizes = tokens, context
 
@@ -70,12 +64,12 @@ class ChatRequest:
     """A checked request.
 
     Attributes:
-      model: the name that the answer repeats; every name means the model that is served.
+      model: name that the answer repeats; every name means the served model.
       messages: for the chat template: `content` is text, `arguments` of tool calls are objects.
-      sampling: what the request says over the session's defaults; `seed` None unless it has one.
-      tools: as OpenAI describes them; empty where none may be called.
-      forced: the tool that the answer must call, "" for any of them; None: it need not call one.
-      parallel: whether the answer may have more than one call.
+      sampling: the session's defaults with the request's changes; `seed` is None without one.
+      tools: as OpenAI describes them; empty if none may be called.
+      forced: name of the tool that the answer must call, "" for any tool, None for no need.
+      parallel: whether the answer may have several calls.
     """
 
     model: str
@@ -91,27 +85,26 @@ class ChatRequest:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Head(NamedTuple):
-    """What is known of an answer before it is drawn; `created` in seconds since 1970."""
+class ReplyHeader(NamedTuple):
+    """Fields of an answer that are known before sampling; `created` in seconds since 1970."""
 
     id: str
     created: int
-    asked: ChatRequest
+    request: ChatRequest
     prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """One choice as the agent gets it.
+class Choice:
+    """One choice of an answer.
 
     Attributes:
-      content: the words; None where there are tool calls alone.
-      thoughts: what the model wrote between its tags of reasoning, before the words.
-      calls: of tools, as chat completions have them.
+      content: text; None if there are only tool calls.
+      calls, logprobs: in the form of chat completions.
       reason: stop | length | tool_calls.
-      stop: the stop string that ended it; "" where none did.
-      tokens: how many were drawn.
-      logprobs: of each token, as chat completions have them, where the request wants them.
+      stop: the stop string that ended the text, or "".
+      tokens: number of sampled tokens.
+      thoughts: text between the reasoning tags.
     """
 
     content: str | None
@@ -124,58 +117,55 @@ class Said:
 
 
 class Reply(Protocol):
-    """Writes one answer in the words of an API, whole or as events; events are in this order."""
+    """Writes one answer of an API: `full`, or events by `begin`, `delta` …, `end`."""
 
-    def whole(self, said: Sequence[Said]) -> Event:
-        """Return the answer of all choices."""
+    def full(self, choices: Sequence[Choice]) -> Event:
+        """Return the answer without streaming."""
 
     def begin(self) -> Iterator[Event]:
-        """Yield what comes before the first word."""
+        """Yield the events before the first text."""
 
-    def words(
-        self, choice: int, kind: str, text: str, logprobs: Sequence[Mapping]
+    def delta(
+        self, index: int, kind: str, text: str, logprobs: Sequence[Mapping]
     ) -> Iterator[Event]:
-        """Yield the next words of a choice, with the logprobs of all tokens since the last.
+        """Yield the next text of a choice; `kind` is thinking, then text."""
 
-        Args:
-          kind: thinking | text, in this order.
-        """
-
-    def end(self, said: Sequence[Said]) -> Iterator[Event]:
-        """Yield what comes after the last word: tool calls, reasons, token counts."""
+    def end(self, choices: Sequence[Choice]) -> Iterator[Event]:
+        """Yield the events after the last text: tool calls, reasons, token counts."""
 
 
 def parse(body: bytes) -> Any:
     """Return the JSON of an HTTP body.
 
     Raises:
-      ApiError: 400, it is none, or has a text that cannot be tokenised.
+      ApiError: 400, invalid JSON, or text that is not valid Unicode.
     """
     try:
-        text = str(body, json.detect_encoding(body))  # json's own decoding lets half pairs pass
+        text = str(
+            body, json.detect_encoding(body)
+        )  # json.loads(bytes) accepts unpaired surrogates
         found = json.loads(text, parse_constant=_no_constant)
         if "\\ud" in text.lower():
             json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        message = "the body has half of a surrogate pair, which is no character"
-        raise ApiError(400, message) from None
+        raise ApiError(400, "the body has an unpaired surrogate, which is no character") from None
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     return found
 
 
 def check_fields(data: Any, taken: Set[str], ignored: Set[str], known: Set[str]) -> None:
-    """Check that `data` is an object whose fields are known, and say nothing that is refused.
+    """Check that `data` is an object with only supported fields.
 
     Args:
-      taken: that are read. ignored: that cannot change the answer. known: of the API; where they
-        are in neither, only an empty value is taken.
+      taken: fields that are read. ignored: fields that cannot change the answer.
+      known: all fields of the API; those not taken or ignored must be empty.
 
     Raises:
-      ApiError: 400, naming the field, and the nearest one to an unknown name.
+      ApiError: 400, naming the field and, for an unknown one, the nearest name.
     """
     if not isinstance(data, dict):
-        raise wrong("the body", data, "a JSON object")
+        raise invalid("the body", data, "a JSON object")
     for name, value in data.items():
         if name not in taken | ignored | known:
             raise ApiError(400, str(unknown("field", name, taken)), name)
@@ -184,9 +174,7 @@ def check_fields(data: Any, taken: Set[str], ignored: Set[str], known: Set[str])
 
 
 def check_type(kind: Any, value: Any, name: str) -> None:
-    """Check a value by a type of the package of an API.
-
-    What is `Iterable` in it is not looked into: it is checked one by one.
+    """Check a value by a type of an API's package; pydantic does not check inside `Iterable`.
 
     Raises:
       ApiError: 400, naming the field within `name`.
@@ -197,7 +185,7 @@ def check_type(kind: Any, value: Any, name: str) -> None:
         _adapter(kind).validate_python(value, strict=True)
     except ValidationError as error:
         worst = max(error.errors(include_url=False), key=lambda e: len(e["loc"]))
-        for key in worst["loc"]:  # between keys stand the names of a union's members
+        for key in worst["loc"]:  # loc also has names of a union's members
             if isinstance(value, Mapping) and key in value:
                 name, value = f"{name}.{key}", value[key]
             elif isinstance(value, list) and isinstance(key, int):
@@ -210,33 +198,25 @@ def check_type(kind: Any, value: Any, name: str) -> None:
 
 
 def take(data: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    """Return a field of an object, `default` where it is absent or null.
-
-    Raises:
-      ApiError: 400, it is of another kind.
-    """
+    """Return a field of an object, `default` if absent or null; raise ApiError for other types."""
     value = data.get(name)
     if value is None:
         return default
     if not isinstance(value, kind):
-        raise wrong(name, value, _KINDS[kind])
+        raise invalid(name, value, _KINDS[kind])
     return value
 
 
 def member(value: Any, key: str, kinds: Mapping[str, Any], name: str) -> Any:
-    """Check an object by the type that its field `key` names; return that type.
-
-    Raises:
-      ApiError: 400, it is none of them, or not as the type has it.
-    """
+    """Check an object by the type that its field `key` names; return that name."""
     found = value.get(key) if isinstance(value, dict) else None
     if not isinstance(found, str) or found not in kinds:
-        raise wrong(name, value, f"an object whose {key} is one of {', '.join(kinds)}")
+        raise invalid(name, value, f"an object whose {key} is one of {', '.join(kinds)}")
     check_type(kinds[found], value, name)
     return found
 
 
-def wrong(name: str, got: Any, wanted: str) -> ApiError:
+def invalid(name: str, got: Any, wanted: str) -> ApiError:
     """Return the refusal of a field's value."""
     return ApiError(400, f"{name} is {repr(got)[:80]}; it must be {wanted}", name)
 
@@ -249,4 +229,4 @@ def _adapter(kind: Any) -> Any:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,4 +1,4 @@
-"""Make the `http_client` that agents are given: one connection pool for all runs of a process."""
+"""Create agents' `http_client`: one connection pool for all runs of a process."""
 
 import importlib
 import os
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def spare(host: str) -> None:
-    """Keep clients that follow HTTP_PROXY from asking it for the way to a host."""
+    """Exclude a host from HTTP_PROXY, if one is set."""
     names = (f"{kind}_proxy" for kind in ("http", "https", "all"))
     if any(os.environ.get(name) or os.environ.get(name.upper()) for name in names):
         for name in ("NO_PROXY", "no_proxy"):
@@ -16,10 +16,9 @@ def spare(host: str) -> None:
 
 
 class HttpClients:
-    """Makes clients of the HTTP library that the installed `openai` is written for.
+    """Creates clients of the HTTP library that the installed `openai` uses; None without `openai`.
 
-    Closing one (`async with AsyncOpenAI(http_client=…)` does) leaves the others' connections be.
-    Without `openai` there is none to fit, and agents get None.
+    Closing a client, as `async with AsyncOpenAI(http_client=…)` does, keeps the pool open.
     """
 
     def __init__(self) -> None:
@@ -31,23 +30,23 @@ class HttpClients:
         names = [c.__module__ for c in base.__mro__ if c.__name__ == "AsyncClient"]
         self._library = importlib.import_module(names[0].partition(".")[0])
         limits = self._library.Limits(max_connections=None, max_keepalive_connections=256)
-        # Away from the trainer, $SSL_CERT_FILE has its gateway's, besides those of the system.
+        # On other nodes $SSL_CERT_FILE holds the certificate of the trainer's gateway.
         verify = ssl.create_default_context() if os.environ.get("SSL_CERT_FILE") else True
         self._pool = self._library.AsyncHTTPTransport(limits=limits, trust_env=False, verify=verify)
         pool = self._pool
 
-        class Lent(self._library.AsyncBaseTransport):  # type: ignore[name-defined]
+        class SharedPool(self._library.AsyncBaseTransport):  # type: ignore[name-defined]
             async def handle_async_request(self, request: Any) -> Any:
                 return await pool.handle_async_request(request)
 
-        self._lent = Lent
+        self._transport = SharedPool
 
     def new(self) -> Any:
-        """Return a client for one run; on the way to loopback it asks no proxy."""
+        """Return a client for one run, which ignores proxies."""
         if self._library is None:
             return None
         return self._library.AsyncClient(
-            transport=self._lent(), trust_env=False, follow_redirects=True, timeout=None
+            transport=self._transport(), trust_env=False, follow_redirects=True, timeout=None
         )
 
     async def close(self) -> None:

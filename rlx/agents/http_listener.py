@@ -1,7 +1,7 @@
-"""Listening socket of an HTTP server that strangers cannot exhaust. Imports aiohttp.
+"""Listening socket that bounds an HTTP server's open connections. Imports aiohttp.
 
-Opening a connection takes no key, and each one takes a descriptor of this process. So connections
-wait in the kernel while there are too many, and those that are late or idle are closed.
+Anyone can open connections, and each one takes a file descriptor. Above the limit they wait in the
+kernel, and late or idle ones are closed.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ from contextlib import suppress
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-CLIENTS = (HttpProcessingError, web.RequestPayloadError)  # malformed requests: answered with 400
+CLIENTS = (HttpProcessingError, web.RequestPayloadError)  # malformed requests, status 400
 LOGGER = logging.getLogger("aiohttp.server.rlx")
-_BACKLOG = 4096  # connections of a burst that may wait to be accepted
+_BACKLOG = 4096  # connections that may wait in the kernel
 _HANDSHAKE_SECONDS = 10.0
-# Seconds that a connection has for its first request, for a body, and between two requests.
+# Seconds for a connection's first request, for a body, and between two requests.
 _LIMITS, _LIMITS_WHEN_FULL = (10.0, 60.0, float("inf")), (1.0, 10.0, 1.0)
 _LOOK_SECONDS = 0.25
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -35,32 +35,32 @@ LOGGER.addFilter(_is_ours)
 
 
 class HttpListener:
-    """Port of an aiohttp server; `watch` must be the outermost middleware of its application.
+    """Accepts connections for an aiohttp server, at most half the process's limit of open files.
 
-    At one time it has half as many connections as this process may open files.
+    `watch` must be the application's outermost middleware.
     """
 
     def __init__(self) -> None:
         self._most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
-        self._requests: dict[web.RequestHandler, web.Request] = {}  # in a handler
-        self._since: dict[web.RequestHandler, tuple[bool, float]] = {}  # had a right key; idle
+        self._requests: dict[web.RequestHandler, web.Request] = {}  # in progress
+        self._since: dict[web.RequestHandler, tuple[bool, float]] = {}  # (authorized, idle since)
         self._opening, self._warned = set[asyncio.Task](), False
 
     @web.middleware
     async def watch(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Record since when the connection of a request is idle, and whether its key was right."""
-        own, right = request.protocol, False
-        self._requests[own], self._since[own] = request, (True, time.monotonic())
+        """Record when a request's connection became idle and whether it was authorized."""
+        connection, authorized = request.protocol, False
+        self._requests[connection], self._since[connection] = request, (True, time.monotonic())
         try:
             response = await handler(request)
-            right = response.status != 401
+            authorized = response.status != 401
             return response
         finally:
-            del self._requests[own]
-            self._since[own] = right, time.monotonic()
+            del self._requests[connection]
+            self._since[connection] = authorized, time.monotonic()
 
     def open(self, server: web.Server, host: str, port: int, tls: ssl.SSLContext | None) -> int:
-        """Begin to accept connections; return the port. Raises OSError if it cannot be had."""
+        """Start accepting connections; return the port or raise OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self._socket.setblocking(False)
@@ -69,7 +69,7 @@ class HttpListener:
         return self._socket.getsockname()[1]
 
     async def close(self) -> None:
-        """Accept no more; those that were accepted are connections of the server afterwards."""
+        """Stop accepting; accepted connections stay open."""
         self._looking.cancel()
         asyncio.get_running_loop().remove_reader(self._socket)
         await asyncio.gather(self._looking, *self._opening, return_exceptions=True)
@@ -85,9 +85,9 @@ class HttpListener:
         return self._most - len(self._server.connections) - len(self._opening)
 
     def _accept(self) -> None:
-        """Accept what waits, or stop until the next look where no more can be."""
-        # asyncio's own servers accept a whole backlog at once, and log a traceback for each
-        # connection that finds no descriptor.
+        """Accept waiting connections; above the limit, pause until the next look."""
+        # asyncio's own servers accept the whole backlog at once, and log a traceback for each
+        # connection without a descriptor.
         why = f"{self._most} connections are open"
         for _ in range(self._room()):
             try:
@@ -108,7 +108,7 @@ class HttpListener:
 
     async def _begin(self, connection: socket.socket) -> None:
         seconds = _HANDSHAKE_SECONDS if self._tls else None
-        with suppress(OSError):  # a handshake that failed or took too long
+        with suppress(OSError):  # the handshake failed or timed out
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._server, connection, ssl=self._tls, ssl_handshake_timeout=seconds
             )
@@ -116,8 +116,8 @@ class HttpListener:
     def _close_late(self, first: float, body: float, idle: float) -> None:
         now = time.monotonic()
         self._since = {c: self._since.get(c, (False, now)) for c in self._server.connections}
-        for connection, (right, since) in self._since.items():
-            limit = idle if right else first
+        for connection, (authorized, since) in self._since.items():
+            limit = idle if authorized else first
             if request := self._requests.get(connection):
                 limit = float("inf") if request.content.is_eof() else body
             if now - since > limit:

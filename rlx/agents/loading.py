@@ -1,7 +1,7 @@
-"""Load the classes that a command line names: agents, and workflows of rlx.
+"""Load the agent or workflow class that a config or command line names.
 
 An agent has `async run(self, data, **extra_kwargs)`; a workflow has `async run(self, fleet, task)`,
-see `rlx.rollout.workflows.Workflow`. Mistakes in here are the user's: a UserError of one line.
+see `rlx.rollout.workflows.Workflow`.
 """
 
 import difflib
@@ -18,32 +18,28 @@ _FORMS = (
     "an agent has `async def run(self, data, **extra_kwargs)`, a workflow of rlx "
     "`async def run(self, fleet, task)`"
 )
-GIVEN = ("base_url", "api_key", "http_client")  # what `run` of an agent gets by name
+GIVEN = ("base_url", "api_key", "http_client")  # keyword arguments of an agent's `run`
 
 
 def load_class(name: str, key: str = "workflow", table: Mapping[str, type] = _NONE) -> type:
-    """Return the class that `name` names, as `user_code.find` takes it.
-
-    Raises:
-      UserError: as `find`, or it is no class.
-    """
+    """Return the class `name`, see `user_code.find`; raise UserError if there is none."""
     found = user_code.find(key, name, table)
     if not inspect.isclass(found):
-        what = type(found).__name__
-        raise UserError(f"{key}={name!r} is a {what}, not a class; name a class with `run`")
+        kind = type(found).__name__
+        raise UserError(f"{key}={name!r} is a {kind}, not a class; name a class with `run`")
     return found
 
 
 def kind(cls: type) -> Literal["agent", "workflow"]:
-    """Return whether `cls` is an agent or a workflow of rlx, by what its `run` takes.
+    """Return whether `cls` is an agent or a workflow, by the parameters of its `run`.
 
     Raises:
-      UserError: it is neither.
+      UserError: `cls` is neither.
     """
     run = getattr(cls, "run", None)
     if run is None:
         near = difflib.get_close_matches("run", [n for n in dir(cls) if n[0] != "_"], n=1)
-        hint = f"; did you mean it by {near[0]!r}?" if near else ""
+        hint = f"; rename {near[0]!r} to `run`" if near else ""
         raise UserError(f"class {cls.__name__} has no `run`{hint}; {_FORMS}")
     run = inspect.unwrap(run)
     if not inspect.iscoroutinefunction(run):
@@ -52,20 +48,17 @@ def kind(cls: type) -> Literal["agent", "workflow"]:
         return "agent"
     if _callable(run, "fleet", "task"):
         return "workflow"
-    takes = inspect.signature(run)
-    raise UserError(f"{cls.__name__}.run{takes} cannot be called as either; {_FORMS}")
+    raise UserError(
+        f"{cls.__name__}.run{inspect.signature(run)} has the wrong parameters; {_FORMS}"
+    )
 
 
 def instance(cls: type, kwargs: Mapping[str, Any] | None = None) -> Any:
-    """Return `cls(**kwargs)`.
-
-    Raises:
-      UserError: a name is unknown or missing, or the constructor raised.
-    """
+    """Return `cls(**kwargs)`; raise UserError if an argument is unknown or missing, or it fails."""
     kwargs = dict(kwargs or {})
     try:
         signature = inspect.signature(cls)
-    except (TypeError, ValueError):  # some of C's have none
+    except (TypeError, ValueError):  # some C classes have none
         signature = None
     if signature is not None:
         _check_names(cls, signature, kwargs)
@@ -80,23 +73,15 @@ def instance(cls: type, kwargs: Mapping[str, Any] | None = None) -> Any:
 
 
 def check_agent(name: str, kwargs: Mapping[str, Any]) -> None:
-    """Check that `name` is an agent class that can be made of `kwargs`.
-
-    Raises:
-      UserError: as `load_class`, `kind` and `instance`, or it is a workflow of rlx.
-    """
+    """Raise UserError unless `name` is an agent class and `cls(**kwargs)` works."""
     cls = load_class(name)
     if kind(cls) == "workflow":
-        raise UserError(f"{name} is no agent but a workflow of rlx; use rlx.evaluate")
+        raise UserError(f"{name} is a workflow of rlx, not an agent; use rlx.evaluate")
     instance(cls, kwargs)
 
 
 def parse_kwargs(given: Any, flag: str = "--workflow_kwargs") -> dict[str, Any]:
-    """Return the arguments in a mapping, or in the text of a JSON object; none when empty.
-
-    Raises:
-      UserError: anything else.
-    """
+    """Return arguments given as a mapping or as the text of a JSON object, or raise UserError."""
     given = given.to_dict() if hasattr(given, "to_dict") else given  # from a flag
     if isinstance(given, Mapping):
         return dict(given)
@@ -108,18 +93,18 @@ def parse_kwargs(given: Any, flag: str = "--workflow_kwargs") -> dict[str, Any]:
             f"{flag}={text!r} is not JSON ({error}); write {flag}='{{\"name\": 1}}'"
         ) from None
     if not isinstance(found, dict):
-        raise UserError(f"{flag}={text!r} is no JSON object; write {flag}='{{\"name\": 1}}'")
+        raise UserError(f"{flag}={text!r} is not a JSON object; write {flag}='{{\"name\": 1}}'")
     return found
 
 
-def chosen(flags: Any, rollout: Any) -> tuple[str, dict[str, Any]]:
-    """Return name and arguments of the workflow that flags name, or else the config's section."""
+def workflow_of(flags: Any, rollout: Any) -> tuple[str, dict[str, Any]]:
+    """Return name and arguments of the workflow, from the flags or else from the config."""
     given = flags if flags.workflow else rollout
     return given.workflow, parse_kwargs(flags.workflow_kwargs or given.workflow_kwargs)
 
 
 def _callable(run: Any, *positional: Any, **named: Any) -> bool:
-    """Return whether `run` of an instance could be called so."""
+    """Return whether an instance's `run` accepts these arguments."""
     try:
         inspect.signature(run).bind(None, *positional, **named)
     except TypeError:
@@ -133,7 +118,7 @@ def _check_names(cls: type, signature: inspect.Signature, kwargs: Mapping[str, A
     if not any(p.kind == p.VAR_KEYWORD for p in takes):
         for name in kwargs:
             if name not in named and not named:
-                raise UserError(f"{cls.__name__}() takes no arguments and was given {name!r}")
+                raise UserError(f"{cls.__name__}() takes no arguments; remove {name!r}")
             if name not in named:
                 raise unknown(f"argument of {cls.__name__}", name, named)
     needed = [p.name for p in takes if p.name in named and p.default is p.empty]

@@ -1,4 +1,4 @@
-"""Name the line of code that keeps a thread, or the event loop in it, from going on."""
+"""Find the line of code that blocks a thread or an event loop."""
 
 import asyncio
 import linecache
@@ -22,12 +22,12 @@ def stack(thread: int) -> list[FrameType]:
 
 
 def is_own(frame: FrameType) -> bool:
-    """Return whether a frame is in a user's code, not in a library's."""
+    """Return whether a frame is in the user's code, not in a library."""
     return not any(part in frame.f_code.co_filename for part in LIBRARIES)
 
 
 def place_of(frames: Sequence[FrameType]) -> str:
-    """Return `agent.py:14 Agent.run: time.sleep(5)` of the user's deepest line."""
+    """Return the user's innermost line, as `agent.py:14 Agent.run: time.sleep(5)`."""
     for frame in ([*filter(is_own, frames)] or frames)[-1:]:
         code, number = frame.f_code, frame.f_lineno
         source = linecache.getline(code.co_filename, number).strip()[:_LINE]
@@ -36,11 +36,11 @@ def place_of(frames: Sequence[FrameType]) -> str:
 
 
 def watch_loop(late: Callable[[float, str], None]) -> None:
-    """Watch the running loop, called in its thread, until it is closed.
+    """Watch the running loop until it is closed; call this in the loop's thread.
 
     Args:
-      late: called from another thread, again and again while the loop does not turn, with the
-        seconds since it was asked to and its line.
+      late: called from another thread, repeatedly while the loop is blocked, with the seconds so
+        far and the blocking line.
     """
     loop, thread = asyncio.get_running_loop(), threading.get_ident()
 

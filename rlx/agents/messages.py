@@ -1,7 +1,7 @@
-"""Anthropic's messages in terms of chat completions, and an answer in its words. Pure.
+"""Read requests and write answers of Anthropic's Messages API, by way of chat completions. Pure.
 
-(https://docs.claude.com/en/api/messages) A `tool_use` is a tool call of the same id, a
-`tool_result` a message of the role tool, a `thinking` block what templates call reasoning.
+https://docs.claude.com/en/api/messages. A `tool_use` becomes a tool call with the same id,
+a `tool_result` a message of role tool, and a `thinking` block `reasoning_content`.
 """
 
 import json
@@ -14,14 +14,14 @@ from anthropic.types.message_create_params import MessageCreateParamsNonStreamin
 from rlx.agents.chat import MAX_STOPS
 from rlx.agents.dialects import (
     ApiError,
+    Choice,
     Event,
-    Head,
-    Said,
+    ReplyHeader,
     check_fields,
     check_type,
+    invalid,
     member,
     take,
-    wrong,
 )
 
 ID = "msg_"
@@ -40,7 +40,7 @@ _TEXT = {"text": types.TextBlockParam}
 _THOUGHTS = {
     "thinking": types.ThinkingBlockParam, "redacted_thinking": types.RedactedThinkingBlockParam,
 }  # fmt: skip
-_BLOCKS: dict[str, dict[str, Any]] = {  # of the messages of a role
+_BLOCKS: dict[str, dict[str, Any]] = {  # types of content by role
     "system": _TEXT,
     "user": {**_TEXT, "tool_result": types.ToolResultBlockParam},
     "assistant": {**_TEXT, **_THOUGHTS, "tool_use": types.ToolUseBlockParam},
@@ -50,7 +50,7 @@ _CHOICES = {
     "auto": types.ToolChoiceAutoParam, "any": types.ToolChoiceAnyParam,
     "none": types.ToolChoiceNoneParam, "tool": types.ToolChoiceToolParam,
 }  # fmt: skip
-_BEGUN = {  # blocks
+_EMPTY = {  # blocks
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
     "text": {"type": "text", "text": ""},
 }
@@ -58,11 +58,7 @@ _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"
 
 
 def to_chat(data: Any) -> dict[str, Any]:
-    """Return a request's JSON as that of a chat completion, which checks the numbers in it.
-
-    Raises:
-      ApiError: 400, naming the field.
-    """
+    """Convert a request's JSON to a chat completion's; raise ApiError naming a bad field."""
     check_fields(data, _TAKEN, _IGNORED, _KNOWN)
     out = {name: data[name] for name in _SAME if data.get(name) is not None}
     if form := take(data, "output_config", dict, {}).get("format"):
@@ -71,7 +67,7 @@ def to_chat(data: Any) -> dict[str, Any]:
         out["response_format"] = {"type": "json_schema", "json_schema": schema}
     stops = take(data, "stop_sequences", list, [])
     if len(stops) > MAX_STOPS or not all(isinstance(stop, str) and stop for stop in stops):
-        raise wrong("stop_sequences", stops, f"at most {MAX_STOPS} texts, none empty")
+        raise invalid("stop_sequences", stops, f"at most {MAX_STOPS} strings, none empty")
     out["stop"] = stops
     tools = take(data, "tools", list, [])
     out["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
@@ -82,73 +78,71 @@ def to_chat(data: Any) -> dict[str, Any]:
         out["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
     messages = data.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise wrong("messages", messages, "a list with one message or more")
+        raise invalid("messages", messages, "a list with one message or more")
     system = _texts(data.get("system") or "", "system")
     out["messages"] = [{"role": "system", "content": system}] if system else []
     for i, message in enumerate(messages):
         role = member(message, "role", _ROLES, f"messages[{i}]")
-        out["messages"] += _said(role, message["content"], f"messages[{i}].content")
+        out["messages"] += _chat_messages(role, message["content"], f"messages[{i}].content")
     if messages[-1]["role"] == "assistant":
         name = f"messages[{len(messages) - 1}]"
-        raise ApiError(400, f"{name} would begin the answer; end with a user's message", name)
+        raise ApiError(400, f"{name} would prefill the answer; end with a user's message", name)
     return out
 
 
 class MessageReply:
-    """See `dialects.Reply`."""
+    """Writes messages, see `dialects.Reply`; a tool call is a block of its own."""
 
-    def __init__(self, head: Head):
-        self._head = head
-        self._open = ""  # thinking | text: the block under way
+    def __init__(self, header: ReplyHeader):
+        self._header = header
+        self._open = ""  # thinking | text: the open block
         self._index = -1  # its number
 
-    def whole(self, said: Sequence[Said]) -> Event:
-        """Return the answer."""
-        (one,) = said
-        said_so = (("thinking", one.thoughts), ("text", one.content))
-        texts = [{**_BEGUN[kind], kind: words} for kind, words in said_so if words]
-        calls = [{**_use(call), "input": json.loads(_given(call))} for call in one.calls]
-        return self._message([*texts, *calls], one)
+    def full(self, choices: Sequence[Choice]) -> Event:
+        (choice,) = choices
+        parts = (("thinking", choice.thoughts), ("text", choice.content))
+        texts = [{**_EMPTY[kind], kind: text} for kind, text in parts if text]
+        calls = [{**_tool_use(c), "input": json.loads(c["function"]["arguments"])}
+                 for c in choice.calls]  # fmt: skip
+        return self._message([*texts, *calls], choice)
 
     def begin(self) -> Iterator[Event]:
-        """Yield the empty message."""
         yield {"type": "message_start", "message": self._message([], None)}
 
-    def words(
-        self, choice: int, kind: str, text: str, logprobs: Sequence[Mapping]
+    def delta(
+        self, index: int, kind: str, text: str, logprobs: Sequence[Mapping]
     ) -> Iterator[Event]:
-        """Yield the next words, the beginning of their block before the first."""
         if kind != self._open:
             yield from self._close()
             self._open, self._index = kind, self._index + 1
-            yield _block(self._index, "start", content_block=_BEGUN[kind])
+            yield _block(self._index, "start", content_block=_EMPTY[kind])
         yield _block(self._index, "delta", delta={"type": f"{kind}_delta", kind: text})
 
-    def end(self, said: Sequence[Said]) -> Iterator[Event]:
-        """Yield the end of the text, a block for each tool call, and why it ended."""
-        (one,) = said
+    def end(self, choices: Sequence[Choice]) -> Iterator[Event]:
+        (choice,) = choices
         yield from self._close()
-        for index, call in enumerate(one.calls, self._index + 1):
-            yield _block(index, "start", content_block=_use(call))
-            delta = {"type": "input_json_delta", "partial_json": _given(call)}
+        for index, call in enumerate(choice.calls, self._index + 1):
+            yield _block(index, "start", content_block=_tool_use(call))
+            delta = {"type": "input_json_delta", "partial_json": call["function"]["arguments"]}
             yield _block(index, "delta", delta=delta)
             yield _block(index, "stop")
-        yield {"type": "message_delta", "delta": _ended(one), "usage": self._usage(one)}
+        yield {"type": "message_delta", "delta": _stop_fields(choice), "usage": self._usage(choice)}
         yield {"type": "message_stop"}
 
     def _close(self) -> Iterator[Event]:
         if self._open:
             yield _block(self._index, "stop")
 
-    def _message(self, content: list, said: Said | None) -> Event:
+    def _message(self, content: list, choice: Choice | None) -> Event:
         return {
-            "id": self._head.id, "type": "message", "role": "assistant", "content": content,
-            "model": self._head.asked.model, **_ended(said), "usage": self._usage(said),
+            "id": self._header.id, "type": "message", "role": "assistant", "content": content,
+            "model": self._header.request.model, **_stop_fields(choice),
+            "usage": self._usage(choice),
         }  # fmt: skip
 
-    def _usage(self, said: Said | None) -> dict[str, int]:
-        tokens = said.tokens if said else 0
-        return {"input_tokens": self._head.prompt_tokens, "output_tokens": tokens}
+    def _usage(self, choice: Choice | None) -> dict[str, int]:
+        tokens = choice.tokens if choice else 0
+        return {"input_tokens": self._header.prompt_tokens, "output_tokens": tokens}
 
 
 REPLY = MessageReply
@@ -158,26 +152,22 @@ def _block(index: int, what: str, **fields: Any) -> Event:
     return {"type": f"content_block_{what}", "index": index, **fields}
 
 
-def _use(call: Mapping[str, Any]) -> Event:
+def _tool_use(call: Mapping[str, Any]) -> Event:
     return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
 
 
-def _given(call: Mapping[str, Any]) -> str:
-    return call["function"]["arguments"]
-
-
-def _ended(said: Said | None) -> Event:
-    if said is None:
+def _stop_fields(choice: Choice | None) -> Event:
+    if choice is None:
         return {"stop_reason": None, "stop_sequence": None}
-    by_text = said.reason == "stop" and said.stop
-    reason = "stop_sequence" if by_text else _REASONS[said.reason]
-    return {"stop_reason": reason, "stop_sequence": said.stop if by_text else None}
+    stop = choice.stop if choice.reason == "stop" else None
+    reason = "stop_sequence" if stop else _REASONS[choice.reason]
+    return {"stop_reason": reason, "stop_sequence": stop or None}
 
 
 def _tool(tool: Any, name: str) -> dict[str, Any]:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind not in (None, "custom"):
-        raise ApiError(400, f"a tool of type {kind!r} is not done here", name)
+        raise ApiError(400, f"tools of type {kind!r} are not supported; give custom tools", name)
     check_type(types.ToolParam, tool, name)
     function = {"name": tool["name"], "parameters": tool["input_schema"]}
     if "description" in tool:
@@ -185,8 +175,8 @@ def _tool(tool: Any, name: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _said(role: str, content: Any, name: str) -> list[dict[str, Any]]:
-    """Return the messages that one of Anthropic's is: tools' results first, then the words."""
+def _chat_messages(role: str, content: Any, name: str) -> list[dict[str, Any]]:
+    """Convert a message to those of chat completions: tool results first, then the text."""
     out: list[dict[str, Any]] = []
     calls, texts, thoughts = [], [], []
     for kind, block, at in _blocks(content, name, _BLOCKS[role]):
@@ -202,9 +192,9 @@ def _said(role: str, content: Any, name: str) -> list[dict[str, Any]]:
             result = f"Error: {result}" if block.get("is_error") else result
             out.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": result})
     if texts or calls or not out:
-        words = {"role": role, "content": "\n".join(texts)}
-        words |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
-        out.append({**words, "tool_calls": calls} if calls else words)
+        message = {"role": role, "content": "\n".join(texts)}
+        message |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
+        out.append({**message, "tool_calls": calls} if calls else message)
     return out
 
 
@@ -215,10 +205,10 @@ def _texts(content: Any, name: str) -> str:
 def _blocks(
     content: Any, name: str, kinds: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, Any], str]]:
-    """Yield (type, block, its name) of a content, a text or a list of blocks, each checked."""
+    """Check a content, text or a list of blocks; yield (type, block, name) of each block."""
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if not isinstance(content, list):
-        raise wrong(name, content, "a text or a list of blocks")
+        raise invalid(name, content, "a string or a list of blocks")
     for i, block in enumerate(content):
         yield member(block, "type", kinds, f"{name}[{i}]"), block, f"{name}[{i}]"

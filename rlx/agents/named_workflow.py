@@ -1,4 +1,4 @@
-"""Build the workflow that a config or a command line names: one of rlx, or agents' runs."""
+"""Build the workflow or agent that a config or a command line names."""
 
 import inspect
 from collections.abc import Mapping
@@ -18,30 +18,26 @@ from rlx.rollout.workflows import RLVR, Prompts, Workflow, encode
 from rlx.sandbox.sandbox import SandboxOptions
 
 RLVR_NAME = "rlvr"
-ONLINE = "online"  # applications ask in training; questions that are held out have one turn
+ONLINE = "online"  # trains on applications' sessions; held-out questions are RLVR
 _WORKFLOWS = {RLVR_NAME: RLVR, ONLINE: RLVR, "tools": ToolUse, "multi_turn": MultiTurn}
 _GIVEN = ("prompts", "tokenizer", "sampling", "n", "reward_pool", "sandbox")
 
 
 def uses_rewards(name: str, key: str = "workflow") -> bool:
-    """Return whether a workflow, `rlvr` or as `user_code.find` names it, gets a reward pool.
-
-    Raises:
-      UserError: no such class, or it is neither an agent nor a workflow; begins with `key`.
-    """
+    """Return whether the workflow `name` takes a reward pool; raise UserError naming `key`."""
     cls = loading.load_class(name, key, _WORKFLOWS)
     return loading.kind(cls) == "workflow" and "reward_pool" in inspect.signature(cls).parameters
 
 
 @dataclass(frozen=True)
 class NamedWorkflow:
-    """A workflow of rlx or an agent class, by its name, and what makes it.
+    """A workflow or agent class by name, with its arguments.
 
     Attributes:
-      name: as in `uses_rewards`.
-      kwargs: of the constructor, from the user.
-      prompts, sampling, n, sandbox: of the run. The constructor of a workflow gets those that it
-        names, of these, of `tokenizer` and of `reward_pool`.
+      name: `rlvr`, another key of the table, FILE.py:Class or module:Class.
+      kwargs: the user's arguments of the constructor.
+      prompts, sampling, n, sandbox: of the run. A workflow's constructor gets those of these,
+        `tokenizer` and `reward_pool` that it names.
     """
 
     name: str
@@ -52,11 +48,7 @@ class NamedWorkflow:
     sandbox: SandboxOptions = field(default_factory=SandboxOptions)
 
     def build(self, reward_pool: RewardPool, agents: AgentOptions = DEFAULTS) -> Workflow:
-        """Return a new workflow, one that runs the class where that is an agent.
-
-        Raises:
-          UserError: as `uses_rewards`, or the class does not take the arguments.
-        """
+        """Return the workflow, or an AgentWorkflow for an agent; raise UserError if it fails."""
         cls, tokenizer = loading.load_class(self.name, table=_WORKFLOWS), self.prompts.tokenizer
         if loading.kind(cls) == "agent":
             shared = (tokenizer, self.sampling, self.n)
@@ -67,10 +59,10 @@ class NamedWorkflow:
         return loading.instance(cls, {**given, **self.kwargs})
 
     def try_out(self, row: Mapping[str, Any]) -> None:
-        """Make a group by a user's own workflow, no agent: without a server, by rewards of 0.
+        """Run a user's own workflow once, without a server and with rewards of 0.
 
         Raises:
-          UserError: it raises, or gives what is no group; names row, file and line.
+          UserError: the workflow raises or returns no group; names row, file and line.
         """
         if user_code.is_own(self.name) and loading.kind(loading.load_class(self.name)) != "agent":
             with closing(RewardPool({})) as pool:

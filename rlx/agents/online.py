@@ -1,9 +1,7 @@
-"""Keep the sessions of outside applications, each under an API key, in an SQLite database.
+"""Sessions of outside applications, by API key, in an SQLite database.
 
-`session_state.py` has the rules of a session's life; here are its key, its tokens and its place on
-disk. A change is committed before its request is answered, so no SIGKILL loses it. A commit does
-not wait for the disk. The write-ahead log is synced every second, so a power cut costs the last
-second at most. All runs on the gateway's loop.
+Each change is committed before its request is answered, so a SIGKILL loses nothing. The write-ahead
+log is synced every second, so a power cut loses at most one. Runs on the gateway's event loop.
 """
 
 import asyncio
@@ -34,13 +32,13 @@ from rlx.rollout import control_tokens
 from rlx.system import jsonl
 from rlx.system.threads import in_thread
 
-SWEEP_SECONDS = 1.0  # between two looks at idle sessions, and two syncs of the log
+SWEEP_SECONDS = 1.0  # interval of ending idle sessions and of syncing the log
 ADMIN_VARIABLE = "RLX_ADMIN_KEY"
 FILE = "sessions.sqlite3"
-_OLD_FILE = "journal.jsonl"  # of rlx before it had a database
-_FORGET_ROWS = 2000  # written between two removals of sessions that nothing asks for
-_KEYS = 100_000  # begun last, of which those whose sessions are gone stay known
-_SHORTEST = 16  # characters of a key that somebody else made
+_OLD_FILE = "journal.jsonl"  # the format before the database
+_FORGET_ROWS = 2000  # rows written between two deletions of unneeded sessions
+_KEYS = 100_000  # newest keys, kept even after their sessions are deleted
+_SHORTEST = 16  # fewest characters of a given key
 _SCHEMA = """
 PRAGMA locking_mode = EXCLUSIVE;  -- one process only; without shared memory, for network disks
 PRAGMA journal_mode = WAL;
@@ -62,12 +60,12 @@ _ARRAYS = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32}
 
 @dataclass(frozen=True, slots=True)
 class OnlineOptions:
-    """How sessions of applications are admitted and end.
+    """Admission and end of applications' sessions.
 
     Attributes:
-      admin_key: makes and ends sessions.
-      idle_seconds: without a request, after which a session ends.
-      most: open sessions at one time.
+      admin_key: API key that opens, lists and exports sessions.
+      idle_seconds: seconds without a request that end a session.
+      most: limit of open sessions.
     """
 
     admin_key: str
@@ -75,11 +73,11 @@ class OnlineOptions:
     most: int = 1024
 
     @classmethod
-    def named(cls, flags: Any) -> "OnlineOptions | None":
-        """Return those of `admin_key`, a file, or else $RLX_ADMIN_KEY; None where neither is given.
+    def from_flags(cls, flags: Any) -> "OnlineOptions | None":
+        """Return options with the key in the file `admin_key` or $RLX_ADMIN_KEY, None without one.
 
         Raises:
-          UserError: it cannot be read or is too short; `idle_seconds` are none.
+          UserError: the key cannot be read or is too short, or `idle_seconds` is not positive.
         """
         path = flags.admin_key
         try:
@@ -89,32 +87,31 @@ class OnlineOptions:
         if not (path or key):
             return None
         if len(key := key.strip()) < _SHORTEST:
-            made = "`openssl rand -hex 24` makes one"
-            raise UserError(f"the admin key has {len(key)} characters, wanted {_SHORTEST}; {made}")
+            problem = f"the admin key has {len(key)} characters, fewer than {_SHORTEST}"
+            raise UserError(f"{problem}; create one with `openssl rand -hex 24`")
         if not flags.idle_seconds > 0:
             raise UserError(f"idle_seconds={flags.idle_seconds:g} ends every session; raise it")
         return cls(key, flags.idle_seconds)
 
 
 class OnlineSessions:
-    """The sessions, by id and by key.
+    """All sessions, by id and by key.
 
     Args:
-      directory: holds the database, is made private, and serves one process at a time.
-      defaults: of the requests; a session's seed is a function of its id.
+      directory: private directory of the database, locked by this process.
+      defaults: sampling of requests, except for the seed, a hash of the session's id.
       temperature_fixed: see `chat.read`.
       clock: seconds, monotonic.
 
     Attributes:
-      states: by id, in the order in which they began.
-      live: what they asked and were answered, by id.
+      states: by id, in order of opening.
+      live: requests and answers, by id.
       admit: returns the slot of a new session of a task, −1 for none; may raise Denied.
-      changed: called with the time when a session has begun, was rewarded or has ended, and at
-        every sweep.
-      covered: whether a session that was taken may be forgotten.
+      changed: called with the time after each opening, reward and end, and at every sweep.
+      covered: whether a taken session may be deleted.
 
     Raises:
-      UserError: the database cannot be read or written, is damaged, or another process has it.
+      UserError: the database is unreadable, unwritable, damaged or in use.
     """
 
     def __init__(
@@ -135,9 +132,8 @@ class OnlineSessions:
         self.covered: Callable[[SessionState], bool] = lambda state: True
         self._path = directory / FILE
         if (old := directory / _OLD_FILE).exists():
-            raise UserError(f"{old} has sessions of an earlier rlx, which this one cannot read; "
-                            "move it away or give another directory")  # fmt: skip
-        with ExitStack() as stack:  # or the lock would outlive a start that failed
+            raise UserError(f"{old} comes from another version of rlx; give another directory")
+        with ExitStack() as stack:  # releases the lock if the start fails
             try:
                 directory.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self._path.touch(0o600)
@@ -146,56 +142,50 @@ class OnlineSessions:
             except (OSError, sqlite3.OperationalError) as error:
                 locked = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
                 why = "another process has it" if locked else error
-                raise UserError(f"no sessions in {directory}: {why}; name another") from error
+                raise UserError(
+                    f"cannot use {self._path}: {why}; give another directory"
+                ) from error
             except (sqlite3.DatabaseError, ValueError, TypeError, LookupError) as error:
-                what = f"{self._path} is damaged ({error!r:.100})"
-                raise UserError(f"{what}; restore it from a copy, or move it away") from error
+                problem = f"{self._path} is damaged ({error!r:.100})"
+                raise UserError(f"{problem}; restore a backup, or move it away") from error
             stack.pop_all()
-        # Seconds since 1970 as of the start, and since then of a clock that nobody sets.
+        # Seconds since 1970, monotonic even if the system clock is set back.
         known = (state.touched for state in self.states.values())
         epoch = max(time.time(), *known, 0.0) - clock()
         self._clock = lambda: epoch + clock()
-        for name, state in self.states.items():  # nobody could ask while nobody answered
+        for name, state in self.states.items():  # downtime does not count as idle
             if not state.ended:
                 self.states[name] = replace(state, touched=self._clock())
         self._forget_at = _FORGET_ROWS
 
-    # Keys.
-
     def is_admin(self, key: str) -> bool:
-        """Return whether `key` is the admin's, in a time that does not tell where it differs."""
+        """Return whether `key` is the admin's, in constant time."""
         return hmac.compare_digest(_bytes(key), _bytes(self.options.admin_key))
 
     def known(self, key: str) -> tuple[str, str] | None:
-        """Return the latest session of a key and its task as JSON, None for an unknown key."""
+        """Return (session id, task as JSON) of a key's latest session, None for an unknown key."""
         asked = "SELECT session, task FROM keys WHERE digest = ?"
         return self._db.execute(asked, (_digest(key),)).fetchone()
 
     def current(self, key: str) -> SessionState | None:
-        """Return the latest session of a key, None for an unknown key.
-
-        Raises:
-          Denied: the session is gone.
-        """
+        """Return a key's latest session, None for an unknown key; raise Denied if deleted."""
         name, _ = self.known(key) or ("", "")
         if name and name not in self.states:
-            raise Denied("ended", "the session of this key is gone; refresh begins the next one")
+            raise Denied("ended", "the session of this key was deleted; refresh opens the next one")
         return self.states.get(name)
 
     def find(self, key: str) -> Session | None:
-        """Return the open session of a key, None for an unknown key; raise Denied if it ended."""
+        """Return a key's open session, None for an unknown key; raise Denied if it ended."""
         state = self.current(key)
         if state:
             state.require_open()
         return self.live[state.id] if state else None
 
-    # What happens.
-
     def open(self, task: str = "", key: str = "") -> tuple[SessionState, str]:
-        """Begin a session; return it and its API key, `key` or a new one.
+        """Open a session; return it and its API key, `key` or a new one.
 
         Raises:
-          Denied: the key is too short, or has a session; there is no place for one.
+          Denied: the key is too short or in use, or no more sessions are admitted.
         """
         if key and len(key) < _SHORTEST:
             raise Denied("short", f"api_key needs {_SHORTEST} characters or more")
@@ -214,10 +204,10 @@ class OnlineSessions:
         return state, key
 
     def refresh(self, key: str) -> SessionState | None:
-        """End a key's session if it is open, and begin the next one; None for an unknown key.
+        """End a key's session if open, and open the next one; return None for an unknown key.
 
         Raises:
-          Denied: there is no place; the session before has ended then.
+          Denied: no more sessions are admitted; the old session has ended then.
         """
         if (known := self.known(key)) is None:
             return None
@@ -227,13 +217,13 @@ class OnlineSessions:
         return self.open(json.loads(task), key)[0]
 
     def reward(self, name: str, value: float | Mapping[str, float]) -> SessionState:
-        """Take a reward of a session, or of its completions."""
+        """Set the reward of a session or of its completions."""
         state = self._save(self.state(name).add_reward(value))
         self.changed(state.touched)
         return state
 
     def end(self, name: str, by: str) -> SessionState:
-        """End a session and its requests."""
+        """End a session and cancel its requests."""
         state = self._save(self.state(name).end(by))
         self.changed(state.touched)
         for task in list(self.live[name].tasks):
@@ -241,17 +231,17 @@ class OnlineSessions:
         return state
 
     def take(self, name: str, how: str, why: str = "") -> None:
-        """Record what became of an ended session."""
+        """Record how an ended session was used: trained, exported or dropped."""
         self._save(self.state(name).take(how, why))
 
     def state(self, name: str) -> SessionState:
-        """Return the state of a session; raise Denied where there is none."""
+        """Return the state of a session, or raise Denied."""
         if name not in self.states:
-            raise Denied("unknown", f"there is no session {name[:40]!r}")
+            raise Denied("unknown", f"unknown session {name[:40]!r}")
         return self.states[name]
 
     def sweep(self) -> None:
-        """End what is idle, report the time, and forget sessions once many rows were written."""
+        """End idle sessions, call `changed`, and delete old sessions after many writes."""
         now = self._clock()
         for name, state in list(self.states.items()):
             if state.ended:
@@ -266,28 +256,26 @@ class OnlineSessions:
             self._forget_at = self._db.total_changes + _FORGET_ROWS
 
     async def run(self) -> None:
-        """Sweep and sync for ever."""
+        """Sweep and sync until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            with suppress(ApiError, sqlite3.Error, OSError):  # a full disk: there may be room later
+            with suppress(ApiError, sqlite3.Error, OSError):  # retry later: the disk may be full
                 self.sweep()
                 await in_thread(self._sync)
 
     def close(self) -> None:
-        """Let another process have the database."""
+        """Close and unlock the database."""
         self._db.close()
 
     async def export(self, name: str) -> bytes:
-        """Return an ended session as JSON: what it asked, what it got, and rows to train on."""
-        state, made = self.state(name), self.live[name].interactions
+        """Return an ended session as JSON: state, completions, and trajectories to train on."""
+        state = self.state(name)
         if not state.ended:
             raise Denied("open", f"session {name} has not ended; end it first")
-        return await in_thread(_exported, state, made)
-
-    # The database.
+        return await in_thread(_export, state, self.live[name].interactions)
 
     def forget(self) -> None:
-        """Remove the sessions that were taken and are covered; their keys stay known for long."""
+        """Delete the sessions that were taken and are covered."""
         gone = [name for name, s in self.states.items() if s.taken and self.covered(s)]
         with self._db:
             self._db.executemany("DELETE FROM sessions WHERE id = ?", [(n,) for n in gone])
@@ -300,7 +288,7 @@ class OnlineSessions:
             os.fsync(file.fileno())
 
     def _save(self, state: SessionState, answer: Mapping[str, Any] | None = None) -> SessionState:
-        """Return the state of now once the database has it, and the answer that led to it."""
+        """Write a state and its newest answer to the database; return the state."""
         state = replace(state, touched=self._clock())
         try:
             with self._db:
@@ -312,28 +300,30 @@ class OnlineSessions:
                     known = (state.key, state.id, json.dumps(state.task))
                     self._db.execute("INSERT OR REPLACE INTO keys VALUES (?, ?, ?)", known)
         except sqlite3.Error as error:
-            raise ApiError(503, f"the session cannot be kept: {error}", code="no_space") from error
+            raise ApiError(
+                503, f"cannot write the session: {error}; free disk space", code="no_space"
+            ) from error
         self.states[state.id] = state
         return state
 
     def _keep(self, session: Session, i: Interaction) -> None:
         state = self.state(session.key).add_answer(i.completion_id)
-        self._save(state, _made(i, session.interactions))
+        self._save(state, _to_json(i, session.interactions))
 
     def _session(self, name: str, answers: Iterable[bytes] = ()) -> Session:
-        """Return a session whose seed is a function of its id, with the answers that it had."""
+        """Return a session with its stored answers; its seed is a hash of its id."""
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big") >> 1
         session = Session(name, replace(self._defaults, seed=seed), self._temperature_fixed)
         for answer in answers:
-            i = _interaction(json.loads(answer), session.interactions)
+            i = _from_json(json.loads(answer), session.interactions)
             if not i.choice:
-                session.seed(i.prompt_tokens)  # counts how often it was asked
+                session.seed(i.prompt_tokens)  # counts the prompt
             session.keep(i)
         session.on_keep = partial(self._keep, session)
         return session
 
     def _read(self) -> None:
-        """Lock the database, make its tables, and read all sessions."""
+        """Lock the database, create its tables, and read all sessions."""
         self._db.executescript(_SCHEMA)
         (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
@@ -347,15 +337,15 @@ class OnlineSessions:
             self.live[state.id] = self._session(state.id, (answer for (answer,) in answers))
 
 
-def shown(state: SessionState) -> dict[str, Any]:
-    """Return a session as its admin sees it; no key is in it."""
+def public_view(state: SessionState) -> dict[str, Any]:
+    """Return a session's state as JSON types, without the digest of its key."""
     found = asdict(state) | {"state": state.stage}
     del found["key"]
     return found
 
 
-def _exported(state: SessionState, made: Sequence[Interaction]) -> bytes:
-    """Return what `OnlineSessions.export` does, row by row: `json` holds up other threads."""
+def _export(state: SessionState, made: Sequence[Interaction]) -> bytes:
+    # Encodes row by row: one long call of `json` would block other threads.
     rows = trajectories.of_run(made, state.reward or 0.0, state.id) if made else []
     completions = (
         {"id": i.completion_id, "choice": i.choice, "parent": i.parent, "after": i.after,
@@ -363,13 +353,13 @@ def _exported(state: SessionState, made: Sequence[Interaction]) -> bytes:
     )  # fmt: skip
     plain = ({f.name: getattr(row, f.name) for f in fields(row)} for row in rows)
     lists = (b",".join(map(jsonl.encode, each)) for each in (completions, plain))
-    head = jsonl.encode(shown(state))[:-2]
+    head = jsonl.encode(public_view(state))[:-2]
     return head + b', "completions": [%b], "trajectories": [%b]}' % tuple(lists)
 
 
-def _made(i: Interaction, before: Sequence[Interaction]) -> dict[str, Any]:
-    """Return an interaction as JSON types, without the text and tokens that its parent has."""
-    text, tokens = _before(i.parent, before)
+def _to_json(i: Interaction, before: Sequence[Interaction]) -> dict[str, Any]:
+    """Return an interaction without its parent's text and tokens."""
+    text, tokens = _prefix(i.parent, before)
     return asdict(i) | {
         "prompt_text": i.prompt_text[len(text) :],
         "prompt_tokens": i.prompt_tokens[len(tokens) :],
@@ -377,9 +367,8 @@ def _made(i: Interaction, before: Sequence[Interaction]) -> dict[str, Any]:
     }
 
 
-def _interaction(data: Mapping[str, Any], before: Sequence[Interaction]) -> Interaction:
-    """Return the interaction that `_made` wrote."""
-    text, tokens = _before(data["parent"], before)
+def _from_json(data: Mapping[str, Any], before: Sequence[Interaction]) -> Interaction:
+    text, tokens = _prefix(data["parent"], before)
     drawn = data["completion"]
     arrays = {name: np.array(drawn[name], kind) for name, kind in _ARRAYS.items()}
     read = {
@@ -391,16 +380,16 @@ def _interaction(data: Mapping[str, Any], before: Sequence[Interaction]) -> Inte
     return Interaction(**{**data, **read})
 
 
-def _before(parent: int | None, before: Sequence[Interaction]) -> tuple[str, np.ndarray]:
-    """Return text and tokens of a parent, its answer included; of none where there is none."""
+def _prefix(parent: int | None, before: Sequence[Interaction]) -> tuple[str, np.ndarray]:
+    """Return text and tokens of a parent including its answer, both empty without a parent."""
     if parent is None:
         return "", np.zeros(0, np.int32)
     i = before[parent]
-    return i.whole, np.concatenate([i.prompt_tokens, i.completion.tokens])
+    return i.full_text, np.concatenate([i.prompt_tokens, i.completion.tokens])
 
 
 def _digest(key: str) -> str:
-    """Return the name of an API key in the database, from which nobody can make the key."""
+    """Return the hash of an API key that the database stores."""
     return hashlib.blake2b(_bytes(key), digest_size=16).hexdigest()
 
 

@@ -1,7 +1,7 @@
-"""OpenAI's Responses API in terms of chat completions, as some frameworks ask by default. Pure.
+"""Read requests and write answers of OpenAI's Responses API, by way of chat completions. Pure.
 
-(https://platform.openai.com/docs/api-reference/responses) One request is one completion:
-nothing is kept between two, and what would need it is refused by name.
+https://platform.openai.com/docs/api-reference/responses. The gateway keeps no responses. Fields
+that refer to an earlier one are refused by name.
 """
 
 import itertools
@@ -11,7 +11,7 @@ from typing import Any
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 
 from rlx.agents.chat import IGNORED
-from rlx.agents.dialects import ApiError, Event, Head, Said, check_fields, take, wrong
+from rlx.agents.dialects import ApiError, Choice, Event, ReplyHeader, check_fields, invalid, take
 
 ID = "resp_"
 NAMES = {"response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
@@ -26,7 +26,7 @@ _TAKEN = frozenset({
 _IGNORED = frozenset({"include", "reasoning", "truncation", "stream_options", "client_metadata"})
 _LOGPROBS = "message.output_text.logprobs"  # in `include`
 _PARTS = {"text": "output_text", "thinking": "reasoning_text"}
-_ITEMS: dict[str, tuple[str, Event, Event]] = {  # beginning of the id, fields, and of its part
+_ITEMS: dict[str, tuple[str, Event, Event]] = {  # prefix of the id, fields, fields of its part
     "text": ("msg_", {"type": "message", "role": "assistant"}, {"annotations": []}),
     "thinking": ("rs_", {"type": "reasoning", "summary": []}, {}),
 }
@@ -34,11 +34,7 @@ _TEXTS = ("input_text", "output_text", "text")
 
 
 def to_chat(data: Any) -> dict[str, Any]:
-    """Return a request's JSON as that of a chat completion, which checks the rest of it.
-
-    Raises:
-      ApiError: 400, naming the field.
-    """
+    """Convert a request's JSON to a chat completion's; raise ApiError naming a bad field."""
     check_fields(data, _TAKEN, IGNORED | _IGNORED, _KNOWN)
     out = {name: data[name] for name in _SAME if data.get(name) is not None}
     if (form := take(data, "text", dict, {}).get("format")) is not None:
@@ -65,47 +61,44 @@ def to_chat(data: Any) -> dict[str, Any]:
 
 
 class ResponseReply:
-    """See `dialects.Reply`."""
+    """Writes responses, see `dialects.Reply`."""
 
-    def __init__(self, head: Head):
-        self._head = head
+    def __init__(self, header: ReplyHeader):
+        self._header = header
         self._number = itertools.count()  # of events
-        self._open, self._index = "", -1  # kind and number of the item under way
+        self._open, self._index = "", -1  # kind and number of the open item
         self._text, self._logprobs = "", []  # type: tuple[str, list[Mapping]]
 
-    def whole(self, said: Sequence[Said]) -> Event:
-        """Return the answer."""
-        (one,) = said
-        prompt, status = self._head.prompt_tokens, _status(one)
+    def full(self, choices: Sequence[Choice]) -> Event:
+        (choice,) = choices
+        prompt, status = self._header.prompt_tokens, _status(choice)
         output = []
-        if one.thoughts:
-            output.append(self._item("thinking", one.thoughts, status))
-        if one.content or not one.calls:
-            output.append(self._item("text", one.content or "", status, one.logprobs))
+        if choice.thoughts:
+            output.append(self._item("thinking", choice.thoughts, status))
+        if choice.content or not choice.calls:
+            output.append(self._item("text", choice.content or "", status, choice.logprobs))
         return self._response(
             status=status,
             incomplete_details={"reason": "max_output_tokens"} if status != "completed" else None,
-            output=[*output, *map(_call, one.calls)],
+            output=[*output, *map(_call, choice.calls)],
             usage={
                 "input_tokens": prompt,
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-                "output_tokens": one.tokens,
+                "output_tokens": choice.tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": prompt + one.tokens,
+                "total_tokens": prompt + choice.tokens,
             },
         )
 
     def begin(self) -> Iterator[Event]:
-        """Yield the empty response."""
         yield self._event("created", response=self._response())
         yield self._event("in_progress", response=self._response())
 
-    def words(
-        self, choice: int, kind: str, text: str, logprobs: Sequence[Mapping]
+    def delta(
+        self, index: int, kind: str, text: str, logprobs: Sequence[Mapping]
     ) -> Iterator[Event]:
-        """Yield the next words of an item, its beginning before the first."""
         if kind != self._open:
-            if not text:  # logprobs of a tool call, which have no place here
+            if not text:  # logprobs of a tool call: the API has no field
                 return
             yield from self._close("completed")
             self._open, self._index, self._text, self._logprobs = kind, self._index + 1, "", []
@@ -116,14 +109,13 @@ class ResponseReply:
             yield self._event("content_part.added", **self._place(), part=part)
         self._text += text
         self._logprobs += logprobs
-        delta = {"delta": text, **_told(kind, logprobs)}
+        delta = {"delta": text, **_logprobs(kind, logprobs)}
         yield self._event(f"{_PARTS[kind]}.delta", **self._place(), **delta)
 
-    def end(self, said: Sequence[Said]) -> Iterator[Event]:
-        """Yield the end of the item, the tool calls, and the whole response."""
-        (one,) = said
-        yield from self._close(_status(one))
-        for index, item in enumerate(map(_call, one.calls), self._index + 1):
+    def end(self, choices: Sequence[Choice]) -> Iterator[Event]:
+        (choice,) = choices
+        yield from self._close(_status(choice))
+        for index, item in enumerate(map(_call, choice.calls), self._index + 1):
             begun = {**item, "arguments": "", "status": "in_progress"}
             at, given = {"output_index": index, "item_id": item["id"]}, item["arguments"]
             yield self._event("output_item.added", output_index=index, item=begun)
@@ -132,14 +124,14 @@ class ResponseReply:
                 "function_call_arguments.done", **at, name=item["name"], arguments=given
             )
             yield self._event("output_item.done", output_index=index, item=item)
-        yield self._event(_status(one), response=self.whole(said))
+        yield self._event(_status(choice), response=self.full(choices))
 
     def _close(self, status: str) -> Iterator[Event]:
         if not self._open:
             return
         kind, place = self._open, self._place()
         item = self._item(kind, self._text, status, self._logprobs)
-        done = {"text": self._text, **_told(kind, self._logprobs)}
+        done = {"text": self._text, **_logprobs(kind, self._logprobs)}
         yield self._event(f"{_PARTS[kind]}.done", **place, **done)
         yield self._event("content_part.done", **place, part=item["content"][0])
         yield self._event("output_item.done", output_index=self._index, item=item)
@@ -148,20 +140,20 @@ class ResponseReply:
         return {"type": f"response.{kind}", "sequence_number": next(self._number), **fields}
 
     def _place(self) -> Event:
-        item = _ITEMS[self._open][0] + self._head.id
+        item = _ITEMS[self._open][0] + self._header.id
         return {"output_index": self._index, "content_index": 0, "item_id": item}
 
     def _item(self, kind: str, text: str, status: str, logprobs: Sequence[Mapping] = ()) -> Event:
         begin, fields, part = _ITEMS[kind]
-        content = [{"type": _PARTS[kind], "text": text, **part, **_told(kind, logprobs)}]
-        return {"id": begin + self._head.id, "status": status, **fields, "content": content}
+        content = [{"type": _PARTS[kind], "text": text, **part, **_logprobs(kind, logprobs)}]
+        return {"id": begin + self._header.id, "status": status, **fields, "content": content}
 
     def _response(self, **more: Any) -> Event:
-        head = self._head
+        header = self._header
         return {
-            "id": head.id, "object": "response", "created_at": head.created, "error": None,
-            "status": "in_progress", "incomplete_details": None, "model": head.asked.model,
-            "output": [], "parallel_tool_calls": head.asked.parallel, "tool_choice": "auto",
+            "id": header.id, "object": "response", "created_at": header.created, "error": None,
+            "status": "in_progress", "incomplete_details": None, "model": header.request.model,
+            "output": [], "parallel_tool_calls": header.request.parallel, "tool_choice": "auto",
             "tools": [], "metadata": {}, **more,
         }  # fmt: skip
 
@@ -169,7 +161,7 @@ class ResponseReply:
 REPLY = ResponseReply
 
 
-def _told(kind: str, logprobs: Sequence[Mapping]) -> Event:
+def _logprobs(kind: str, logprobs: Sequence[Mapping]) -> Event:
     return {"logprobs": list(logprobs)} if kind == "text" else {}
 
 
@@ -180,27 +172,27 @@ def _call(call: Mapping[str, Any]) -> Event:
     }  # fmt: skip
 
 
-def _status(said: Said) -> str:
-    return "incomplete" if said.reason == "length" else "completed"
+def _status(choice: Choice) -> str:
+    return "incomplete" if choice.reason == "length" else "completed"
 
 
 def _messages(found: Any) -> list[dict[str, Any]]:
     if isinstance(found, str):
         return [{"role": "user", "content": found}]
     if not isinstance(found, list):
-        raise wrong("input", found, "a text or a list")
+        raise invalid("input", found, "a string or a list")
     out: list[dict[str, Any]] = []
-    thoughts = ""  # that the next item goes on from
+    thoughts = ""  # of a reasoning item, added to the next message
     for index, item in enumerate(found):
         name = f"input[{index}]"
         if not isinstance(item, dict):
-            raise wrong(name, item, "an object")
+            raise invalid(name, item, "an object")
         kind = item.get("type", "message")
         own, thoughts = {"reasoning_content": thoughts} if thoughts else {}, ""
         if kind == "message":
             out.append({"role": item.get("role"), "content": _content(item.get("content")), **own})
         elif kind == "function_call":
-            # What was one message goes on as one: words first, then its calls.
+            # Calls join the assistant's text before them in one message.
             if not out or out[-1]["role"] != "assistant":
                 out.append({"role": "assistant", "content": None})
             out[-1].update(own)
@@ -216,12 +208,14 @@ def _messages(found: Any) -> list[dict[str, Any]]:
             texts = [part.get("text") for part in parts if isinstance(part, dict)]
             thoughts = "\n".join(text for text in texts if isinstance(text, str))
         else:
-            raise ApiError(400, f"{name} has type {kind!r}, which is not read here", name)
+            raise ApiError(
+                400, f"{name} has type {kind!r}, which is not supported; leave it out", name
+            )
     return out
 
 
 def _content(content: Any) -> Any:
-    """Return parts of text as chat completions name them, which refuse other parts."""
+    """Convert parts of text to the names of chat completions, whose check refuses others."""
     if not isinstance(content, list):
         return content
     return [
@@ -234,12 +228,14 @@ def _content(content: Any) -> Any:
 
 def _tools(tools: Any) -> list[Any]:
     if not isinstance(tools, list):
-        raise wrong("tools", tools, "a list")
+        raise invalid("tools", tools, "a list")
     out = []
     for index, tool in enumerate(tools):
         if not isinstance(tool, dict) or tool.get("type") != "function":
             kind = tool.get("type") if isinstance(tool, dict) else tool
-            raise ApiError(400, f"a tool of type {kind!r} is not done here", f"tools[{index}]")
+            raise ApiError(
+                400, f"tools of type {kind!r} are not supported; give functions", f"tools[{index}]"
+            )
         fields = ("name", "description", "parameters")
         function = {k: tool[k] for k in fields if tool.get(k) is not None}
         out.append({"type": "function", "function": function})

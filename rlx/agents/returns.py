@@ -1,4 +1,4 @@
-"""Check what an agent's `run` returned: a reward, or rewards by completion id. Pure."""
+"""Check the value that an agent's `run` returns: a reward, or rewards by completion id. Pure."""
 
 import inspect
 import math
@@ -11,42 +11,35 @@ _WANTED = "return a float, or {completion id: float}"
 
 
 def mistake(value: Any, ids: Collection[str]) -> str:
-    """Return what is wrong with a returned value, in one line; empty where nothing is.
+    """Return one line about what is wrong with a returned value, or "".
 
     Args:
-      value: a finite number, or a mapping of completion ids to finite numbers.
-      ids: of the completions that the server gave this very run.
+      value: should be a finite number, or a mapping of completion ids to finite numbers.
+      ids: ids of this run's completions.
     """
-    if isinstance(value, Mapping):
-        return _of_mapping(value, ids)
-    return _of_number(value, "run returned")
-
-
-def plain(value: Any) -> float | dict[str, float]:
-    """Return a value without mistake as JSON has it."""
-    if isinstance(value, Mapping):
-        return {key: float(reward) for key, reward in value.items()}
-    return float(value)
-
-
-def _of_mapping(value: Mapping, ids: Collection[str]) -> str:
+    if not isinstance(value, Mapping):
+        return _of_number(value, "run returned")
     if not value:
         return f"run returned {{}}, a reward for no completion; {_WANTED}"
     for key, reward in value.items():
         if not isinstance(key, str):
-            return (
-                f"run returned a dict with the key {_shown(key)}; its keys are ids of completions "
-                "(`completion.id`)"
-            )
+            return f"run returned a dict with the key {_shown(key)}; use `completion.id` as keys"
         if key not in ids:
             known = ", ".join(list(ids)[:3]) if ids else "none"
             return (
-                f"run rewards {_shown(key)}, an id that the server gave no completion of this run "
-                f"(it gave {known}); use `completion.id`"
+                f"run rewards {_shown(key)}, which is no completion of this run ({known}); "
+                "use `completion.id`"
             )
         if wrong := _of_number(reward, f"the reward of {key} is"):
             return wrong
     return ""
+
+
+def plain(value: Any) -> float | dict[str, float]:
+    """Convert a value without a mistake to floats."""
+    if isinstance(value, Mapping):
+        return {key: float(reward) for key, reward in value.items()}
+    return float(value)
 
 
 def _of_number(value: Any, what: str) -> str:
@@ -59,8 +52,8 @@ def _of_number(value: Any, what: str) -> str:
         with suppress(OverflowError):  # an integer beyond any float
             if math.isfinite(value):
                 return ""
-        return f"{what} {_shown(value)}; a reward is finite: mend the division or logarithm"
-    if hasattr(value, "shape"):  # an array or tensor of numpy, torch, JAX
+        return f"{what} {_shown(value)}; rewards must be finite: look for a division or logarithm"
+    if hasattr(value, "shape"):  # an array or a tensor
         kind = f"{type(value).__module__.split('.')[0]}.{type(value).__name__}"
         if math.prod(value.shape) == 1:
             return f"{what} a {kind}; write float(reward)"

@@ -1,4 +1,4 @@
-"""State of a session of an outside application, and what may happen to it. Pure.
+"""States of an outside application's session and its allowed transitions. Pure.
 
 open ─▶ answers, rewards … ─▶ end ─▶ rewards … ─▶ take
 """
@@ -6,33 +6,36 @@ open ─▶ answers, rewards … ─▶ end ─▶ rewards … ─▶ take
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from rlx.agents.dialects import ApiError
 
-class Denied(Exception):
-    """Refusal of what does not fit the state.
+_STATUS = {  # by reason
+    "ended": 410, "taken": 410, "open": 409, "early": 409, "bound": 409, "unknown": 404,
+    "full": 429, "completion": 400, "short": 400, "nameless": 400,
+}  # fmt: skip
 
-    Attributes:
-      reason: ended | taken | open | early | completion | unknown, of the states here; bound |
-        short, of keys; full | nameless, of places.
-      wait: seconds after which it may be otherwise; 0: nobody knows.
-    """
+
+class Denied(ApiError):
+    """A request that a session's state does not allow; `wait` as in ApiError."""
 
     def __init__(self, reason: str, message: str, wait: float = 0.0):
-        super().__init__(message)
-        self.reason, self.wait = reason, wait
+        super().__init__(_STATUS[reason], message, code=f"session_{reason}", wait=wait)
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
 class SessionState:
-    """The state of a session.
+    """State of a session.
 
     Attributes:
-      id: of the session. key: a digest of its API key. task: of its group.
-      opened, touched: seconds since 1970 when it began, and when something last happened.
-      slot: of a run's group, −1 for none.
-      completions: ids of its answers, in order, without repetition.
-      reward: of the whole, or by completion id; None: there is none yet.
-      ended: application | refresh | idle | restart; "" while it is open.
-      taken: trained | exported | dropped; "" until then. why: it could not be trained on.
+      opened, touched: seconds since 1970 of its start and its last change.
+      key: digest of its API key.
+      task: id of its group's task.
+      slot: id of a training group, −1 for none.
+      completions: distinct ids of its answers, in order.
+      reward: one for the session, or by completion id; None until there is one.
+      ended: application | refresh | idle | restart; "" while open.
+      taken: trained | exported | dropped; "" until then.
+      why: the reason why it could not be trained on.
     """
 
     id: str
@@ -53,7 +56,7 @@ class SessionState:
         return "taken" if self.taken else "ended" if self.ended else "open"
 
     def require_open(self) -> None:
-        """Raise Denied where the session has ended."""
+        """Raise Denied if the session has ended."""
         if self.ended:
             raise Denied(
                 "ended", f"the session has ended (by {self.ended}); POST /v1/session/refresh "
@@ -61,18 +64,18 @@ class SessionState:
             )  # fmt: skip
 
     def add_answer(self, completion: str) -> "SessionState":
-        """Return the state after a choice of an answer; raise Denied where it has ended."""
+        """Return the state with one more answer, or raise Denied."""
         self.require_open()
         if completion in self.completions:  # another choice of the same answer
             return self
         return replace(self, completions=(*self.completions, completion))
 
     def add_reward(self, value: float | Mapping[str, float]) -> "SessionState":
-        """Return the state after a reward; raise Denied where it comes too early or too late."""
+        """Return the state with a reward; raise Denied if it is too early or too late."""
         if self.taken:
-            raise Denied("taken", f"the session was {self.taken}; its reward comes too late")
+            raise Denied("taken", f"the session was {self.taken} already; send rewards earlier")
         if not self.completions:
-            raise Denied("early", "nothing was generated in this session yet; ask the model first")
+            raise Denied("early", "this session has no answer yet; ask the model first")
         if not isinstance(value, Mapping):
             return replace(self, reward=value)
         if unknown := set(value) - set(self.completions):
@@ -82,12 +85,12 @@ class SessionState:
         return replace(self, reward={**before, **value})
 
     def end(self, by: str) -> "SessionState":
-        """Return the state after its end; raise Denied where it has ended before."""
+        """Return the ended state, or raise Denied."""
         self.require_open()
         return replace(self, ended=by)
 
     def take(self, how: str, why: str) -> "SessionState":
-        """Return the state once its data was used; raise Denied where it is open or was taken."""
+        """Return the state after its data was used; raise Denied if it is open or was taken."""
         if not self.ended:
             raise Denied("open", f"session {self.id} has not ended; end it first")
         exported = how == "exported" and self.why  # it could not be trained on

@@ -1,9 +1,8 @@
-"""Sessions of the gateway: the key of one run of an agent, and all that it asked. Pure.
+"""Sessions of the gateway: all requests and answers of one run of an agent. Pure.
 
-Each prompt that goes on from an earlier one of the session, text for text, takes over that one's
-tokens, sampled ones included, so that a conversation is one sequence of tokens however a tokenizer
-would cut its text a second time. Which completion a request goes on from is known by its messages,
-also where a template rewrites them and no tokens can be taken over.
+A prompt whose text continues an earlier one reuses its tokens, sampled ones included. So a
+conversation is one sequence of tokens, even if encoding its text would give others. If a chat
+template rewrites earlier messages, the order of a conversation follows from the messages.
 """
 
 import asyncio
@@ -23,16 +22,17 @@ from rlx.fleet.sample import Completion
 from rlx.rollout.control_tokens import Own
 
 _REMEMBERED = 100_000  # keys of ended sessions, answered by 410 rather than 401
-_SEARCHED = 256  # interactions of an endless session that a prompt may go on from
-_MOST_TOKENS = 4_000_000  # prompts' and drawn, that an endless session keeps, then begins anew
+_SEARCHED = 256  # latest interactions of an endless session that a prompt may continue
+_MOST_TOKENS = 4_000_000  # of prompts and completions; a larger endless session starts afresh
 
 
 class TurnPlace(NamedTuple):
-    """The place of a request in the conversations of its session.
+    """Place of a request in the conversations of its session.
 
     Attributes:
-      after: the interaction (its number) that it goes on from; None: it begins a conversation.
-      since: a digest of the messages that came since. last: the last of them, see `message_key`.
+      after: number of the interaction that it continues; None for a new conversation.
+      since: digest of the messages after that one.
+      last: `message_key` of the last message.
     """
 
     after: int | None = None
@@ -45,20 +45,21 @@ _NOWHERE = TurnPlace()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Interaction:
-    """One completion that an agent was given.
+    """One completion of a request.
 
     Attributes:
-      completion_id: of the answer; `choice`: which of its choices.
-      prompt_tokens: [P] int32. prompt_text: as rendered.
-      completion: the tokens, logprobs and versions.
-      raw: the completion's text with its special tokens; `text`: as the agent got it, tool calls
-        included.
-      parent: the interaction of the session (its number) whose tokens the prompt begins with.
-      tool_calls: how many it has. seconds: from the request to the answer.
-      place: in its conversation, which has an order also where `parent` is None.
-      said: the key of the answer, see `message_key`; "": unknown.
-      memory: the model's own words, where the agent got others; "": it got these.
-      retry: whether the client asked again because it got no answer.
+      completion_id: id of the answer; `choice`: index in it.
+      prompt_tokens: [P] int32.
+      completion: tokens, logprobs and versions.
+      raw: the completion's text with special tokens.
+      text: the text that the agent received, with tool calls.
+      parent: number of the interaction whose tokens the prompt begins with.
+      tool_calls: their number.
+      seconds: from request to answer.
+      place: in its conversation, known even if `parent` is None.
+      said: `message_key` of the answer, "" if unknown.
+      memory: the model's own text, if the agent received another.
+      retry: whether the client resent the request after losing its answer.
     """
 
     completion_id: str
@@ -78,27 +79,27 @@ class Interaction:
 
     @property
     def after(self) -> int | None:
-        """Return the interaction of the session that its conversation goes on from."""
+        """Return the number of the interaction that this one continues."""
         return self.parent if self.place.after is None else self.place.after
 
     @property
-    def whole(self) -> str:
-        """Prompt and completion, as the model saw them."""
+    def full_text(self) -> str:
+        """Return prompt and completion as the model saw them."""
         return self.prompt_text + self.raw
 
 
 @dataclass(eq=False)
 class Session:
-    """One run of an agent as the gateway knows it.
+    """Requests and answers of one run of an agent.
 
     Attributes:
-      defaults: of its requests; `defaults.seed` is the run's.
+      defaults: sampling of requests; `defaults.seed` is the run's seed.
       temperature_fixed: see `chat.read`.
-      interactions: in the order in which they were finished.
-      reward: what was told over HTTP in place of what `run` returns; `rewarded`: once it was.
-      endless: whether it is of a key that is let in for good, and forgets.
-      tasks: requests under way, cancelled when the session ends.
-      on_keep: is told of what is kept, before it is.
+      interactions: in the order of their answers.
+      reward: reward sent over HTTP; `rewarded` is set with it.
+      endless: a permanent API key; old interactions are discarded.
+      tasks: open requests, cancelled when the session ends.
+      on_keep: called with each interaction before it is kept.
     """
 
     key: str
@@ -113,26 +114,23 @@ class Session:
     on_keep: Callable[[Interaction], None] | None = None
     _asked: dict[bytes, int] = field(default_factory=dict)
     _tokens: int = 0
-    # Numbers of interactions by their place, and by their answer and the message before it.
+    # Numbers of interactions, by place and by (message before the answer, answer).
     _places: dict[tuple[int | None, str], list[int]] = field(default_factory=dict)
     _answers: dict[tuple[str, str], int] = field(default_factory=dict)
-    _failed: Counter[str] = field(default_factory=Counter)  # requests without an answer, by prompt
+    _failed: Counter[str] = field(default_factory=Counter)  # failed requests by prompt
 
     def prompt(
         self, text: str, encode: Callable[[str], list[int]]
     ) -> tuple[np.ndarray, int | None]:
-        """Return the tokens of a rendered prompt and the interaction that it goes on from.
-
-        Args:
-          encode: text to tokens.
+        """Return a rendered prompt's tokens and its parent.
 
         Returns:
-          ([P] int32, number of the interaction or None).
+          ([P] int32, number of the interaction that it continues or None).
         """
         parent, length = None, 0
         for number, earlier in self._searched():
             own, raw = earlier.prompt_text, earlier.raw
-            # Of equal ones the latest: an answer that was lost came before the one that was not.
+            # Of equal ones the latest: a lost answer comes before its retry.
             fits = length <= len(own) + len(raw) <= len(text) and text.startswith(own)
             if fits and text.startswith(raw, len(own)):
                 parent, length = number, len(own) + len(raw)
@@ -143,10 +141,8 @@ class Session:
         return np.concatenate([np.asarray(p, np.int32) for p in parts]), parent
 
     def seed(self, prompt_tokens: np.ndarray) -> int:
-        """Return a seed in [0, 2³¹) made of the session's, the prompt, and how often it came.
-
-        So requests that an agent sends at once do not depend on which is first.
-        """
+        """Return a seed in [0, 2³¹), a hash of the session's seed, the prompt and its count."""
+        # So concurrent requests get the same seeds in any order.
         self._tokens += len(prompt_tokens)
         tokens = prompt_tokens.astype(np.int32).tobytes()
         asked = self._asked[tokens] = self._asked.get(tokens, -1) + 1
@@ -154,7 +150,7 @@ class Session:
         return int.from_bytes(hashlib.blake2b(start + tokens, digest_size=4).digest(), "big") >> 1
 
     def keep(self, interaction: Interaction) -> None:
-        """Record what the agent is given."""
+        """Record an answer."""
         if self.on_keep:
             self.on_keep(interaction)
         number, place = len(self.interactions), interaction.place
@@ -165,23 +161,23 @@ class Session:
         self.interactions.append(interaction)
 
     def failed(self, name: str, prompt_text: str) -> None:
-        """Note that a request ended in an error, unless its answer `name` was kept."""
+        """Count a failed request, unless its answer `name` was kept."""
         if not (self.endless or any(i.completion_id == name for i in self.interactions)):
             self._failed[prompt_text] += 1
 
     def answered_before(self, prompt_text: str) -> bool:
-        """Return whether a request that a client sends again had an answer, which was lost."""
+        """Return whether a resent request had an answer, which was lost."""
         failed = self._failed[prompt_text] > 0
         self._failed[prompt_text] -= failed
         return not failed
 
     @property
     def full(self) -> bool:
-        """Whether it has been asked and has said more than an endless session keeps."""
+        """Return whether an endless session has exceeded its tokens."""
         return self.endless and self._tokens > _MOST_TOKENS
 
     def recognise(self, messages: Sequence[Any]) -> tuple[list[Any], TurnPlace]:
-        """Return the messages, the model's own in its own words, and the place of the request."""
+        """Return the messages, with answers as the model wrote them, and the request's place."""
         after, since, last, out = None, hashlib.blake2b(digest_size=16), "", list(messages)
         for at, message in enumerate(messages):
             own, said = message_key(message), message["role"] == "assistant"
@@ -197,19 +193,19 @@ class Session:
         return out, TurnPlace(after, since.hexdigest(), last)
 
     def _answer(self, after: int | None, since: str, last: str, own: str) -> int | None:
-        """Return the interaction whose answer a message is, changed or not; None: no such one."""
+        """Return the interaction whose answer a message repeats, exactly or roughly, or None."""
         several = self._places.get((after, since), [])[-_SEARCHED:]
         said = {number: self.interactions[number].said for number in several}
         same = [number for number in several if said[number] == own]
         elsewhere = self._answers.get(_known_by(last, own))
         if same or elsewhere is not None or not several:
             return same[-1] if same else elsewhere
-        # Agents send other words than they got: of several the most alike, or else the latest.
+        # The agent changed the answer: take the most similar one, or else the latest.
         alike = {n: len(commonprefix([said[n], own])) for n in several}  # noqa: RUF071
         return max(several, key=lambda n: (alike[n], n))
 
     def _within(self, last: str) -> int | None:
-        """Return the latest interaction that a message repeats, its answer included."""
+        """Return the latest interaction whose last message and answer a message contains."""
         best, found = 0, None
         for number, earlier in self._searched():
             head = earlier.place.last[: -len(_END)]
@@ -224,8 +220,8 @@ class Session:
         return found
 
     def _searched(self) -> Iterator[tuple[int, Interaction]]:
-        """Return the interactions that a request may go on from, with their numbers."""
-        # Of a key that is let in for good the latest will do: it may have asked 100,000 times.
+        """Return (number, interaction) of all that a request may continue."""
+        # An endless session may have 100,000 interactions, so only the latest are searched.
         start = max(0, len(self.interactions) - _SEARCHED) if self.endless else 0
         return enumerate(self.interactions[start:], start)
 
@@ -238,10 +234,10 @@ class Sessions:
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def open(self, defaults: Sampling, key: str | None = None, **options: Any) -> Session:
-        """Return a new session; `options` are attributes of Session.
+        """Open a session; `options` are attributes of Session.
 
         Args:
-          key: None: a new one; "": all that have no session of their own.
+          key: API key; None creates one, "" stands for all keys without a session.
         """
         key = "rlx-" + secrets.token_urlsafe(24) if key is None else key
         session = self._open[key] = Session(key, defaults, **options)
@@ -259,7 +255,7 @@ class Sessions:
         return key in self._ended
 
     def end(self, session: Session) -> list[Interaction]:
-        """End a session and the requests that it has under way; return its interactions."""
+        """End a session and cancel its requests; return its interactions."""
         if self._open.pop(session.key, None):
             self._ended[session.key] = None
             if len(self._ended) > _REMEMBERED:
@@ -269,11 +265,11 @@ class Sessions:
         return session.interactions
 
 
-_END = '", []]'  # of the key of a message without calls
+_END = '", []]'  # end of the key of a message without calls
 
 
 def message_key(message: Mapping[str, Any]) -> str:
-    """Return role, words and calls of a message, in one form however they are written."""
+    """Return a canonical text of a message's role, content and calls."""
     calls = []
     for call in message.get("tool_calls") or ():
         arguments = call["function"]["arguments"]
@@ -284,4 +280,4 @@ def message_key(message: Mapping[str, Any]) -> str:
 
 
 def _known_by(last: str, said: str) -> tuple[str, str]:
-    return last if said.endswith(_END) else "", said  # calls have ids, which no other answer has
+    return last if said.endswith(_END) else "", said  # ids of calls are unique

@@ -1,29 +1,27 @@
-"""Text of a completion while its tokens come; what is sent never has to be taken back. Pure."""
+"""Text and logprobs of a completion while it is sampled; sent text is final. Pure."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 Decode = Callable[[Sequence[int]], str]
-_HALF = "\ufffd"  # what a decoder writes for a character that has not all its bytes yet
+_HALF = "\ufffd"  # decoders write it for an incomplete character
 _KINDS = ("thinking", "text")
 
 
 class StreamText:
-    """The text of one completion that grows.
+    """Text of one completion while it grows.
 
-    Text that may be the beginning of a stop string, or of a mark that hides the rest, is held back
-    until it is known not to be one.
+    A possible start of a stop string, mark or tag is held back until it is none.
 
     Args:
-      decode: token ids to text.
-      stop: strings that end the text, and are not in it.
-      marks: from the first of these on, nothing is text.
-      thoughts: a text, or its beginning, to (thoughts, words); a longer one to longer ones.
-      tags: around thoughts, held back as the marks are until they are whole.
+      stop: strings that end the text and are not part of it.
+      marks: strings that end the text, such as the start of a tool call.
+      thoughts: splits a text into (thoughts, words); a longer text gives longer ones.
+      tags: tags around thoughts.
 
     Attributes:
-      span: where in the text the words begin that could be sent, and end.
+      span: (begin, end) in the text of the words that may be sent.
     """
 
     def __init__(
@@ -37,16 +35,16 @@ class StreamText:
         self._decode, self._ends, self._tags = decode, (*stop, *marks), tags
         self._thoughts = thoughts
         self._ids: list[int] = []
-        self._from = self._read = 0  # decoded together with, and decoded until
+        self._from = self._read = 0  # start of the decoded context, and its end
         self._text = ""
-        self._safe = 0  # characters that no stop string or mark can reach any more
+        self._safe = 0  # characters that no stop string or mark can include
         self._said = [0, 0]
         self.span = 0, 0
 
     def add(self, ids: Sequence[int]) -> Iterator[tuple[str, str]]:
-        """Take the next tokens; return what can be sent now, as `rest` does."""
+        """Add tokens; return the text that can be sent now, as `rest` does."""
         self._ids += ids
-        # A token's text depends on the one before it (leading blanks), so both are decoded.
+        # A token's text depends on the token before it (leading blanks), so both are decoded.
         before = self._decode(self._ids[self._from : self._read])
         now = self._decode(self._ids[self._from :])
         if len(now) > len(before) and not now.endswith(_HALF):
@@ -58,7 +56,7 @@ class StreamText:
         return self.rest(thoughts, words)
 
     def rest(self, thoughts: str, words: str) -> Iterator[tuple[str, str]]:
-        """Yield ("thinking" or "text", what of it has not been sent), neither empty."""
+        """Yield ("thinking" or "text", unsent text) of those with unsent text."""
         for place, text in enumerate((thoughts, words)):
             said, self._said[place] = self._said[place], max(self._said[place], len(text))
             if text[said:]:
@@ -71,21 +69,19 @@ class StreamText:
             if found >= 0:
                 until = min(until, found) if end in self._ends else until
                 continue
-            for length in range(min(len(end) - 1, len(self._text)), 0, -1):
-                if self._text.endswith(end[:length]):
-                    until = min(until, len(self._text) - length)
-                    break
+            lengths = range(min(len(end) - 1, len(self._text)), 0, -1)
+            length = next((n for n in lengths if self._text.endswith(end[:n])), 0)
+            until = min(until, len(self._text) - length)
         return until
 
 
 class Logprobs:
-    """Logprobs of the tokens of a text that grows, each with the bytes that it adds to the text.
+    """Logprobs of a growing text's tokens, each with the bytes that it adds.
 
     Args:
-      decode: token ids to text.
-      own: a token to its bytes, of parts of characters too, which have no text.
-      write: bytes and nats to JSON.
-      most: how many of the likeliest tokens stand next to each.
+      own: returns a token's bytes, which may be part of a character.
+      write: converts bytes and nats to JSON.
+      most: number of `top_logprobs`.
       hidden: tokens that are not in the text.
     """
 
@@ -96,11 +92,11 @@ class Logprobs:
         self._decode, self._own, self._write, self._most = decode, own, write, most
         self._hidden, self._ids = hidden, list[int]()
         self._from = self._read = self._sent = 0
-        self._text, self._half = "", b""  # and the bytes of a character that is not whole
-        self._made: list[tuple[int, int, bytes, int, Any]] = []  # start, end, bytes, those before
+        self._text, self._half = "", b""  # bytes of an incomplete character
+        self._made: list[tuple[int, int, bytes, int, Any]] = []  # start, end, bytes, bytes before
 
     def add(self, drawn: Any) -> None:
-        """Take a Chunk or a Completion."""
+        """Add the tokens of a Chunk or a Completion."""
         for k, (token, value) in enumerate(zip(drawn.tokens, drawn.logprobs, strict=True)):
             tops, own = slice(k * self._most, (k + 1) * self._most), int(token)
             likely = zip(drawn.top_tokens[tops], drawn.top_logprobs[tops], strict=True)
@@ -119,10 +115,10 @@ class Logprobs:
                 self._from, self._read = self._read, len(self._ids)
 
     def sent(self, begin: int, end: int, last: bool = False) -> list[dict]:
-        """Return the JSON of the next tokens that end in a part of the text.
+        """Return the JSON of the unsent tokens in a span of the text.
 
         Args:
-          last: there are no more; one that reaches beyond the part is cut.
+          last: whether the text is complete; a token beyond the span is then cut.
         """
         found = []
         for start, until, new, before, (value, likeliest) in self._made[self._sent :]:
@@ -137,7 +133,7 @@ class Logprobs:
         return found
 
     def _next(self, token: int) -> tuple[bytes, str | None]:
-        """Return a next token's bytes and text; None: it ends within a character."""
+        """Return a next token's bytes, and its text or None if it ends within a character."""
         before = self._decode(self._ids[self._from : self._read])
         text = self._decode([*self._ids[self._from :], token])[len(before) :]
         whole = text.encode()
@@ -147,17 +143,17 @@ class Logprobs:
 
 
 def token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
-    """Return a function from a token to its bytes, as the tokenizer's vocabulary writes them."""
+    """Return a function from a token to its bytes in the tokenizer's vocabulary."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in visible]
     table = {chr(b): b for b in visible} | {chr(256 + n): b for n, b in enumerate(others)}
-    levels = "".join(tokenizer.tokenize("é")).endswith("Ã©")  # GPT-2's letters for bytes
+    levels = "".join(tokenizer.tokenize("é")).endswith("Ã©")  # byte-level BPE, as GPT-2's
 
     def own(token: int) -> bytes:
         piece = str(tokenizer.convert_ids_to_tokens(token))
         if levels and all(letter in table for letter in piece):
             return bytes(table[letter] for letter in piece)
-        if re.fullmatch("<0x[0-9A-F]{2}>", piece):  # SentencePiece's
+        if re.fullmatch("<0x[0-9A-F]{2}>", piece):  # SentencePiece's byte
             return bytes([int(piece[3:5], 16)])
         return piece.replace("▁", " ").encode()
 

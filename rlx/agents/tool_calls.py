@@ -1,11 +1,11 @@
-"""Tool calls and thoughts in a completion's text, in the formats that models write. Pure.
+"""Parse tool calls and thoughts in a completion's text, in the formats of models. Pure.
 
     hermes       <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>   Hermes, Qwen
     qwen3_xml    <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
     mistral      [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]  or  [TOOL_CALLS]add{"a": 1}
     llama3_json  {"name": "add", "parameters": {"a": 1}}
 
-Text that does not parse stays words: the agent then judges what the model meant.
+Text that does not parse stays text.
 """
 
 import json
@@ -20,15 +20,14 @@ Call = tuple[str, dict[str, Any]]  # name, arguments
 
 
 class Format(NamedTuple):
-    """How calls are written.
+    """A format of tool calls.
 
     Attributes:
-      template: what chat templates that teach this format have in them.
-      opens: from one of these on, all is calls.
-      before: comes before the JSON, or the parameters, of a call; it may hold the `name`.
-      after: comes after them.
-      begin, begin_named: how a call begins, of any tool, and of one ({} is its name).
-      xml: whether it has parameters in XML.
+      template: text that only chat templates with this format contain.
+      opens: strings that start calls.
+      before, after: patterns around a call's JSON or parameters; `before` may match the `name`.
+      begin, begin_named: start of a call to any tool, and to the tool named {}.
+      xml: whether parameters are XML.
     """
 
     template: str
@@ -40,9 +39,9 @@ class Format(NamedTuple):
     xml: bool = False
 
 
-# The end token ends a call as well as the marker that is missing before it.
+# The end token may replace a call's closing marker.
 _CLOSED = r"\s*(?:</tool_call>|(?=<tool_call>)|\Z)"
-FORMATS = {  # the first whose mark is in the template is taken
+FORMATS = {  # the first one in the template is used
     "qwen3_xml": Format(
         "<function=", ("<tool_call>",), r"<tool_call>\s*<function=(?P<name>[^>]+)>", _CLOSED,
         "<tool_call>\n<function=", "<tool_call>\n<function={}>",
@@ -64,27 +63,27 @@ FORMATS = {  # the first whose mark is in the template is taken
     ),
 }  # fmt: skip
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-# A value may hold any of the markers: it ends where the next parameter or the call's end follows.
+# A value may contain any marker, so it ends only before the next parameter or the call's end.
 _PARAMETER = re.compile(
     r"\s*<parameter=([^>]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>|\Z))", re.DOTALL
 )
 _FUNCTION_END = re.compile(r"\s*</function>")
-_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair, which no client could send back
+_HALF = re.compile("[\ud800-\udfff]")  # unpaired surrogates are invalid in HTTP
 
 
 class Reader:
-    """What a model's calls and thoughts are read by.
+    """Parser of a model's tool calls and thoughts.
 
     Args:
       template: the chat template.
-      name: of FORMATS; "": as the template shows.
+      name: key of FORMATS; "" derives it from the template.
 
     Attributes:
-      opens: marks from which on all may be calls; none where the template has no tools.
-      tags: those around thoughts, or None.
+      opens: strings that start calls; empty if the template has no tools.
+      tags: the tags around thoughts, or None.
 
     Raises:
-      UserError: there is no such format.
+      UserError: unknown format.
     """
 
     def __init__(self, template: str, name: str = ""):
@@ -97,7 +96,7 @@ class Reader:
         self.tags = next((tags for tags in THOUGHTS if tags[1] in template), None)
 
     def beginning(self, name: str) -> str:
-        """Return the text that a call begins with, of the tool `name`, of any where it is ""."""
+        """Return the start of a call to the tool `name`, or to any tool if `name` is ""."""
         assert self._format
         named = self._format.begin_named.format(json.dumps(name)[1:-1])
         return named if name else self._format.begin
@@ -110,32 +109,29 @@ class Reader:
         *,
         ended: bool = True,
     ) -> tuple[str | None, list[dict[str, Any]]]:
-        """Return the words before the calls, and the calls as OpenAI has them.
+        """Return (text before the calls or None if blank, calls in OpenAI's form).
 
         Args:
-          new_id: makes an id for each call.
-          tools: of the request, whose schemas tell texts from numbers where calls do not.
-          ended: whether the model ended the text, and no limit did.
-
-        Returns:
-          (None where there are calls and only blanks before them, calls).
+          new_id: creates a call's id.
+          tools: the request's; their schemas give the types of XML parameters.
+          ended: whether the model ended the text, rather than a limit.
         """
         if self._format is None:
             return text, []
         before, found = _split(text, self._format, tools, ended)
         try:
             written = [(n, json.dumps(a, ensure_ascii=False, allow_nan=False)) for n, a in found]
-        except ValueError:  # a number that JSON does not have
+        except ValueError:  # NaN or infinity
             return text, []
-        functions = [{"name": _sent(name), "arguments": _sent(given)} for name, given in written]
+        functions = [{"name": _valid(name), "arguments": _valid(text)} for name, text in written]
         calls = [{"id": new_id(), "type": "function", "function": f} for f in functions]
         return (before if before.strip() or not calls else None), calls
 
     def thoughts(self, text: str, begun: bool) -> tuple[str, str]:
-        """Return the thoughts and the words of a text, or of its beginning.
+        """Split a text or its beginning into thoughts and words.
 
         Args:
-          begun: whether the prompt ends in the tag that opens thoughts.
+          begun: whether the prompt ends in the opening tag.
         """
         if self.tags is None:
             return "", text
@@ -189,13 +185,15 @@ def _read(name: str | None, found: Any) -> list[Call] | None:
 def _parameters(
     name: str, text: str, at: int, tools: Sequence[Mapping], ended: bool
 ) -> tuple[dict[str, Any], int]:
-    """Return the parameters in XML from a place on, and where they end; ValueError: nowhere."""
+    """Return a call's XML parameters and their end in the text, or raise ValueError."""
     functions = (tool["function"] for tool in tools)
     schema = next((f.get("parameters") for f in functions if f["name"] == name), None)
     out = {}
     while found := _PARAMETER.match(text, at):
         key, at = found[1], found.end()
-        out[key] = argument_types.typed(found[2], argument_types.part(schema, key, schema), schema)
+        out[key] = argument_types.coerce(
+            found[2], argument_types.subschema(schema, key, schema), schema
+        )
     if end := _FUNCTION_END.match(text, at):
         return out, end.end()
     if ended and not text[at:].strip():
@@ -203,5 +201,5 @@ def _parameters(
     raise ValueError
 
 
-def _sent(text: str) -> str:
+def _valid(text: str) -> str:
     return _HALF.sub("\ufffd", text)

@@ -1,17 +1,16 @@
-"""Make trajectories of what an agent was answered and of its rewards. Pure.
+"""Convert an agent's answers and rewards to trajectories. Pure.
 
-The completions of a run are a forest: a prompt that begins with all the tokens of an earlier one,
-sampled ones included, goes on from it. Each completion has a return, and rows are made of them in
-one of three forms:
+The completions of a run are a forest: a prompt that begins with all tokens of an earlier one
+continues it. Rows have one of three forms:
 
-    tree        each completion is trained on once, with its own return: a conversation is one row,
-                and where two go on from one place, the second repeats the beginning untrained
-    concat      a row for each conversation from its beginning to its end, with the return of the
-                end on every completion in it: a common beginning is trained on in each
-    individual  a row for each completion
+    tree        each completion is trained on once, with its own return; a conversation is one row,
+                and a second branch repeats the common beginning untrained
+    concat      one row per branch, from its beginning to its end, with the return of the end on
+                every completion; a common beginning is trained on in each row
+    individual  one row per completion
 
-Rewards go back along the conversations (`Interaction.after`), which have an order also where a
-chat template rewrites what was said and each turn is a row of its own.
+Rewards propagate along the conversations (`Interaction.after`), even if a chat template rewrites
+messages and each turn becomes a row.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,18 +28,18 @@ from rlx.rollout.workflows import joined
 def turn_returns(
     interactions: Sequence[Interaction], value: float | Mapping[str, float], discount: float
 ) -> list[float]:
-    """Return the return R_i of each completion, along the conversations, in whatever order.
+    """Return the return R_i of each completion.
 
-        rewards by completion  R_i = r_i + γ·Σ R_c over the completions c that go on from i
-        a number r             R_i = γ^h·r, h the most completions that come after i in one line
+        rewards by completion  R_i = r_i + γ·Σ R_c over the completions c that continue i
+        a number r             R_i = γ^h·r, h the length of the longest branch after i
 
-    A reward that several choices of one request share counts once for what came before.
+    A reward that several choices of one request share counts once for earlier completions.
     """
     rewards = [0.0] * len(interactions)
     if isinstance(value, Mapping):
         rewards = [float(value.get(i.completion_id, 0.0)) for i in interactions]
     found, heights = list(rewards), [0] * len(interactions)
-    for k in reversed(range(len(interactions))):  # a parent was finished before it was gone on from
+    for k in reversed(range(len(interactions))):  # parents have smaller numbers
         made, before = interactions[k], interactions[k].after
         if before is not None:
             found[before] += discount * (found[k] - (rewards[k] if made.choice else 0.0))
@@ -48,11 +47,11 @@ def turn_returns(
     return found if isinstance(value, Mapping) else [discount**h * float(value) for h in heights]
 
 
-def seen(interactions: Sequence[Interaction], value: float | Mapping[str, float]) -> list[int]:
-    """Return the completions without those that were lost on the way to the agent.
+def delivered(interactions: Sequence[Interaction], value: float | Mapping[str, float]) -> list[int]:
+    """Return the numbers of completions that reached the agent.
 
-    Where a client sent a request again, it lost the latest answer to that prompt that nothing went
-    on from and that has no reward of its own.
+    A resent request means that the latest answer to its prompt was lost, among those without a
+    continuation and a reward.
     """
     used = {interactions[k].completion_id for i in interactions for k in (i.after, i.parent)
             if k is not None}  # fmt: skip
@@ -69,7 +68,7 @@ def seen(interactions: Sequence[Interaction], value: float | Mapping[str, float]
 
 
 def _chains(interactions: Sequence[Interaction], chosen: Sequence[int]) -> list[list[int]]:
-    """Return lines with each completion in one: of those that go on from one, the first does so."""
+    """Return branches that contain each completion once; the first child continues its parent."""
     found: list[list[int]] = []
     for number in chosen:
         chain = next((c for c in found if c[-1] == interactions[number].parent), None)
@@ -81,7 +80,7 @@ def _chains(interactions: Sequence[Interaction], chosen: Sequence[int]) -> list[
 
 
 def _paths(interactions: Sequence[Interaction], chosen: Sequence[int]) -> list[list[int]]:
-    """Return the line from the beginning to each completion that nothing goes on from."""
+    """Return the branch from the beginning to each completion without a continuation."""
     paths: list[list[int]] = []
     for number, interaction in enumerate(interactions):
         before = [] if interaction.parent is None else paths[interaction.parent]
@@ -108,21 +107,18 @@ def of_run(
     export: str = "tree",
     seconds: float = 0.0,
 ) -> list[Trajectory]:
-    """Return the trajectories of one run.
+    """Return the trajectories of one run, in the order of its completions.
 
     Args:
       interactions: of its session, ≥ 1.
       value: a reward for the run, or rewards by completion id; completions without one get 0.
-      run_id: `"{group_id}.{sample}"`; the only trajectory's id, several have it with `.0`, `.1`, ….
-      agent: a name for statistics.
+      run_id: `"{group_id}.{sample}"`; several trajectories append `.0`, `.1`, ….
+      agent: name for statistics.
       turn_discount: γ of `turn_returns`, in [0, 1].
       export: one of EXPORTS, see the top of this file.
-      seconds: that the run took.
-
-    Returns:
-      In the order of the completions; `info["run_reward"]` is `outcome(…)` in each.
+      seconds: duration of the run.
     """
-    chosen = seen(interactions, value)
+    chosen = delivered(interactions, value)
     info = {
         "run_reward": outcome(interactions, value),
         "interactions": float(len(chosen)),
@@ -147,7 +143,7 @@ def of_run(
 
 
 def outcome(interactions: Sequence[Interaction], value: float | Mapping[str, float]) -> float:
-    """Return one number for a run: its reward, or that of the latest rewarded completion."""
+    """Return a run's reward: its own, or that of its latest rewarded completion."""
     if not isinstance(value, Mapping):
         return float(value)
     return next(
@@ -156,14 +152,14 @@ def outcome(interactions: Sequence[Interaction], value: float | Mapping[str, flo
 
 
 class Turn(NamedTuple):
-    """A completion and what came before it since the last one; token ids."""
+    """Token ids of a completion, and of the prompt since the previous completion."""
 
     prompt: list[int]
     completion: list[int]
 
 
 def turns(trajectory: Trajectory) -> list[Turn]:
-    """Return the turns of a trajectory, for a transcript."""
+    """Return the turns of a trajectory."""
     steps = np.diff(trajectory.loss_mask.astype(np.int8), prepend=0, append=0)
     edges, out, before = np.flatnonzero(steps), [], 0
     for begin, end in zip(edges[::2], edges[1::2], strict=True):
@@ -174,25 +170,20 @@ def turns(trajectory: Trajectory) -> list[Turn]:
 
 
 def samples(group: Group, count: int) -> list[list[Trajectory]]:
-    """Return the trajectories of each of `count` samples, by their ids `"{group_id}.{sample}"`.
-
-    Raises:
-      UserError: the workflow gave another number of samples.
-    """
+    """Split a group's trajectories by sample; raise UserError unless there are `count`."""
     found = [list(own) for _, own in groupby(group.trajectories, lambda t: t.run_id)]
     if len(found) != count:
         raise UserError(
-            f"the workflow gave {len(found)} samples where n={count} were asked for; its "
-            'trajectory_id must be "{group_id}.{sample}", with .0, .1, … for parts of one'
+            f"the workflow returned {len(found)} samples, not n={count}; its trajectory_id "
+            'must be "{group_id}.{sample}", with .0, .1, … for parts of one'
         )
     return found
 
 
 def record(parts: Sequence[Trajectory], tokenizer: Any) -> dict[str, Any]:
-    """Return one sample for a file of samples; an agent's has `turns`, as the model saw them.
+    """Return one sample as JSON types; an agent's has its `turns` as the model saw them.
 
-    The completion is the last turn's. The reward of a run that gave its completions rewards is
-    that of the latest one that has one (`outcome`).
+    The completion is the last turn's; the reward is `outcome`.
     """
     last = parts[-1]
     found = {
@@ -213,7 +204,7 @@ def record(parts: Sequence[Trajectory], tokenizer: Any) -> dict[str, Any]:
 
 
 def _trajectory(turns: Sequence[Interaction], first: int, **fields: Any) -> Trajectory:
-    """Return one sequence; `first` is the number of its first turn in its conversation."""
+    """Return the trajectory of a branch; `first` is its first turn's number in the conversation."""
     before = [0, *(len(t.prompt_tokens) + len(t.completion.tokens) for t in turns)]
     new = [
         (t.prompt_tokens[length:], t.completion) for t, length in zip(turns, before, strict=False)
@@ -223,5 +214,5 @@ def _trajectory(turns: Sequence[Interaction], first: int, **fields: Any) -> Traj
         return joined(new, first=first, prompt=begun, completion=last.text, **fields)
     starts = [len(plain(t.prompt_text)) - len(begun) for t in turns]
     said = tuple((at, at + len(plain(t.raw))) for at, t in zip(starts, turns, strict=True))
-    words = plain(last.whole)[len(begun) :]
+    words = plain(last.full_text)[len(begun) :]
     return joined(new, first=first, prompt=begun, completion=words, said=said, **fields)

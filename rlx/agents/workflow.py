@@ -28,7 +28,7 @@ from rlx.fleet.tls import Tls, server_tls
 from rlx.option import read_options
 from rlx.rollout.episode import run_all
 from rlx.rollout.workflows import Generator, Task, conversation
-from rlx.workers.worker_pool import Displaced, WorkerError, WorkerKind, WorkerPool
+from rlx.workers.worker_pool import Evicted, WorkerError, WorkerKind, WorkerPool
 from rlx.workers.worker_process import NO_LIMITS, StartWorker, WorkerLimits, start_worker
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ class AgentWorkflow:
                     turn_discount=self._options.turn_discount, export=self._options.export,
                     seconds=time.monotonic() - began,
                 )  # fmt: skip
-            except Displaced:
+            except Evicted:
                 continue
             except (AgentError, WorkerError) as error:
                 raise self._failure(error, data) from error
@@ -249,7 +249,7 @@ async def run_agent(
 
     Raises:
       AgentError: the agent raised. WorkerError: its process died.
-      Displaced: its process was killed because of another run.
+      Evicted: its process was killed because of another run.
       UserError: `data` cannot be sent.
     """
     try:

@@ -1,29 +1,75 @@
-"""Runs of an agent, and what they gave: failures in groups, quantiles of seconds. Pure."""
+"""Rows to run an agent on, and the results of its runs: grouped failures and latencies."""
 
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
 
+from rlx.agents.workflow import with_messages
+from rlx.base import UserError
 from rlx.cli.text import duration
 from rlx.debugger.model_call import ModelCall, shorten
 from rlx.doctor.findings import Finding
+from rlx.rollout import data
 
-_MOST = 8  # kinds of failures that are shown
+SAMPLE = {"question": "What is 12 + 30? Answer with a number.", "answer": "42"}
+Row = tuple[int, Mapping[str, Any]]  # index in the data, row as agents get it
+_GENERATED = 4096  # rows of a config whose data is generated
+_MOST = 8  # groups of failures that are shown
 _LEVELS = {"p50": 0.5, "p95": 0.95, "max": 1.0}  # quantiles
+
+
+def steps(steps: str, rows: Sequence[Row], batch: int, group: int) -> dict[str, list[Row]]:
+    """Return the rows of the steps in --steps: `one`, and `many`, `batch` rows × `group` runs."""
+    if steps not in ("1", "2", "1,2"):
+        raise UserError(f"--steps={steps} is invalid; give 1, 2 or 1,2")
+    if min(batch, group) < 1:
+        raise UserError(f"--batch={batch} and --group={group} must be 1 or more")
+    found = {"1": ("one", [rows[0]]), "2": ("many", [*islice(cycle(rows), batch)] * group)}
+    return dict(found[step] for step in steps.split(","))
+
+
+def load_rows(path: str, wanted: str = "", config: Any = None) -> list[Row]:
+    """Return rows of a file, else of a config's training data, else a sample, with `messages`.
+
+    Args:
+      wanted: `7`, `7:20` or `7:`, as in --rows; "" for all.
+
+    Raises:
+      UserError: `wanted` is no range or empty, or the data cannot be read.
+    """
+    key, system, answer, rows = "question", "", "", [SAMPLE]
+    names = [path] if path else []
+    if config is not None:
+        key, system = config.data.question_key, config.data.system_prompt
+        answer = config.data.answer_key if config.data.answer_key != "answer" else ""
+        names = names or [name for name, _ in data.named_sources(config.data)]
+        if not names:
+            rows = data.GENERATED[config.data.kind](config.seed, "train", _GENERATED)
+    if names:
+        rows = [row for name in names for row in data.load(name, "", answer)]
+    bounds = re.fullmatch(r"(\d*)(:?)(\d*)", wanted)
+    if not bounds:
+        raise UserError(f"--rows={wanted!r} is not a range; write 7, 7:20 or 7:")
+    first = int(bounds[1] or 0)
+    last = first + 1 if bounds[1] and not bounds[2] else int(bounds[3] or len(rows))
+    if not rows[first:last]:
+        raise UserError(f"--rows={wanted} selects none of {len(rows)} rows; they count from 0")
+    return [(i, with_messages(rows[i], key, system)) for i in range(len(rows))[first:last]]
 
 
 @dataclass(slots=True)
 class AgentRun:
-    """One run, and how it ended.
+    """One run and its result.
 
     Attributes:
-      number: of the run in the whole session; `index`: of its row in the data.
-      reward: a number, or numbers by completion id; None where it failed.
-      error: `KeyError: 'answer' (agent.py, line 14)`; "" where it did not fail.
+      index: of the row in the data.
+      reward: a number, or numbers by completion id; None after a failure.
+      error: such as `KeyError: 'answer' (agent.py, line 14)`, or "".
     """
 
     number: int
@@ -37,7 +83,7 @@ class AgentRun:
 
 
 def latencies(runs: Sequence[AgentRun]) -> dict[str, dict[str, float]]:
-    """Return quantiles of the seconds of runs that did not fail, and of answered calls."""
+    """Return quantiles of the seconds of successful runs and of answered calls."""
     values = {
         "run": [run.seconds for run in runs if not run.error],
         "call": [call.seconds for run in runs for call in run.calls if call.ok],
@@ -50,7 +96,7 @@ def latencies(runs: Sequence[AgentRun]) -> dict[str, dict[str, float]]:
 
 
 def findings(area: str, runs: Sequence[AgentRun], seconds: float) -> Iterator[Finding]:
-    """Yield how many runs are well, kinds of failures and of refused calls, and latencies."""
+    """Yield findings: counts of runs, grouped failures, grouped refused calls, latencies."""
     rewards = [run.reward for run in runs if not run.error]
     found = f"{len(rewards)} of {len(runs)} ok, in {duration(seconds)}"
     if rewards:
@@ -75,11 +121,7 @@ def findings(area: str, runs: Sequence[AgentRun], seconds: float) -> Iterator[Fi
 
 
 def transcript(run: AgentRun, began: float) -> Iterator[str]:
-    """Yield the calls of a run and its end, as lines.
-
-    Args:
-      began: seconds, monotonic.
-    """
+    """Yield lines about a run's calls and its result; `began` in monotonic seconds."""
     for number, call in enumerate(run.calls, 1):
         times = f"at {duration(call.begin - began)} · took {duration(call.seconds)}"
         yield f"call {number}  {call.path}  {call.model}  {times} · {call.stop_reason or '–'}"
@@ -95,7 +137,7 @@ def transcript(run: AgentRun, began: float) -> Iterator[str]:
 
 
 def _alike(failed: Sequence[Any]) -> list[list[Any]]:
-    """Return groups of the same exception, place and status, the largest first."""
+    """Group failures by exception, line and status, the largest group first."""
     groups = defaultdict(list)
     for one in failed:
         kind, place = one.error.partition(":")[0], re.findall(r"\([^(]*, line \d+\)$", one.error)

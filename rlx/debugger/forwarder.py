@@ -1,8 +1,6 @@
-"""Forward the requests of agents to a model server, and keep what each run asked.
+"""Forward agents' requests to a model server and record them by run. Imports aiohttp.
 
-    ANY http://127.0.0.1:PORT/SECRET/RUN/v1/…      → BASE_URL/…
-
-Imports aiohttp.
+ANY http://127.0.0.1:PORT/SECRET/RUN/v1/…      → BASE_URL/…
 """
 
 import contextlib
@@ -20,8 +18,8 @@ from rlx.base import UserError, unknown
 from rlx.debugger.model_call import ModelCall, refusal
 
 HOST = "127.0.0.1"
-_BACKLOG = 4096  # connections of a burst that may wait to be accepted
-_PER_CONNECTION = {  # headers that are not for the other side, or are set anew
+_BACKLOG = 4096  # connections that may wait to be accepted
+_PER_CONNECTION = {  # headers that are not forwarded
     "host", "content-length", "accept-encoding", "content-encoding", "connection", "keep-alive",
     "te", "upgrade", "transfer-encoding", "proxy-authorization", "expect",
 }  # fmt: skip
@@ -29,12 +27,12 @@ _GENERATES = ("/completions", "/messages", "/responses")
 
 
 class Forwarder:
-    """An async context manager in which every run has an address of its own.
+    """Async context manager with an address for each run.
 
     Args:
-      base_url: of the server, `http://host:port/v1`.
-      api_key: the real one; agents get the attribute `api_key` in its place.
-      model: put in every request of an agent; empty: the agent's own stays.
+      base_url: the server's, `http://host:port/v1`.
+      api_key: the server's; agents use the attribute `api_key` instead.
+      model: replaces the model in every request, unless empty.
     """
 
     def __init__(self, base_url: str, api_key: str, model: str = ""):
@@ -61,21 +59,21 @@ class Forwarder:
         await self._session.close()
 
     def base_url(self, run: int) -> str:
-        """Return the `base_url` of a run, by which its calls are known."""
+        """Return the `base_url` of a run."""
         return f"http://{HOST}:{self._runner.addresses[0][1]}/{self.api_key}/{run}/v1"
 
     def calls(self, run: int) -> list[ModelCall]:
-        """Return the calls of a run that has ended, in the order of their beginnings."""
+        """Return the calls of a finished run, in order."""
         found = self._calls.pop(str(run), [])
-        for call, body in found:  # here, since an agent may leave a stream before its end
-            call.hear(bytes(body))
+        for call, body in found:  # at the end, because an agent may abandon a stream
+            call.read_answer(bytes(body))
         return [call for call, _ in found]
 
     async def models(self, seconds: float = 30.0) -> list[str]:
-        """Return the names of the server's models; none where it lists none.
+        """Return the names of the server's models, if it lists them.
 
         Raises:
-          UserError: it does not answer within `seconds`, refuses, or lacks the model.
+          UserError: the server does not answer within `seconds`, refuses, or lacks the model.
         """
         url, limit = f"{self._server}/models", aiohttp.ClientTimeout(total=seconds)
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
@@ -83,13 +81,13 @@ class Forwarder:
             async with self._session.get(url, headers=headers, timeout=limit) as answer:
                 body = await answer.read()
             if answer.status in (404, 405) and self._model:
-                return []  # some servers list none; the first run will show
+                return []  # some servers have no list
             if answer.status != 200:
                 raise ValueError(f"{answer.status} {refusal(body)}")
             found = [str(model["id"]) for model in json.loads(body)["data"]]
         except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(
-                f"{url} gives no list of models ({type(error).__name__}: {error}); start the "
+                f"cannot list the models of {url} ({type(error).__name__}: {error}); start the "
                 "server, or correct --api_key or --base_url=http://HOST:PORT/v1"
             ) from None
         if self._model and found and self._model not in found:
@@ -102,14 +100,14 @@ class Forwarder:
             rest = rest.removeprefix("v1/")
         body, got = await request.read(), bytearray()
         call = ModelCall(f"/{rest.partition('?')[0]}", time.monotonic())
-        call.ask(body)
+        call.read_request(body)
         if call.path.endswith(_GENERATES):
             self._calls[request.match_info["run"]].append((call, got))
         response = web.StreamResponse()
         try:
             async with self._session.request(
                 request.method, yarl.URL(f"{self._server}/{rest}", encoded=True),
-                data=self._named(body) or None, headers=self._headers(request),
+                data=self._with_model(body) or None, headers=self._headers(request),
                 allow_redirects=False,
             ) as answer:  # fmt: skip
                 call.status = answer.status
@@ -130,12 +128,12 @@ class Forwarder:
         return response
 
     def _headers(self, request: web.Request) -> dict[str, str]:
-        """Return the headers of an agent's request with the server's key."""
+        """Return a request's headers with the server's key."""
         key, own = self._key or "none", _kept(request.headers)
         return {n: t.replace(self.api_key, key) for n, t in own} | {"Accept-Encoding": "identity"}
 
-    def _named(self, body: bytes) -> bytes:
-        """Return the body, asking for the model that every call is to have."""
+    def _with_model(self, body: bytes) -> bytes:
+        """Return the body with `model` replaced."""
         with contextlib.suppress(ValueError):
             found = json.loads(body) if self._model else None
             if isinstance(found, dict) and "model" in found:

@@ -1,7 +1,6 @@
-"""Describe an HTTP request of an agent and the server's answer as text. Pure.
+"""Summarise an agent's HTTP request and its answer, in any API of OpenAI or Anthropic. Pure.
 
-Reads chat completions, completions and responses of OpenAI's API and messages of Anthropic's, whole
-or as a stream of server-sent events; a body of another shape gives no text.
+Answers may be streams of server-sent events. A body of unknown shape gives no text.
 """
 
 import contextlib
@@ -10,23 +9,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_TEXT = 400  # characters that are kept of one message
+_TEXT = 400  # characters of a message that are kept
 _TEXTS = ("text", "thinking", "content", "partial_json", "output", "function", "tool_calls")
-_ANSWERS = ("delta", "content_block", "item", "content", "output")  # of an event, or of the whole
+_ANSWERS = ("delta", "content_block", "item", "content", "output")  # of an event or an answer
 _STOPS = ("finish_reason", "stop_reason", "status")
 _WRONG_SHAPE = (AttributeError, IndexError, KeyError, TypeError, ValueError, RecursionError)
 
 
 @dataclass(slots=True)
 class ModelCall:
-    """A request for a completion, seen between the agent and the server.
+    """A request for a completion and its answer.
 
     Attributes:
-      path: after the base_url. model: as the agent asked for it.
-      begin: seconds, monotonic; `seconds`: from there to the answer's end.
-      status: of HTTP, 0 without an answer; `error`: the server's words, or why there was none.
-      messages: (role, text) of the request; `answer`: text and tool calls; both abbreviated.
-      completion_id: the id by which a reward is given; "" where there is none.
+      path: after the base_url.
+      begin: monotonic seconds; `seconds`: from there to the answer's end.
+      status: HTTP status, 0 without an answer.
+      error: the server's message, or why there is no answer.
+      messages: (role, text), abbreviated; `answer`: text and tool calls, abbreviated.
     """
 
     path: str
@@ -42,11 +41,11 @@ class ModelCall:
 
     @property
     def ok(self) -> bool:
-        """Whether the server answered as asked."""
+        """Return whether the request succeeded."""
         return 200 <= self.status < 300 and not self.error
 
-    def ask(self, body: bytes) -> None:
-        """Take the model and the messages from a request's body."""
+    def read_request(self, body: bytes) -> None:
+        """Set model and messages from a request's body."""
         with contextlib.suppress(*_WRONG_SHAPE):
             request = json.loads(body)
             self.model = str(request.get("model") or "")
@@ -59,8 +58,8 @@ class ModelCall:
                 (str(m.get("role") or m.get("type")), shorten(_text(m))) for m in messages
             ]
 
-    def hear(self, body: bytes) -> None:
-        """Take text, id and stop reason from an answer's body, as far as it came."""
+    def read_answer(self, body: bytes) -> None:
+        """Set text, id and stop reason from the received part of an answer's body."""
         if not self.ok:
             self.error = self.error or refusal(body) or "no answer"
             return
@@ -72,7 +71,7 @@ class ModelCall:
                     self.error = refusal(json.dumps(event).encode())
                 choices = [c for c in event.get("choices") or [{}] if not c.get("index")]
                 choice = choices[0] if choices else {}
-                if not str(event.get("type")).endswith(".done"):  # which has the text once more
+                if not str(event.get("type")).endswith(".done"):  # repeats the text
                     own = [choice.get(key) for key in ("message", "delta", "text")]
                     self.answer += _text([*own, *map(event.get, _ANSWERS)])
                 for part in (head, event.get("delta"), choice):
@@ -83,7 +82,7 @@ class ModelCall:
 
 
 def refusal(body: bytes) -> str:
-    """Return the words of an error's body, in one line."""
+    """Return the message in an error's body, as one line."""
     found: Any = body.decode(errors="replace")
     with contextlib.suppress(*_WRONG_SHAPE):
         found = json.loads(body)
@@ -93,12 +92,12 @@ def refusal(body: bytes) -> str:
 
 
 def shorten(text: str) -> str:
-    """Return `text`, its middle cut out where it is long."""
+    """Return `text` without its middle if it is long."""
     return text if len(text) <= _TEXT else f"{text[: _TEXT // 2]} … {text[-_TEXT // 2 :]}"
 
 
 def _events(body: bytes) -> list[dict[str, Any]]:
-    """Return the events of a stream that came whole, or a whole answer as the only one."""
+    """Return the complete events of a stream, or an unstreamed answer as one event."""
     if body.lstrip().startswith(b"{"):
         return [json.loads(body)]
     lines = (line[5:] for line in body.splitlines() if line.startswith(b"data:"))
@@ -106,7 +105,7 @@ def _events(body: bytes) -> list[dict[str, Any]]:
 
 
 def _text(value: Any) -> str:
-    """Return the text of a message, a part or an event; a tool call as `→ name arguments`."""
+    """Return the text of a message, part or event; a tool call is `→ name arguments`."""
     if isinstance(value, list):
         return " ".join(filter(None, map(_text, value)))
     if not isinstance(value, Mapping):

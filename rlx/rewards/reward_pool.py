@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from rlx.system.loop_thread import LoopThread
-from rlx.workers.worker_pool import Displaced, WorkerError, WorkerKind, WorkerPool, WorkerProcess
+from rlx.workers.worker_pool import Evicted, WorkerError, WorkerKind, WorkerPool, WorkerProcess
 from rlx.workers.worker_process import NO_LIMITS, StartWorker, WorkerLimits, start_worker
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -209,7 +209,7 @@ class RewardPool:
             raise RewardError(
                 f"reward {name!r} was killed after {limit:g} s ({setting}) on {at()} {place}"
             ) from None
-        except (WorkerError, Displaced, ValueError, TypeError, LookupError) as broken:
+        except (WorkerError, Evicted, ValueError, TypeError, LookupError) as broken:
             worker.kill()
             raise RewardError(f"reward {name!r} failed on {at()}: {broken} {place}") from None
 

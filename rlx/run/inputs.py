@@ -267,7 +267,7 @@ def _workflow(config: ConfigDict, inputs: Inputs, answering: Workflow) -> Workfl
 
 def _online(config: ConfigDict, prompts: Prompts, evaluator: Workflow) -> Workflow:
     """Return the workflow that waits for applications; raise UserError without an admin key."""
-    options = OnlineOptions.named(config.online)
+    options = OnlineOptions.from_flags(config.online)
     if options is None:
         raise UserError(
             "rollout.workflow=online has no admin key; name a file in online.admin_key, or set "

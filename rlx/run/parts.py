@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from rlx.agents.online_workflow import OnlineWorkflow, RunPlace
+from rlx.agents.online_workflow import OnlineWorkflow, RunContext
 from rlx.base import UserError
 from rlx.cli.text import size
 from rlx.cli.user_code import own_files
@@ -260,7 +260,7 @@ def build(
     if isinstance(inputs.workflow, OnlineWorkflow):
         needed = partial(_oldest_needed, workdir / "checkpoints", config.rollout.max_staleness)
         first = restored.host["executor"]["cursor"]["position"] if restored else 0
-        inputs.workflow.place = RunPlace(
+        inputs.workflow.context = RunContext(
             workdir / "sessions", first, lambda: executor.version, needed, longest, progress.message
         )  # fmt: skip
     loop.start()

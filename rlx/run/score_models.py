@@ -69,7 +69,7 @@ def eval_options(config: ConfigDict, values: Any) -> Asked:
     with config.unlocked():
         config.sampling.max_new_tokens, config.eval.max_new_tokens = budget, 0
     n_samples = number("n_samples", int, 32)
-    workflow, kwargs = loading.chosen(values, config.rollout)
+    workflow, kwargs = loading.workflow_of(values, config.rollout)
     return Asked(
         n_samples=n_samples,
         temperature=number("temperature", float, 0.6),

@@ -3,7 +3,7 @@
     job ─▶ the worker with the fewest jobs ─▶ progress …, then the job's last message
                 │ a job takes too long, or does not end when it is cancelled: the worker is killed
                 ▼ and another is started for the next job
-      its other jobs raise Displaced: they did nothing wrong and can be done again
+      its other jobs raise Evicted: they did nothing wrong and can be done again
 
 Both sides write lines of JSON.
 
@@ -48,7 +48,7 @@ class WorkerError(RuntimeError):
     """A worker process ended; the message says how."""
 
 
-class Displaced(Exception):
+class Evicted(Exception):
     """A worker process was killed because of another job in it."""
 
 
@@ -108,10 +108,10 @@ class WorkerProcess:
           progress: called with the values of each message of progress.
 
         Raises:
-          WorkerError: the process ended. Displaced: it was killed because of another job.
+          WorkerError: the process ended. Evicted: it was killed because of another job.
         """
         if self.ended:
-            raise Displaced("the worker process has ended")
+            raise Evicted("the worker process has ended")
         number = secrets.token_hex(16)  # another job cannot report under it by counting
         loop = asyncio.get_running_loop()
         future = loop.create_future()
@@ -145,7 +145,7 @@ class WorkerProcess:
 
     def _kill_if_left(self, number: str) -> None:
         if number in self._jobs:
-            self.kill(Displaced())
+            self.kill(Evicted())
 
     async def _live(self) -> None:
         """Start the process, read its messages, and clean up however it ends."""

@@ -7,7 +7,7 @@ from typing import Literal, Optional
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from rlx.agents.argument_types import part, typed
+from rlx.agents.argument_types import coerce, subschema
 from rlx.agents.tool_calls import Reader
 
 
@@ -70,7 +70,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "text", "wanted"), CASES)
 def test_an_argument_has_the_type_that_its_schema_says(name, text, wanted):
-    got = typed(text, part(SCHEMA, name, SCHEMA), SCHEMA)
+    got = coerce(text, subschema(SCHEMA, name, SCHEMA), SCHEMA)
     assert (got, type(got)) == (wanted, type(wanted))
     tool = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
     written = f"<tool_call>\n<function=f>\n<parameter={name}>\n{text}\n</parameter>\n</function>"
@@ -103,5 +103,5 @@ def test_an_argument_has_the_type_that_its_schema_says(name, text, wanted):
 def test_schemas_are_followed_as_they_are_written(schema, text, wanted):
     zips = {"zip": {"type": "string"}, "flag": {"type": "boolean"},
             "self": {"$ref": "#/$defs/self"}, "a/b": {"c": {"type": "string"}}}  # fmt: skip
-    got = typed(text, schema, {"$defs": zips})
+    got = coerce(text, schema, {"$defs": zips})
     assert (got, type(got)) == (wanted, type(wanted))

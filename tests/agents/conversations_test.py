@@ -241,7 +241,7 @@ def test_an_answer_that_was_lost_on_the_way_is_not_trained_on(site):
         return talk.session.interactions
 
     made = site.run(run())
-    assert trajectories.seen(made, 1.0) == [2, 3, 4, 5]
+    assert trajectories.delivered(made, 1.0) == [2, 3, 4, 5]
     assert [i.after for i in made] == [None, None, None, 2, None, None]
     for export in trajectories.EXPORTS:
         rows = trajectories.of_run(made, 1.0, "0.0", export=export)
@@ -250,7 +250,7 @@ def test_an_answer_that_was_lost_on_the_way_is_not_trained_on(site):
         )
         assert rows[0].info["lost_answers"] == 2.0
     own = {made[0].completion_id: 1.0}  # who rewards an answer has seen it
-    assert trajectories.seen(made, own) == [0, 2, 3, 4, 5]
+    assert trajectories.delivered(made, own) == [0, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("vendor", ["openai", "anthropic"])
@@ -292,7 +292,7 @@ def test_a_vendor_s_client_asks_again_and_the_lost_answer_is_known(site, vendor)
     assert len(made) == 2
     (row,) = trajectories.of_run(made, {name: 1.0}, "0.0")
     assert (row.reward, row.num_trained) == (1.0, len(made[1].completion.tokens))
-    assert trajectories.seen(made, 1.0) == [1]
+    assert trajectories.delivered(made, 1.0) == [1]
 
 
 STEPS = st.lists(

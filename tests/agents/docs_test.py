@@ -58,7 +58,7 @@ def test_the_page_s_agent_is_evaluated_by_the_page_s_program(agents, tmp_path):
 def test_every_field_that_the_page_names_is_taken():
     from rlx.agents import chat
 
-    listed = PAGE.split("takes `messages`")[1].split("; what it cannot")[0]
+    listed = PAGE.split("takes `messages`")[1].split("chat_template_kwargs`.")[0]
     assert set(re.findall(r"`(\w+)`", listed)) <= chat._TAKEN
 
 

@@ -90,11 +90,11 @@ def test_a_workflow_of_rlx_gets_what_its_constructor_names(agents, tmp_path):
 def test_flags_go_before_the_config_s_workflow():
     rollout = SimpleNamespace(workflow="mine.py:A", workflow_kwargs={"x": 1})
     flags = SimpleNamespace(workflow="", workflow_kwargs="")
-    assert loading.chosen(flags, rollout) == ("mine.py:A", {"x": 1})
+    assert loading.workflow_of(flags, rollout) == ("mine.py:A", {"x": 1})
     flags.workflow_kwargs = '{"x": 2}'
-    assert loading.chosen(flags, rollout) == ("mine.py:A", {"x": 2})
+    assert loading.workflow_of(flags, rollout) == ("mine.py:A", {"x": 2})
     other = SimpleNamespace(workflow="mine.py:B", workflow_kwargs="")
-    assert loading.chosen(other, rollout) == ("mine.py:B", {})
+    assert loading.workflow_of(other, rollout) == ("mine.py:B", {})
 
 
 def test_what_an_agent_is_given_has_messages():

@@ -397,7 +397,7 @@ def test_tools_are_refused_where_the_template_has_no_word_for_them(agents):
 
     async def main():
         async with agents.gateway(template=plain) as g, agents.client(g) as client:
-            with pytest.raises(openai.BadRequestError, match="does not describe tools") as error:
+            with pytest.raises(openai.BadRequestError, match="has no supported format") as error:
                 await ask(client, tools=[ADD])
             assert error.value.param == "tools"
 
@@ -419,7 +419,7 @@ async def post(g, body, path="/v1/chat/completions", method="POST", key=None):
 WRONG = {
     "not JSON": (b"{", "not JSON"),
     "not UTF-8": (b'{"\xff": 1}', "not JSON"),
-    "NaN": (b'{"messages": [], "temperature": NaN}', "NaN is no JSON number"),
+    "NaN": (b'{"messages": [], "temperature": NaN}', "NaN is not a JSON number"),
     "deep": (b"[" * 100_000, "not JSON"),
     "a list": (b"[]", "it must be a JSON object"),
     "no messages": (b'{"model": "m"}', "messages is None"),
@@ -429,7 +429,7 @@ WRONG = {
         r"content\[0\] is .*'image_url'.* must be an object whose type is one of text, refusal",
     ),
     "half a character": (
-        b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', "half of a surrogate pair",
+        b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', "unpaired surrogate",
     ),
     "half a character as it is": (
         b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}', "not JSON",

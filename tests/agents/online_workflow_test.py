@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlx.agents.online import OnlineOptions
-from rlx.agents.online_workflow import OnlineWorkflow, RunPlace, expected_wait
+from rlx.agents.online_workflow import OnlineWorkflow, RunContext, expected_wait
 from rlx.agents.workflow import AgentOptions
 from rlx.rollout.workflows import Task
 from tests.agents.online_test import ADMIN, Site
@@ -22,9 +22,9 @@ def test_sessions_of_one_task_make_a_group(agents, tmp_path):
         listen = SimpleNamespace(host="127.0.0.1", port=0, tls_cert="", tls_key="")
         workflow = OnlineWorkflow(
             OnlineOptions(ADMIN), AgentOptions(), listen, agents.tokenizer(), agents.sampling, 2,
-            judge=None,
+            held_out=None,
         )  # fmt: skip
-        workflow.place = RunPlace(tmp_path, 0, lambda: 0, lambda: 0, 0, lines.append)
+        workflow.context = RunContext(tmp_path, 0, lambda: 0, lambda: 0, 0, lines.append)
         async with agents.fleet(agents.engine()) as (fleet, _), aiohttp.ClientSession() as http:
             groups = [
                 asyncio.create_task(workflow.run(fleet, Task({}, number, 0, version=0)))
@@ -64,9 +64,9 @@ def test_a_run_that_was_killed_trains_again_on_what_its_users_said(agents, tmp_p
         listen = SimpleNamespace(host="127.0.0.1", port=0, tls_cert="", tls_key="")
         workflow = OnlineWorkflow(
             OnlineOptions(ADMIN), AgentOptions(), listen, agents.tokenizer(), agents.sampling, 1,
-            judge=None,
+            held_out=None,
         )  # fmt: skip
-        workflow.place = RunPlace(
+        workflow.context = RunContext(
             tmp_path, dealt, lambda: engine.version, lambda: 100, longest, lines.append
         )
         async with agents.fleet(engine) as (fleet, _), aiohttp.ClientSession() as http:
@@ -131,7 +131,7 @@ def test_a_run_that_was_killed_trains_again_on_what_its_users_said(agents, tmp_p
     assert (status, [state.taken for state in states]) == (410, ["trained"] * 3)
     assert [state.ended for state in states] == ["application"] * 2 + ["restart"]
     assert [(code, body["reward"], body["why"]) for code, body, _ in found] == [
-        (200, float(k), "it began before its place in training") for k in range(3)
+        (200, float(k), "its tokens are older than its slot") for k in range(3)
     ]
     assert [len(body["trajectories"]) for _, body, _ in found] == [1] * 3
     assert (listed, left) == (["exported"] * 3, {})

@@ -67,7 +67,7 @@ def test_the_last_reward_holds_and_those_of_completions_add_up(requests):
 
 
 def test_a_reward_names_its_session_s_own_completions():
-    with pytest.raises(Denied, match="nothing was generated"):
+    with pytest.raises(Denied, match="has no answer yet"):
         OPEN.add_reward(1.0)
     with pytest.raises(Denied, match="no completion 'b'"):
         OPEN.add_answer("a").add_reward({"a": 1.0, "b": 0.0})

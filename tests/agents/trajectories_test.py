@@ -192,7 +192,7 @@ def test_a_prompt_that_goes_on_keeps_the_sampled_tokens():
     assert (tokens.tolist(), parent) == ([1, 2, 1, 0, 3], 0)
     session.interactions.append(made(1, [1, 2, 1, 0, 3], [4], parent=0))
     longest = session.interactions[1]
-    tokens, parent = session.prompt(longest.whole + "<6>", encode)
+    tokens, parent = session.prompt(longest.full_text + "<6>", encode)
     assert (tokens.tolist(), parent) == ([1, 2, 1, 0, 3, 4, 6], 1)
     assert session.prompt("<1><2><99>", encode)[1] is None
     assert tokens.dtype == np.int32

@@ -19,7 +19,7 @@ from rlx.rollout.executor import Executor
 from rlx.rollout.staleness import Limits
 from rlx.rollout.workflows import Task
 from rlx.system.process_supervisor import descendants
-from rlx.workers.worker_pool import Displaced, WorkerError, WorkerPool
+from rlx.workers.worker_pool import Evicted, WorkerError, WorkerPool
 from rlx.workers.worker_process import WorkerLimits
 
 ROWS = [{"question": f"what is {k}?", "answer": str(k)} for k in range(16)]
@@ -118,7 +118,7 @@ def test_rewards_by_completion_are_each_on_a_turn_of_its_own(shared, agents):
     assert record["tokens"] == sum(t.num_trained for t in first)
     said = [turn["completion"] for turn in record["turns"]]
     assert said == ["what is 0?<|end|>", "more<|end|>", "more<|end|>"]
-    with pytest.raises(UserError, match="gave 2 samples where n=3"):
+    with pytest.raises(UserError, match="returned 2 samples, not n=3"):
         trajectories.samples(group, 3)
 
 
@@ -143,10 +143,10 @@ def test_a_library_that_needs_the_main_thread_has_it(shared):
     [
         ("raises", r"LookupError: no such tool \(.*, line \d+\)\nTraceback"),
         ("exits", "SystemExit: 3"),
-        ("nan", "run returned nan; a reward is finite"),
+        ("nan", "run returned nan; rewards must be finite"),
         ("none", "run returned None"),
         ("text", "run returned 'good', a str"),
-        ("other", "run rewards 'id', an id that the server gave no completion"),
+        ("other", "run rewards 'id', which is no completion of this run"),
         ("silent", "asked for no completion; does it use the base_url"),
         ("dies", r"process died \(exit code 3\)"),
     ],
@@ -174,7 +174,7 @@ def test_a_run_that_is_given_up_is_ended_down_to_the_engine(agents):
 
 def test_training_is_strict_about_temperature_and_evaluation_is_not(shared):
     (row,) = rows_of("Repeat", ROWS[:1], temperature=0.5)
-    with pytest.raises(RolloutError, match="training samples at 1"):
+    with pytest.raises(RolloutError, match="differs from training's 1"):
         shared.run.submit(row).result(60)
     greedy = Sampling(temperature=0.0, max_new_tokens=50)
     assert shared.run.submit(row, sampling=greedy).result(60).trajectories[0].reward == 1.0
@@ -245,7 +245,7 @@ def test_a_run_that_will_not_stop_is_killed_and_its_neighbours_are_moved(agents)
             assert not beside.done()
             before = {*descendants(os.getpid())} - others
             stubborn.cancel()
-            with pytest.raises(Displaced):
+            with pytest.raises(Evicted):
                 await beside
             assert await row_of(g, own, "well") == 1.0
             assert before

@@ -13,7 +13,7 @@ import pytest
 
 from rlx import debug_workflow
 from rlx.base import UserError
-from rlx.debugger import agent_rows
+from rlx.debugger import agent_runs
 from rlx.model.directory import resolve
 
 pytest.importorskip("openai")
@@ -110,7 +110,7 @@ def test_failures_are_counted_by_exception_and_line(debug):
     expected = (
         f"KeyError: 'answer' {place}", f"SystemExit: 3 {place}",
         f"it did not end in 2 s {place}", "run returned nan", "run returned None",
-        "run rewards 'no-id', an id that the server gave no completion",
+        "run rewards 'no-id', which is no completion of this run",
         "run returned '1.0', a str", "is None",
     )  # fmt: skip
     for index, pattern in enumerate(expected):
@@ -119,17 +119,14 @@ def test_failures_are_counted_by_exception_and_line(debug):
     assert "look at one: --steps=1 --rows=0" in text
     _, text, _ = debug("AsTheRowSays", rows=[{"how": "raises"}], steps="1,2")
     assert "in grade\n    return float(data" in text
-    assert "many runs come once this one has no problem" in text
+    assert "fix this run before running many" in text
 
 
 @pytest.mark.parametrize(
     ("how", "error"),
     [
-        (
-            "blocks",
-            r"blocked the event loop for 1 s; .*debugged_agents.py:\d+ .*_turn.acquire",
-        ),
-        pytest.param("deaf", "let CancelledError pass", marks=pytest.mark.slow),
+        ("blocks", r"blocked the event loop for 1 s; .*debugged_agents.py:\d+ .*_turn.acquire"),
+        pytest.param("deaf", "re-raise CancelledError", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_does_not_end_is_ended_and_named(debug, how, error):
@@ -195,14 +192,14 @@ def test_a_server_that_does_not_answer_as_it_should_is_one_line(server):
 
 def test_mistakes_on_the_command_line_are_named_before_anything_is_asked(monkeypatch, tmp_path):
     for flag, expected in (
-        ("--steps=3", "--steps=3 is neither"),
+        ("--steps=3", "--steps=3 is invalid"),
         ("--batch=no", "--batch=no is not a number"),
         ("--batch=0", "--batch=0 and --group=8 must be 1 or more"),
-        ("--rows=9", "--rows=9 names no row of 1"),
+        ("--rows=9", "--rows=9 selects none of 1"),
         (f"--data={tmp_path}/x.jsonl", "no file"),
         ("--workflow=x.py:A", "there is no file x.py"),
-        ("--workflow=rlx.rollout.workflows:RLVR", "is no agent but a workflow of rlx"),
-        ("--workflow_kwargs=[]", "is no JSON object"),
+        ("--workflow=rlx.rollout.workflows:RLVR", "is a workflow of rlx, not an agent"),
+        ("--workflow_kwargs=[]", "is not a JSON object"),
         ("--base_url=", "give --workflow=FILE.py:CLASS and --base_url"),
     ):
         line = ["debug_workflow", *words("http://127.0.0.1:1/v1", "Good", flag)]
@@ -215,10 +212,10 @@ def test_rows_are_chosen_by_index_or_range(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"n": n}) + "\n" for n in range(5)))
     for wanted, expected in (("", range(5)), ("2", [2]), ("3:", [3, 4]), ("1:3", [1, 2])):
-        assert agent_rows.load(str(path), wanted) == [(n, {"n": n}) for n in expected]
+        assert agent_runs.load_rows(str(path), wanted) == [(n, {"n": n}) for n in expected]
     for wrong in ("5", "x", "3:2", "-1"):
         with pytest.raises(UserError, match="--rows="):
-            agent_rows.load(str(path), wrong)
+            agent_runs.load_rows(str(path), wrong)
 
 
 @pytest.mark.vllm

@@ -17,7 +17,7 @@ def sse(*events):
 def answered(body):
     """(id, text, stop reason, error) of an answer."""
     call = ModelCall("/chat/completions", 0.0, status=200)
-    call.hear(body)
+    call.read_answer(body)
     return call.completion_id, call.answer.strip(), call.stop_reason, call.error
 
 
@@ -25,7 +25,7 @@ def test_a_request_of_chat_with_parts_and_tools():
     image = {"type": "image_url", "image_url": {"url": "x"}}
     add = {"function": {"name": "add", "arguments": '{"a": 1}'}}
     call = ModelCall("/chat/completions", 0.0)
-    call.ask(json.dumps({"model": "m", "messages": [
+    call.read_request(json.dumps({"model": "m", "messages": [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Look:"}, image]},
         {"role": "assistant", "content": None, "tool_calls": [add]},
@@ -113,7 +113,7 @@ KEYS = ["messages", "content", "choices", "message", "delta", "id", "error", "re
     max_leaves=12))  # fmt: skip
 def test_no_body_breaks_it(value):
     body = json.dumps(value).encode()
-    ModelCall("", 0.0).ask(body)
+    ModelCall("", 0.0).read_request(body)
     answered(body)
     answered(b"data: " + body + b"\n\n")
     refusal(body)

@@ -96,7 +96,7 @@ def test_what_cannot_work_is_one_line_before_anything_starts(config, tmp_path):
     config.rollout.workflow_kwargs = {"dept": 1}
     assert "did you mean 'depth'" in refused(config)
     config.rollout.workflow_kwargs = "[1]"
-    assert "rollout.workflow_kwargs='[1]' is no JSON object" in refused(config)
+    assert "rollout.workflow_kwargs='[1]' is not a JSON object" in refused(config)
     config.rollout.workflow = f"{tmp_path}/mine.py:Onw"
     assert "rollout.workflow=" in refused(config)
     assert "did you mean 'Own'" in refused(config)
