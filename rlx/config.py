@@ -20,8 +20,7 @@ from rlx.fleet.timeouts import Timeouts
 from rlx.model.lora_config import LoraConfig, lora_targets
 from rlx.option import check_value, option, options_of
 from rlx.sandbox.sandbox import SandboxOptions
-from rlx.train.optimizer_options import OptimizerOptions
-from rlx.train.train_options import TrainOptions
+from rlx.train.train_options import OptimizerOptions, TrainOptions
 from rlx.workers.worker_process import WorkerLimits
 
 ENGINES = ("jax", "vllm")

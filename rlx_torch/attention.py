@@ -1,7 +1,7 @@
-"""Attention over packed sequences in transformers' models: each token sees its segment alone.
+"""Attention within the segments of packed sequences, for transformers' models.
 
-All rows of a microbatch are one sequence, [1, N] without padding, and `cu_seq_lens_q` says where
-its segments begin, as transformers' own FlashAttention takes them. Nothing here has a mask.
+All rows of a microbatch are one sequence, [1, N] without padding. Its segments begin at
+`cu_seq_lens_q`, as in transformers' own FlashAttention.
 """
 
 import importlib.util
@@ -18,13 +18,13 @@ from transformers import AttentionInterface
 
 from rlx.base import UserError
 
-BLOCK = 512  # queries whose scores exist at one time, where torch has no fused attention
-# Tokens of a segment at most of which a CPU attends by products in half precision: for 96 tokens
-# torch's fused attention, of which the backward pass is slow there, took 3.3 times as long.
+BLOCK = 512  # queries whose scores exist at one time, where torch has no fused attention.
+# Longest segment, tokens, for which a CPU uses `_Products` in half precision. Torch's fused
+# attention has a slow backward pass there: for 96 tokens it took 3.3 times as long.
 SHORT = 512
 
-# The first that is installed and knows the device; `segments` is always there. The others compute
-# in half precision alone.
+# `kernel` takes the first one that is installed and supports the device. All except the last
+# compute in half precision only.
 KERNELS = {
     "flash_attention_3": ("cuda", "flash_attn_interface"),
     "flash_attention_2": ("cuda", "flash_attn"),
@@ -32,13 +32,12 @@ KERNELS = {
     "rlx_segments": ("", "torch"),
 }
 
-
-# Query and key pairs that take as long as a call; a segment may be padded by so many.
+# Query and key pairs that take as long as a call: the most padding of a segment in a block.
 CALL_PAIRS = 1 << 14
 
 
 def kernel(device: str, compute_dtype: str, model_type: str = "") -> str:
-    """Return the name of the attention that a model on this kind of device is loaded with."""
+    """Return the name of the attention for loading a model on this kind of device."""
     for name, (where, module) in KERNELS.items():
         fits = not where or (where == device and compute_dtype != "float32")
         fits = fits and not (model_type == "gpt_oss" and name.startswith("flash"))  # has sinks
@@ -48,13 +47,13 @@ def kernel(device: str, compute_dtype: str, model_type: str = "") -> str:
 
 
 class Block(NamedTuple):
-    """Segments that follow each other, to which one call attends.
+    """Consecutive segments that one call computes.
 
     Attributes:
-      tokens: of all of them. shape: S segments of at most L tokens.
-      places: of their tokens, [S, L] int64; a segment shorter than L ends with its first token
-        again, which later tokens alone would see. None where all have L.
-      back: of each token its place in the block, [tokens] int64; None likewise.
+      tokens: number of all tokens. shape: S segments of at most L tokens.
+      places: [S, L] int64, indices of the tokens; shorter segments are padded with their first
+        token, which no earlier token sees. None if all have L.
+      back: [tokens] int64, the index of each token in the padded block; None if all have L.
     """
 
     tokens: int
@@ -64,7 +63,7 @@ class Block(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Segments of N tokens, by which one call attends to several at once, longest first."""
+    """Segments of N tokens in blocks, longest first."""
 
     blocks: tuple[Block, ...]
 
@@ -92,7 +91,7 @@ def _block(sizes: list[int], device: str) -> Block:
 
 
 class _Spread(torch.autograd.Function):
-    """x at a block's places. What repeats a token has no gradient: nothing that counts sees it."""
+    """x at a block's places. Padding gets no gradient, because no real token sees it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: Block) -> Tensor:
@@ -105,7 +104,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """x of a block, flat, at each token's place."""
+    """x of each token, from a padded and flattened block."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: Block) -> Tensor:
@@ -146,12 +145,12 @@ def segments(
       [1, N, heads, H].
 
     Raises:
-      UserError: the model does not hand on what it is called with.
+      UserError: the model does not pass its keyword arguments to attention.
     """
     if blocks is None:
         raise UserError(
-            f"{type(module).__name__} does not tell attention where packed sequences begin, so "
-            "trainer=torch cannot train its model; use another model"
+            f"{type(module).__name__} does not pass the starts of packed sequences to attention, "
+            "so trainer=torch cannot train its model; use another model"
         )
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, heads, H]
     groups, out = query.shape[1] // key.shape[1], []
@@ -207,7 +206,7 @@ def _unfused(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Attend causally within segments, whose scores are computed again for the gradient."""
+    """Attend causally within segments, recomputing scores in the backward pass."""
 
     def block(first: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         scores = (q @ k.transpose(-1, -2)).float() * scale
@@ -250,7 +249,7 @@ def varlen(
         )  # fmt: skip
     from torch.nn.attention.varlen import varlen_attn
 
-    # Under autocast RoPE leaves queries and keys in float32; values are as products give them.
+    # Under autocast RoPE leaves queries and keys in float32, values in half precision.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
     window = ((sliding_window or 0) - 1, 0)

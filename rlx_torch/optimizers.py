@@ -1,4 +1,4 @@
-"""Optimizers by name, in PyTorch, and a step whose moments are in the host's memory."""
+"""Optimizers by name, in PyTorch, and a step with moments in the host's memory."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlx.train.optimizer_options import OPTIMIZERS, OptimizerOptions
+from rlx.train.train_options import OPTIMIZERS, OptimizerOptions
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion (arXiv 2302.06675): the sign of a mean of gradient and moment; decay is apart from it.
+    """Lion (arXiv 2302.06675): steps by the sign of a mean of gradient and moment.
 
     p ← p − lr · (sign(b1·m + (1 − b1)·g) + decay·p)        m ← b2·m + (1 − b2)·g
     """
@@ -20,7 +20,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make one update of all that have a gradient."""
+        """Update all parameters that have a gradient."""
         for group in self.param_groups:
             (b1, b2), rate = group["betas"], group["lr"]
             for p in (p for p in group["params"] if p.grad is not None):
@@ -44,15 +44,13 @@ _MADE: dict[str, Callable[[Any, OptimizerOptions], torch.optim.Optimizer]] = {
 def make_optimizer(
     parameters: Iterable[nn.Parameter], options: OptimizerOptions, offloaded: bool = False
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of parameters; matrices decay, norms and biases do not.
-
-    Its rate is 0 until who steps it sets one.
+    """Return the optimizer of parameters, with learning rate 0; only matrices decay.
 
     Args:
       offloaded: its moments are in the host's memory, for `step_offloaded`.
     """
     trained = list(parameters)
-    alike: dict[Any, list[nn.Parameter]] = {}  # what one call of the optimizer takes
+    alike: dict[Any, list[nn.Parameter]] = {}  # parameters of one call of the optimizer
     for p in trained:
         alike.setdefault((p.ndim > 1, getattr(p, "device_mesh", None)), []).append(p)
     groups = [
@@ -61,7 +59,7 @@ def make_optimizer(
     ]
     optimizer = _MADE[options.name](groups, options)
     names = ("exp_avg", "exp_avg_sq")[: OPTIMIZERS[options.name]]
-    for p in trained if names else ():  # else made at the first step: a checkpoint before has none
+    for p in trained if names else ():  # now, so that a checkpoint before the first step has them
         held: dict[str, Tensor] = {"step": torch.zeros((), device=p.device)}
         held |= {name: torch.zeros_like(p) for name in names}
         if offloaded:
@@ -71,7 +69,7 @@ def make_optimizer(
 
 
 def step_offloaded(optimizer: torch.optim.Optimizer) -> None:
-    """Step a parameter at a time, whose moments come from the host's memory and go back there."""
+    """Step one parameter at a time, moving its moments from and to the host's memory."""
     wholes = [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = []
@@ -88,4 +86,4 @@ def step_offloaded(optimizer: torch.optim.Optimizer) -> None:
     for group, params in zip(optimizer.param_groups, wholes, strict=True):
         group["params"] = params
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # whoever saves them reads the host's memory
+        torch.cuda.synchronize()  # before a checkpoint reads the host's memory

@@ -1,7 +1,7 @@
 """A transformers model on packed rows: log-probabilities, entropies and values of each token.
 
-A microbatch's rows [B, T] become one sequence without padding for the model, and what it says of
-each token goes back to the token's place. Shapes: N tokens that are not padding, D the width.
+The model gets a microbatch's rows [B, T] as one sequence without padding; its results return to
+the tokens' places. Shapes: N tokens without padding, D the model's width.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from rlx_torch.attention import Blocks, kernel
 
 Batch = Mapping[str, Any]
 LAYOUT = ("longest", "blocks", "cu_seq_lens", "places", "asked")
-_LAYERS = {"full_attention", "sliding_attention"}  # others keep a state over what is before them
+_LAYERS = {"full_attention", "sliding_attention"}  # others carry a state across segments
 
 
 class Valued(nn.Module):
@@ -50,7 +50,7 @@ class Valued(nn.Module):
 
     @property
     def tp_plan(self) -> dict[str, str]:
-        """How transformers would cut the model over devices, by names of modules."""
+        """Transformers' plan for tensor parallelism: name of a module → style."""
         return {f"model.{name}": style for name, style in self.model.tp_plan.items()}
 
 
@@ -59,7 +59,7 @@ def load(path: str | Path, device: str, compute_dtype: str, remat: bool = False)
 
     Args:
       compute_dtype: of its products, by autocast.
-      remat: keep only what enters each layer and compute the rest again for the gradient.
+      remat: keep only each layer's input and recompute the rest in the backward pass.
     """
     logging.disable_progress_bar()
     attention = kernel(device, compute_dtype, known(path).model_type)
@@ -72,17 +72,17 @@ def load(path: str | Path, device: str, compute_dtype: str, remat: bool = False)
 
 
 def ready(model: Any, remat: bool) -> None:
-    """Set a model to be trained: `remat` as `load` has it; Liger's kernels where installed."""
+    """Prepare a model for training, with `remat` as of `load` and Liger's kernels if installed."""
     if torch.cuda.is_available() and find_spec("liger_kernel"):
         kernels = {"rope": True, "rms_norm": True, "swiglu": True}
         losses = {"cross_entropy": False, "fused_linear_cross_entropy": False}  # there are none
         apply_liger_kernel(model, kernels | losses)
     if remat:
-        # The second is the name that older releases of transformers have.
+        # Older releases of transformers have the second name.
         names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
         enable = next(getattr(model, name) for name in names if hasattr(model, name))
         enable({"use_reentrant": False})
-    # Train mode, which remat asks for, and no dropout, which the fleet has none of either.
+    # Train mode, because remat needs it, but no dropout: the fleet has none.
     for module in model.train().modules():
         for name, value in vars(module).items():
             if isinstance(value, float) and (name == "p" or "drop" in name or "jitter" in name):
@@ -90,13 +90,13 @@ def ready(model: Any, remat: bool) -> None:
 
 
 def layers(model: Any) -> list[nn.Module]:
-    """Return a model's layers, by the classes that transformers says no device may split."""
+    """Return a model's layers: the modules that transformers does not split over devices."""
     names = set(model.base_model._no_split_modules or ())
     return [m for m in model.modules() if names & {kind.__name__ for kind in type(m).__mro__}]
 
 
 def empty(path: str | Path, kernel: str = "rlx_segments") -> Any:
-    """Return the model of an HF directory with whatever its parameters' memory holds."""
+    """Return the model of an HF directory with uninitialised parameters."""
     return AutoModelForCausalLM.from_config(
         known(path), dtype=torch.float32, attn_implementation=kernel, trust_remote_code=False
     )
@@ -108,26 +108,26 @@ def known(path: str | Path) -> Any:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # one class for each of these
     except (KeyError, ValueError) as error:
-        text = f"{path} is of no causal language model that transformers has"
+        text = f"{path} has no causal language model that transformers supports"
         raise UserError(f"{text} ({str(error).splitlines()[0]}); use another model") from None
     others = set(getattr(config, "layer_types", None) or ()) - _LAYERS
     if others or not kind._supports_attention_backend:
         what = f"layers of {', '.join(sorted(others))}" if others else "attention of its own"
         raise UserError(
-            f"{kind.__name__} has {what}, which packed sequences would pass through as one; "
-            "trainer=torch wants a model that is attention alone, by transformers' interface"
+            f"{kind.__name__} has {what}, which would mix packed sequences; trainer=torch needs a "
+            "model with only attention by transformers' interface: use another model"
         )
     width = getattr(config, "moe_intermediate_size", None) or 0
     if width % 4:  # rows of float32 that begin at multiples of 16 bytes
         raise UserError(
-            f"{path} has moe_intermediate_size={width}; PyTorch's product of experts wants a "
+            f"{path} has moe_intermediate_size={width}; PyTorch's product of experts needs a "
             "multiple of 4: use trainer=jax"
         )
     return config
 
 
 def adapt(model: Any, lora: LoraConfig) -> None:
-    """Give a model adapters of LoRA, of any numbers, which then are all that is trained."""
+    """Give a model uninitialised LoRA adapters, and freeze its other parameters."""
     try:
         import peft
     except ImportError as error:
@@ -135,10 +135,10 @@ def adapt(model: Any, lora: LoraConfig) -> None:
     names = modules(lora.targets, {n.rpartition(".")[2] for n, _ in model.named_modules()})
     config = peft.LoraConfig(
         r=lora.rank, target_modules=names,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT multiplies by any number
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT allows any number
     )  # fmt: skip
     try:
-        peft.inject_adapter_in_model(config, model)  # model.add_adapter may want a later PEFT
+        peft.inject_adapter_in_model(config, model)  # model.add_adapter may need a later PEFT
     except ValueError as error:
         raise UserError(
             f"{type(model).__name__} has none of {', '.join(names)} ({str(error)[:80]}); set "
@@ -153,23 +153,23 @@ def adapters(model: Any) -> dict[str, nn.Parameter]:
 
 @dataclasses.dataclass
 class OtherAdapters:
-    """A reference policy's adapters, which a model may have in place of its own, by its names."""
+    """Adapters of a reference policy by the model's names, which can replace the model's own."""
 
     model: Any
     tensors: dict[str, Tensor]
 
     @classmethod
     def of(cls, model: Any) -> "OtherAdapters":
-        """Return a copy of those that a model has now."""
+        """Return a copy of a model's present adapters."""
         return cls(model, {name: p.detach().clone() for name, p in adapters(model).items()})
 
     def parameters(self) -> Iterable[Tensor]:
-        """Return them in the order of the model's own."""
+        """Return the tensors in the order of the model's own."""
         return self.tensors.values()
 
     @contextmanager
     def put(self) -> Iterator[Any]:
-        """Let the model have them while the block lasts; yield it. Not for gradients."""
+        """Yield the model with these adapters, then restore its own. Not for gradients."""
         own = OtherAdapters.of(self.model)
         self._copy()
         try:
@@ -184,32 +184,31 @@ class OtherAdapters:
 
 
 class Weight(NamedTuple):
-    """A tensor of a model, which may be cut, and what its adapter adds to the whole of it."""
+    """A model's tensor, maybe sharded, and a function that returns its adapter's addition."""
 
     tensor: Tensor
     added: Callable[[], Tensor] | None = None
 
     def copied(self, dtype: torch.dtype) -> Tensor:
-        """Return it whole, with what is added in its own dtype, as a copy in another."""
+        """Return a whole copy in `dtype`, after adding in the tensor's own dtype."""
         if self.added is None:
             return full(self.tensor.to(dtype, copy=True))
         return (full(self.tensor) + self.added()).to(dtype)
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return a tensor that may be cut, whole, on every process."""
+    """Return a tensor, gathered on every process if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def published(model: Any, alone: bool = False) -> dict[str, Weight]:
-    """Return a model's tensors by its or PEFT's names, adapters merged, or only they (`alone`)."""
-    if alone:
+def published(model: Any, only_adapters: bool = False) -> dict[str, Weight]:
+    """Return a model's tensors by name with adapters merged, or only these by PEFT's names."""
+    if only_adapters:
         own = adapters(model).items()
         return {PREFIX + name.replace(".default", ""): Weight(p.detach()) for name, p in own}
     found: dict[str, Weight] = {}
-    tied, kept = model.config.tie_word_embeddings, model.state_dict().keys()
-    buffers = {name: x for name, x in model.named_buffers() if name in kept}
-    for name, tensor in {**dict(model.named_parameters()), **buffers}.items():
+    tied = model.config.tie_word_embeddings
+    for name, tensor in {**dict(model.named_parameters()), **saved_buffers(model)}.items():
         layer, base, last = name.rpartition(".base_layer.")
         if base:
             pair = partial(_added, model.get_submodule(layer)) if last == "weight" else None
@@ -217,6 +216,12 @@ def published(model: Any, alone: bool = False) -> dict[str, Weight]:
         elif ".lora_" not in name and (name != "lm_head.weight" or not tied):
             found[name] = Weight(tensor.detach())
     return found
+
+
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a model's files have, by name."""
+    names = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in names}
 
 
 @torch.no_grad()
@@ -227,7 +232,7 @@ def _added(layer: Any) -> Tensor:
 
 @torch.no_grad()
 def require_packed(model: Any) -> None:
-    """Raise UserError unless packed sequences have the logits that the model gives each alone."""
+    """Raise UserError unless packing leaves the model's log-probabilities unchanged."""
     device, own = next(model.parameters()).device.type, model.config._attn_implementation
     sizes, number = (3, 4), model.config.get_text_config().vocab_size
     arrays = {
@@ -240,32 +245,32 @@ def require_packed(model: Any) -> None:
     found = logprobs(model, packed, temperature=1.0, chunk=2)[0][0].split(sizes)
     for got, tokens in zip(found, packed["tokens"][0].long().split(sizes), strict=True):
         blocks = Blocks.of([len(tokens)], device)
-        alone = model(input_ids=tokens[None], use_cache=False, blocks=blocks).logits[0]
-        want = torch.log_softmax(alone.float(), -1)[:-1].gather(1, tokens[1:, None])[:, 0]
+        logits = model(input_ids=tokens[None], use_cache=False, blocks=blocks).logits[0]
+        want = torch.log_softmax(logits.float(), -1)[:-1].gather(1, tokens[1:, None])[:, 0]
         if not torch.allclose(got[1:], want, atol=1e-3):
             raise UserError(
-                f"{type(model).__name__} says something else of packed sequences than of each "
-                "alone; trainer=torch cannot train it: use another model"
+                f"{type(model).__name__} gives other log-probabilities to packed sequences than to "
+                "single ones; trainer=torch cannot train it: use another model"
             )
     model.set_attn_implementation(own)
 
 
 def put(arrays: Mapping[str, np.ndarray], device: str) -> dict[str, Any]:
-    """Return a packed microbatch on the device, with its LAYOUT: segments, and tokens with logits.
+    """Return a packed microbatch on the device, with its LAYOUT: segments, and asked tokens.
 
-    These are those of `loss_mask`, or all where there is none, but for each segment's first.
+    Tokens of `loss_mask` are asked, or all without one, except each segment's first.
     """
     sizes = segment_sizes(arrays["segment_ids"])
     sizes, used = sizes[sizes > 0], np.flatnonzero(arrays["segment_ids"])
-    if not len(used):  # rows of padding alone: two tokens, which no loss looks at
+    if not len(used):  # only padding: keep two tokens, which no loss reads
         sizes, used = np.array([2], np.int32), np.arange(2)
     parts = np.split(used, np.cumsum(sizes)[:-1])
-    order = np.argsort(-sizes, kind="stable")  # neighbours are alike: one call attends to several
+    order = np.argsort(-sizes, kind="stable")  # so that one call computes several similar ones
     sizes, used = sizes[order], np.concatenate([parts[i] for i in order])
     ends = np.append(0, np.cumsum(sizes)).astype(np.int32)
     asked = arrays.get("loss_mask", arrays["segment_ids"] > 0).reshape(-1)[used]
     asked[ends[:-1]] = False
-    # One at least: every process calls its head, which may be cut.
+    # At least one: every process must call its head, which may be sharded.
     wanted = np.flatnonzero(asked) if asked.any() else np.ones(1, int)
     return {
         **{name: torch.from_numpy(x).to(device) for name, x in arrays.items()},
@@ -278,12 +283,12 @@ def put(arrays: Mapping[str, np.ndarray], device: str) -> dict[str, Any]:
 
 
 def reverted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of whole layers with the names and shapes that HF's files have them in."""
+    """Return tensors of whole layers with the names and shapes of HF's files."""
     return tensors if isinstance(model, Valued) else revert_weight_conversion(model, tensors)
 
 
 def hidden(model: Any, batch: Batch) -> Tensor:
-    """Return what the decoder's last norm gives for each token that is not padding, [N, D]."""
+    """Return the decoder's output after the last norm for each token without padding, [N, D]."""
     places, ends, longest = batch["places"], batch["cu_seq_lens"], batch["longest"]
     tokens, positions = (batch[k].reshape(-1)[places][None] for k in ("tokens", "positions"))
     return model.base_model(
@@ -298,11 +303,11 @@ def logprobs(
     """Return each asked token's log-probability given its segment's earlier ones, and the entropy.
 
     Args:
-      batch: of `put`. temperature: > 0. chunk: tokens whose logits exist at one time.
+      batch: from `put`. temperature: > 0. chunk: tokens whose logits exist at one time.
       entropy_gradient: whether entropies are differentiated too.
 
     Returns:
-      Two [B, T] float32 as `rlx.model.decoder.logprobs` gives: 0 at tokens that are not asked for.
+      Two [B, T] float32, nats, as of `rlx.model.decoder.logprobs`; 0 at tokens that are not asked.
     """
     asked, head = batch["asked"], model.get_output_embeddings()
     states = hidden(model, batch)[asked - 1]
@@ -321,7 +326,7 @@ def logprobs(
         return picked, entropy
 
     parts = [*zip(states.split(chunk), tokens.split(chunk), strict=True)]
-    if len(parts) == 1:  # its logits would be there again at once
+    if len(parts) == 1:  # the backward pass would recompute all logits at once
         found = [scores(*parts[0])]
     else:
         found = [checkpoint(scores, *part, use_reentrant=False) for part in parts]
@@ -330,21 +335,21 @@ def logprobs(
 
 
 def values(model: Valued, batch: Batch) -> Tensor:
-    """Return the value head's number after each token, [B, T] float32, 0 at padding."""
+    """Return V after each token, [B, T] float32, 0 at padding."""
     states = hidden(model, batch)
     with torch.autocast(states.device.type, enabled=False):
         return _back((states.float() @ model.score.weight.float().T)[:, 0], batch)
 
 
 def before(after_BT: Tensor, segment_ids: Tensor) -> Tensor:
-    """Return V of the state in which each token was chosen, from V after each token; [B, T]."""
+    """Return V before each token from V after each token, [B, T]."""
     moved = nn.functional.pad(after_BT[:, :-1], (1, 0))
     same = nn.functional.pad(segment_ids[:, 1:] == segment_ids[:, :-1], (1, 0))
     return torch.where(same & (segment_ids > 0), moved, 0.0)
 
 
 def _back(x_K: Tensor, batch: Batch, which: Any = slice(None)) -> Tensor:
-    """Return x of those of the N tokens at their places, [B, T], 0 elsewhere."""
+    """Return x [K] of tokens `which` at their places, [B, T], 0 elsewhere."""
     places, row = batch["places"][which], batch["tokens"].shape[1]
     out = x_K.new_zeros(batch["tokens"].shape, dtype=torch.float32)
     return out.index_put((places // row, places % row), x_K.float())  # no view, for FSDP's hooks

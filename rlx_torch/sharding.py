@@ -1,9 +1,9 @@
-"""The processes of one trainer in PyTorch: their group, their mesh, and models cut over it.
+"""The processes of the PyTorch trainer: their group, their mesh, and models sharded over it.
 
-One process has one device, and all have the full batch. `fsdp` cuts parameters, gradients and
-moments (FSDP2), `replica` copies them; both divide a microbatch's rows. `tensor` cuts heads and MLP
-by transformers' plan of the model. Gradients are summed, never averaged: losses are divided by
-counts of the full batch. A single process has no mesh.
+Each process has one device and the full batch. `fsdp` cuts parameters, gradients and moments
+(FSDP2), `replica` copies them; both divide a microbatch's rows. `tensor` cuts heads and MLP by
+transformers' plan of the model. Gradients are summed, because losses are divided by counts of the
+full batch. A single process has no mesh.
 """
 
 import logging
@@ -36,9 +36,9 @@ from rlx_torch import attention, packed_model
 from rlx_torch.packed_model import Valued
 
 AXES = ("replica", "fsdp", "tensor")
-ROOM = 0.25  # of a GPU's memory, in which whole gradients may wait for the minibatch's end
-_PARTIAL = "replicated_with_grad_allreduce"  # each process has the gradient of its own heads
-# Words of transformers' plans → how torch cuts that module.
+ROOM = 0.25  # fraction of a GPU's memory for whole gradients, which wait for the minibatch's end.
+_PARTIAL = "replicated_with_grad_allreduce"  # each process has the gradient of its own heads.
+# Style in transformers' plans → torch's class that cuts a module.
 _STYLES: dict[str, Any] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -49,13 +49,14 @@ _STYLES: dict[str, Any] = {
 
 
 def join(service: str, index: int, count: int, seconds: float) -> None:
-    """Start the group of all processes: gloo for what is on the host, NCCL between GPUs.
+    """Start the group of all processes, with gloo on hosts and NCCL between GPUs.
+
+    UserError for more processes on this host than it has GPUs.
 
     Args:
-      service: host:port on which process 0 listens; another one's may be a way to it.
-
-    Raises:
-      UserError: more processes on this host than it has GPUs.
+      service: host:port on which process 0 listens; on other processes it may be a relay to it.
+      index, count: of this process, from 0; number of processes.
+      seconds: limit of waiting for the others.
     """
     host, _, port = service.rpartition(":")
     host, listening = host.strip("[]"), None
@@ -93,40 +94,40 @@ def join(service: str, index: int, count: int, seconds: float) -> None:
 
 
 def leave() -> None:
-    """End what `join` has started."""
+    """End the group that `join` started."""
     dist.destroy_process_group()
 
 
 def processes() -> int:
-    """Return how many there are: 1 where nothing has been joined."""
+    """Return the number of processes, 1 without a group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def check_plan(model: Any) -> dict[str, str]:
     """Return transformers' tensor plan, name of a module → style; UserError if it is unusable."""
     plan = dict(model.tp_plan)
-    if model.config.tie_word_embeddings:  # fsdp alone cuts what two modules share
+    if model.config.tie_word_embeddings:  # only fsdp can cut a tensor that two modules share
         shared = ("lm_head", "embedding_rowwise")
         plan = {k: style for k, style in plan.items() if k not in shared and style not in shared}
     strange = sorted(set(plan.values()) - set(_STYLES))
     if strange or not plan:
-        why = f"its plan of the model has {strange[0]!r}" if strange else "it has no plan of it"
+        why = f"its plan has the unknown style {strange[0]!r}" if strange else "it has no plan"
         raise UserError(
-            f"train.mesh with tensor above 1 and {model.config.architectures or type(model)}: "
-            f"transformers cannot say how ({why}); use fsdp alone, or trainer=jax"
+            f"train.mesh has tensor above 1 and transformers cannot cut "
+            f"{model.config.architectures or type(model)} ({why}); use only fsdp, or trainer=jax"
         )
     return plan
 
 
 class Ranks:
-    """This process among those of the mesh, and what they do together.
+    """The mesh of processes: rows of this process, sharded models, collectives.
 
     Args:
-      text: train.mesh; "": all on fsdp.
+      text: train.mesh; "": all processes on fsdp.
 
     Attributes:
-      count: processes. row_shards: into how many parts they deal rows.
-      files: a group of the host's own, for collectives in another thread; None where alone.
+      count: number of processes. row_shards: parts into which they cut a microbatch's rows.
+      files: a gloo group for collectives in another thread; None for a single process.
     """
 
     def __init__(self, text: str):
@@ -147,11 +148,11 @@ class Ranks:
     # Rows.
 
     def own_rows(self, part: Arrays) -> Arrays:
-        """Return this process's rows of a microbatch, whose last ones may be empty."""
+        """Return this process's rows of a microbatch; the last ones may be empty."""
         return {name: rows[self._row :: self.row_shards] for name, rows in part.items()}
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over all rows' processes, in place."""
+        """Sum a tensor over the processes of all rows, in place; return it."""
         for axis in AXES[:2]:  # the axes that cut rows
             self._reduce(tensor, axis)
         return tensor
@@ -161,7 +162,7 @@ class Ranks:
             dist.all_reduce(tensor, group=self._mesh.get_group(axis))
 
     def sums(self, stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the sum of each statistic over all rows' processes."""
+        """Return the sum of each statistic over the processes of all rows."""
         if self._mesh is None or not stats:
             return dict(stats)
         device = next(iter(stats.values())).device
@@ -171,9 +172,9 @@ class Ranks:
     # Models.
 
     def cut(self, model: Any, compute_dtype: str) -> None:
-        """Cut a model's parameters over the mesh, whatever they hold, those on `meta` too.
+        """Shard a model's parameters over the mesh, also on the device `meta`.
 
-        From then on the model's `forward` calls what it is given, inside FSDP's own: see `within`.
+        Afterwards the model's `forward` calls its argument inside FSDP's hooks; see `within`.
 
         Raises:
           UserError: `tensor` asks for a plan that transformers or torch does not have.
@@ -184,7 +185,7 @@ class Ranks:
         mesh = self._mesh["fsdp"] if whole else self._mesh["replica", "fsdp"]
         half = None if compute_dtype == "float32" else getattr(torch, compute_dtype)
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
-        # All are cut again after any pass: an optimizer may come between.
+        # Reshard after any pass, because the optimizer may follow.
         for module in (*packed_model.layers(model), model):
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
             module.set_gradient_divide_factor(1.0)
@@ -201,27 +202,28 @@ class Ranks:
             if name.rpartition(".")[2] not in adapted:
                 chosen[name] = style()
                 continue
-            # Of an adapter's two matrices the one that has the axis which is cut is cut like it.
+            # Cut the one of the adapter's matrices that has the same axis.
             chosen[f"{name}.base_layer"] = style()
             half = "lora_B" if style is ColwiseParallel else "lora_A"
             chosen[f"{name}.{half}.default"] = style()
-        # It warns that gathering what both axes cut takes two steps.
+        # It warns that gathering tensors cut by both axes takes two steps.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         parallelize_module(model, self._mesh["tensor"], chosen)
 
     def within(self, model: Any, function: Callable[[], Any]) -> Any:
-        """Return function(), called where FSDP has gathered what the model needs."""
+        """Return function(), called inside FSDP's hooks, which gather parameters."""
         return function() if self._mesh is None else model(function)
 
     def load(
         self, path: Path, compute_dtype: str, remat: bool, valued: bool,
         lora: LoraConfig | None = None,
     ) -> Any:  # fmt: skip
-        """Return the model of an HF directory, cut; each process reads its own slices.
+        """Return the sharded model of an HF directory; each process reads its own slices.
 
         Args:
-          valued: with a value head, of zeros where the directory has none.
-          lora: with adapters, whose numbers are anything: see `begin_adapters`.
+          compute_dtype, remat: as of `packed_model.load`.
+          valued: add a value head, of zeros if the directory has none.
+          lora: add uninitialised adapters; see `begin_adapters`.
         """
         with torch.device("meta"):
             model: Any = packed_model.empty(path, attention.kernel(self.device, compute_dtype))
@@ -233,7 +235,7 @@ class Ranks:
         model.to_empty(device=self.device)
         decoder: Any = model.base_model
         for module in model.modules():
-            if module._non_persistent_buffers_set:  # of rotary embeddings: in no file
+            if module._non_persistent_buffers_set:  # rotary embeddings, which no file has
                 decoder._init_weights(module)
         if not valued:
             model.tie_weights()
@@ -242,7 +244,7 @@ class Ranks:
         return model
 
     def _fill(self, model: Any, tensors: LazyTensors, path: Path) -> None:
-        named = {**dict(model.named_parameters()), **_kept_buffers(model)}
+        named = {**dict(model.named_parameters()), **packed_model.saved_buffers(model)}
         wanted = {k.replace(".base_layer", ""): x for k, x in named.items() if ".lora_" not in k}
         source: Any = tensors
         if wanted.keys() - {"score.weight"} - tensors.keys():  # transformers has other names
@@ -261,7 +263,7 @@ class Ranks:
     # Gradients.
 
     def expect(self, model: Any, last: bool) -> None:
-        """Set whether the next backward pass sends gradients; without room for them, each does."""
+        """Reduce gradients in the next backward pass only if it is the last, or memory is short."""
         if self._mesh is None:
             return
         model.set_requires_gradient_sync(last or not self._has_room(model))
@@ -275,7 +277,7 @@ class Ranks:
 
     @torch.no_grad()
     def clip(self, model: Any, limit: float) -> Tensor:
-        """Scale gradients so that the norm of all, over all processes, is ≤ limit; return it."""
+        """Scale gradients to a global norm ≤ limit; return the norm before."""
         if self._mesh is None:
             return nn.utils.clip_grad_norm_(model.parameters(), limit)
         squares: dict[tuple[str, ...], Tensor] = {}  # by the axes that cut the parameter
@@ -292,7 +294,7 @@ class Ranks:
             squares[axes] = squares.get(axes, 0.0) + local.float().square().sum()
             gradients.append(local)
         total = torch.zeros((), device=self.device)
-        for axes in sorted(squares):  # in one order on all
+        for axes in sorted(squares):  # in the same order on all processes
             for axis in axes:
                 self._reduce(squares[axes], axis)
             total += squares[axes]
@@ -304,7 +306,7 @@ class Ranks:
 
 
 class _Whole(dict):
-    """Whole tensors by name, read by slices."""
+    """Tensors by name, read by slices as of LazyTensors."""
 
     def part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         return self[name][index].numpy()
@@ -312,7 +314,7 @@ class _Whole(dict):
 
 @torch.no_grad()
 def begin_adapters(model: Any, seed: int) -> None:
-    """Give a model's adapters their first numbers: A uniform in ±1/√in, B zero, as PEFT does."""
+    """Initialise a model's adapters as PEFT does: A uniform in ±1/√in, B zero."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in packed_model.adapters(model).items():
         bound = parameter.shape[1] ** -0.5 if ".lora_A." in name else 0.0
@@ -322,7 +324,7 @@ def begin_adapters(model: Any, seed: int) -> None:
 
 
 def _own(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """Return what this process has of a tensor, and where in the whole it stands."""
+    """Return this process's part of a tensor, and its slices in the whole."""
     if not isinstance(tensor, DTensor):
         return tensor, tuple(slice(0, n) for n in tensor.shape)
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -330,12 +332,7 @@ def _own(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     return tensor.to_local(), tuple(slice(a, a + n) for a, n in zip(first, shape, strict=True))
 
 
-def _kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    names = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in names}
-
-
 def _partly(model: Any) -> str:
-    """Return what matches names of parameters whose gradient is of each process's heads alone."""
+    """Return a regex for names of parameters with a gradient of only this process's heads."""
     plan = (name for name, style in model.tp_plan.items() if style == _PARTIAL)
     return "|".join(re.escape(name).replace(r"\*", r"\d+") + r"\..*" for name in plan)

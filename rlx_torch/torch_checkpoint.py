@@ -1,6 +1,6 @@
-"""The state in a checkpoint of the trainer in PyTorch, by torch's distributed checkpoints.
+"""The train state of the PyTorch trainer in torch's distributed checkpoints.
 
-Their description, `.metadata`, is a pickle: only torch's own classes of descriptions may be named.
+Their description, `.metadata`, is a pickle, in which only torch's own classes are allowed.
 """
 
 import pickle
@@ -33,17 +33,20 @@ _CLASSES = {
 class _Limited(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in _CLASSES.get(module, ()):
-            raise UserError(f"{METADATA} of a checkpoint names {module}.{name}, which no state has")
+            raise UserError(
+                f"{METADATA} of a checkpoint names {module}.{name}, which rlx never writes; do not "
+                "trust this checkpoint"
+            )
         return super().find_class(module, name)
 
 
 class Reader(dcp.FileSystemReader):
-    """torch's reader, of descriptions that name nothing but torch's own classes of them."""
+    """torch's reader, restricted to descriptions of torch's own classes."""
 
     _known: metadata.Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """Return the description; UserError where there is none, or it is not one."""
+        """Return the description; UserError if it is missing or unreadable."""
         if self._known is not None:
             return self._known
         path = Path(self.path) / METADATA
@@ -60,10 +63,10 @@ class Reader(dcp.FileSystemReader):
 
 
 class Planner(DefaultLoadPlanner):
-    """torch's, but what is no tensor is read as a number, not as any pickle."""
+    """torch's planner, which reads numbers without unpickling arbitrary objects."""
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
-        """Put a number into its place."""
+        """Put a number into the state dict."""
         name = read_item.dest_index.fqn
         *path, last = self.mappings[name]
         found: Any = self.original_state_dict  # nested dicts, or lists
@@ -87,7 +90,7 @@ class TorchCheckpoint(Mapping[str, Any]):
         found, tree = self._found[name], dict[str, Any]({name: 0})
         if isinstance(found, metadata.TensorStorageMetadata):
             tree = {name: torch.empty(found.size, dtype=found.properties.dtype)}
-        with warnings.catch_warnings():  # of one process alone
+        with warnings.catch_warnings():  # for a single process torch warns each time
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(tree, storage_reader=self._reader, planner=Planner(), no_dist=True)
         value = tree[name]

@@ -1,10 +1,10 @@
-"""The trainer in PyTorch, of transformers' own models, where rlx knows their config."""
+"""The trainer in PyTorch, for models of transformers."""
 
 import dataclasses
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -28,8 +28,7 @@ from rlx.model.model_config import ModelConfig
 from rlx.model.tensors import BUCKET, Buckets, open_tensors
 from rlx.train import objective
 from rlx.train.batch_update import BatchUpdate, require_same
-from rlx.train.optimizer_options import OPTIMIZERS, OptimizerOptions, rate_at
-from rlx.train.train_options import TrainOptions
+from rlx.train.train_options import OPTIMIZERS, OptimizerOptions, TrainOptions, rate_at
 from rlx_torch import packed_model, sharding
 from rlx_torch.optimizers import make_optimizer, step_offloaded
 from rlx_torch.packed_model import OtherAdapters, Valued
@@ -39,7 +38,7 @@ from rlx_torch.torch_checkpoint import Planner, Reader
 
 @dataclasses.dataclass
 class Learned:
-    """A model that is trained, its optimizer, and the updates done."""
+    """A trained model, its optimizer, and the number of updates done."""
 
     model: Any
     optimizer: torch.optim.Optimizer
@@ -51,11 +50,11 @@ class Learned:
 
 @dataclasses.dataclass
 class TorchState:
-    """What an update changes, in place; what a checkpoint holds.
+    """The state that an update changes in place and a checkpoint holds.
 
     Attributes:
-      step: train batches done. kl_coefficient: β of the KL term, where it adapts.
-      reference: the reference policy, where it follows the trained one.
+      step: train batches done. kl_coefficient: β of the KL term, which may adapt.
+      reference: a reference policy that follows the trained one; None: frozen.
     """
 
     policy: Learned
@@ -100,13 +99,13 @@ class TorchUpdate(BatchUpdate):
         scores, self._scored = self._algorithm.kind.scores, model_config.value_head
         self.model = dataclasses.replace(model_config, value_head=True) if scores else model_config
         self._device = self._ranks.device
-        if self._device == "cpu" and self._ranks.count == 1:  # more than cores wait for each other
+        if self._device == "cpu" and self._ranks.count == 1:  # no more threads than cores
             torch.set_num_threads(len(os.sched_getaffinity(0)))
         kind = torch.cuda.get_device_name() if self._device == "cuda" else "cpu"
         self.devices = f"{self._ranks.count} × {kind} (PyTorch {torch.__version__})"
         if options.offload_optimizer and (self._device == "cpu" or self._ranks.count > 1):
             raise UserError(
-                f"train.offload_optimizer is of one process with a GPU and this is {self.devices}; "
+                f"train.offload_optimizer needs a single process with a GPU, got {self.devices}; "
                 "unset it"
             )
         frozen = self._algorithm.needs_reference and not options.reference_moves
@@ -146,17 +145,14 @@ class TorchUpdate(BatchUpdate):
         model = self._load(self._algorithm.kind.scores, o.lora)
         reference = self._load() if o.reference_moves and not o.lora else None
         if o.lora and self._algorithm.needs_reference:
-            first = OtherAdapters.of(model)  # which add nothing
-            self._reference, reference = (
-                first,
-                OtherAdapters.of(model) if o.reference_moves else None,
-            )
+            self._reference = OtherAdapters.of(model)  # which add nothing yet
+            reference = OtherAdapters.of(model) if o.reference_moves else None
         critic = None
         if self._algorithm.critic:
             own = dataclasses.replace(o.optimizer, learning_rate=o.critic_learning_rate)
             updates = o.total_steps * o.minibatches
             critic = _learned(self._load(valued=True), own, updates, o.offload_optimizer)
-        if self._scored and self._ranks.count == 1:  # it goes on from a reward model
+        if self._scored and self._ranks.count == 1:  # model_dir has a reward model
             with open_tensors(self._directory) as tensors, torch.no_grad():
                 head = np.array(tensors["score.weight"], np.float32)
                 model.score.weight.copy_(torch.from_numpy(head))
@@ -169,7 +165,7 @@ class TorchUpdate(BatchUpdate):
         return TorchState(policy, 0, self._algorithm.kl_coefficient, reference, critic)
 
     def save(self, path: Path, state: TorchState) -> Future[None]:
-        """Begin to write the state to `path`, by torch's distributed checkpoints, from a copy."""
+        """Begin to write a copy of the state to `path`, by torch's distributed checkpoints."""
         tree = _mapped(state.tree(), lambda x: x.to("cpu", copy=True))
         return self._writer.submit(self._run_dcp, dcp.save, tree, path)
 
@@ -187,9 +183,9 @@ class TorchUpdate(BatchUpdate):
         return state
 
     def weights(self, state: TorchState, adapters: bool = False) -> Buckets:
-        """Return the policy with HF's names, a copy of each tensor made when its bucket is."""
+        """Return the policy with HF's names, copying each tensor for its bucket."""
         model, tensors = state.policy.model, packed_model.published(state.policy.model, adapters)
-        mixture = self.model.num_experts > 0  # whose experts it has side by side
+        mixture = self.model.num_experts > 0  # transformers joins a layer's experts
         foreign = (mixture or bool(self.model.foreign)) and not adapters
         if not (foreign or self.model.foreign):  # in the order of the other trainer's files
             lora, own = self._options.lora, parameters.table(self.model)
@@ -219,13 +215,13 @@ class TorchUpdate(BatchUpdate):
                        buckets())  # fmt: skip
 
     def _run_dcp(self, save_or_load: Callable, tree: dict[str, Any], path: Path) -> None:
-        """Save or load on all processes; of one alone torch warns each time."""
-        with warnings.catch_warnings():
+        """Save or load on all processes."""
+        with warnings.catch_warnings():  # for a single process torch warns each time
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            alone, group = self._ranks.count == 1, self._ranks.files
+            single, group = self._ranks.count == 1, self._ranks.files
             try:
-                save_or_load(tree, checkpoint_id=path, no_dist=alone, process_group=group)
-            except CheckpointException as error:  # which is no Exception, and hides a full disk
+                save_or_load(tree, checkpoint_id=path, no_dist=single, process_group=group)
+            except CheckpointException as error:  # it is no Exception, and hides a full disk
                 raise next(iter(error.failures.values()))[0] from None
 
     # One batch.
@@ -280,7 +276,7 @@ class TorchUpdate(BatchUpdate):
         return self._ranks.sums(self._loss(state.policy.model, inputs)[1])
 
     def _precision(self) -> Any:
-        """Return the context that products are computed in: parameters stay float32."""
+        """Return the autocast context of products; parameters stay float32."""
         if self._options.compute_dtype == "float32":
             return nullcontext()
         return torch.autocast(self._device, getattr(torch, self._options.compute_dtype))
@@ -313,13 +309,13 @@ class TorchUpdate(BatchUpdate):
     def _learn(
         self, state: TorchState, batches: list, denominator: Tensor, held: Any, critic: bool = False
     ) -> tuple[TorchState, dict[str, Any]]:
-        """Make one optimizer update by a minibatch; a non-finite norm changes nothing."""
+        """Make one optimizer update with a minibatch; a non-finite norm changes nothing."""
         learned: Any = state.critic if critic else state.policy
         loss = self._value_loss if critic else self._loss
         learned.optimizer.zero_grad(set_to_none=True)
         total: dict[str, Tensor] = {}
-        # Autocast keeps what it has cast until the outermost one ends: here a weight of a process
-        # of its own is cast once an update, and not once a microbatch.
+        # Autocast caches casts until the outermost context ends. A single process thus casts each
+        # weight once an update, not once a microbatch.
         with self._precision() if self._ranks.count == 1 else nullcontext():
             for index, batch in enumerate(batches):
                 self._ranks.expect(learned.model, last=index == len(batches) - 1)
@@ -364,33 +360,30 @@ class TorchUpdate(BatchUpdate):
 
 
 def _learned(model: Any, options: OptimizerOptions, total: int, offloaded: bool = False) -> Learned:
-    """Return a model with the optimizer of what is trained of it."""
+    """Return a model with the optimizer of its trained parameters."""
     trained = (p for p in model.parameters() if p.requires_grad)
     optimizer = make_optimizer(trained, options, offloaded)
     return Learned(model, optimizer, options, total, offloaded=offloaded)
 
 
 def _layer(name: str) -> str:
-    """Return what the names of one layer's parameters begin with; else the name."""
+    """Return the prefix of a layer's parameter up to its number; for others the name."""
     found = re.match(r".*?\.\d+\.", name)
     return found[0] if found else name
 
 
 def _described(part: Any, name: str = "") -> dict[str, str]:
-    """Return the shape of each tensor of nested dicts, or of a checkpoint's description of them."""
+    """Return the shapes of tensors in nested dicts, or in a checkpoint's description."""
     if isinstance(part, Mapping):
         inner = (_described(x, f"{name}.{key}".lstrip(".")) for key, x in part.items())
         return {key: text for found in inner for key, text in found.items()}
-    shape = getattr(part, "shape", getattr(part, "size", None))
-    return {name: _shown(() if shape is None or callable(shape) else shape)}
-
-
-def _shown(shape: Sequence[int]) -> str:
-    return str(list(shape)) if shape else "a number"
+    shape: Any = getattr(part, "shape", getattr(part, "size", None))
+    is_number = shape is None or callable(shape) or not shape
+    return {name: "a number" if is_number else str(list(shape))}
 
 
 def _host(tensor: Tensor) -> np.ndarray:
-    """Return a tensor as numpy has it."""
+    """Return a tensor as a numpy array."""
     tensor = tensor.cpu().contiguous()
     if tensor.dtype is torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
@@ -398,7 +391,7 @@ def _host(tensor: Tensor) -> np.ndarray:
 
 
 def _mapped(part: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Return nested dicts and sequences with a function of each tensor in its place."""
+    """Apply a function to each tensor in nested dicts and sequences."""
     if isinstance(part, Mapping):
         return {key: _mapped(x, function) for key, x in part.items()}
     if isinstance(part, tuple | list):

@@ -48,8 +48,7 @@ def worker(options: dict) -> dict:
     from rlx.algorithms import presets
     from rlx.config import default
     from rlx.model import decoder, params
-    from rlx.train.optimizer_options import OptimizerOptions
-    from rlx.train.train_options import TrainOptions
+    from rlx.train.train_options import OptimizerOptions, TrainOptions
     from rlx.train.update import JaxUpdate
 
     config, length = default(), options["row"]

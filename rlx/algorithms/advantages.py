@@ -1,9 +1,8 @@
-"""From rewards to advantages, on the flat batch.
+"""Advantages of a flat batch, computed from its rewards.
 
-Shapes: F tokens of the flat axis, N trajectories, K of either.
-
-Trajectories lie end to end: `sequence_ids[t]` in 0 … N − 1 is the trajectory of token t (N for
-padding). Both axes may be padded. Groups are known by id, not by position.
+Shapes: F tokens of the flat axis, N trajectories, K of either. Trajectories lie end to end:
+`sequence_ids[t]` in 0 … N − 1 is the trajectory of token t (N at padding). Both axes may be padded.
+Groups are identified by id, not by position.
 """
 
 import dataclasses
@@ -21,26 +20,24 @@ EPS = 1e-5
 def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Array]:
     """Return the per-token advantages of one whole train batch.
 
-    In this order: shape_rewards, kl_penalty, what `algorithm.advantage` names (ADVANTAGES, or a
-    user's own), standardise (advantages).
+    The order is shape_rewards, kl_penalty, the function of `algorithm.advantage` (ADVANTAGES, or a
+    user's own), standardise.
 
     Args:
       flat: loss_mask [F] bool; sequence_ids [F] int32, trajectories contiguous; rewards [N] f32;
         group_ids [N] int; truncated [N] bool; valid [N] bool (false for padding);
         behaviour_logprobs [F] f32. Optional: run_ids [N] int, equal for the parts of one run, which
-        count together as one in its group; proximal_logprobs, reference_logprobs, values
-        (V of the state in which token t was chosen), each [F] f32; bootstrap_values [N] f32
-        (V of the state after the last token); baselines [N] f32, taken off the rewards;
-        kl_coefficient, f32 scalar, else the algorithm's;
-        for peers=agent agent_ids [N] int, for peers=turn turn_ids [F] int.
+        count as one in its group; proximal_logprobs, reference_logprobs, values (V of the state in
+        which token t was chosen), each [F] f32; bootstrap_values [N] f32 (V of the state after the
+        last token); baselines [N] f32, subtracted from the rewards; kl_coefficient, f32 scalar,
+        else the algorithm's; for peers=agent agent_ids [N] int, for peers=turn turn_ids [F] int.
       algorithm: the row of the preset table.
 
     Returns:
       advantages [F] f32, 0 where not trained, NaN where a user's own is not finite; returns [F] f32
-      (A + V before normalisation);
-      shaped_rewards [N] f32 (after penalty, scale and clip, before baseline and normalisation);
-      kl_rewards [F] f32, ≤ 0 for k2 and k3; nonfinite_kl, int32: trained tokens whose KL was not
-      finite and was left out.
+      (A + V before normalisation); shaped_rewards [N] f32 (after penalty, scale and clip, before
+      baseline and normalisation); kl_rewards [F] f32, ≤ 0 for k2 and k3; nonfinite_kl, int32:
+      number of trained tokens that were left out because their KL was not finite.
 
     Raises:
       UserError: KL in the reward without `reference_logprobs`.
@@ -85,13 +82,13 @@ def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Arr
 
 
 def peers(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, Array]:
-    """Return ids of those who share a group's statistics: of trajectories [N], of tokens [F], int.
+    """Return ids, equal within a group of statistics: of trajectories [N], of tokens [F], int.
 
         prompt  all trajectories of a prompt
-        agent   those of one agent in it
-        turn    those of one turn in it
+        agent   trajectories of one agent in it
+        turn    tokens of one turn in it
 
-    The reward of a trajectory of several turns belongs to the turn of its last trained token.
+    The reward of a trajectory with several turns belongs to the turn of its last trained token.
     """
     groups, ids = flat["group_ids"], flat["sequence_ids"]
     ops = ops_of(groups)
@@ -113,7 +110,7 @@ def peers(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, Array
 
 
 def _pairs(a: Array, b: Array) -> Array:
-    """Return one integer for each pair of integers; b is not negative, negative a stay so."""
+    """Return an integer for each pair of integers, b ≥ 0; it is negative if a is."""
     return a * (b.max() + 1) + b
 
 
@@ -140,7 +137,7 @@ def shape_rewards(rewards_N: Array, lengths_N: Array, algorithm: Algorithm) -> A
 
 
 def shares(valid: Array, ids: Array | None) -> Array:
-    """Return 1 / the valid entries of the same id, [K] float32; 0 where not valid. None: 1."""
+    """Return 1 / valid entries of the same id (ids None: 1), [K] float32; 0 for invalid entries."""
     ops = ops_of(valid)
     counted = ops.float32(valid)
     if ids is None:
@@ -161,9 +158,9 @@ def standardise(
     runs, 0 where there are none. Equal entries give exactly 0 (two-pass sums).
 
     Args:
-      x: [K] float32. group_ids: [K] int, any values. valid: [K] bool. run_ids: [K] int; n entries
-        of one run in a group count 1/n each, and the run as one; None: each entry is a run.
-      mean, std: group | batch | none; std also mean, the one taken off.
+      x: [K] float32. group_ids: [K] int, any values. valid: [K] bool.
+      run_ids: [K] int; n entries of one run in a group count 1/n each; None: each entry is a run.
+      mean, std: group | batch | none; std also: mean, to divide by μ.
 
     Returns:
       [K] float32, 0 where not valid.
@@ -198,7 +195,7 @@ def standardise(
 
 
 def _centre(x: Array, index: Array | None, weight: Array) -> tuple[Array, Array]:
-    """Return x minus the mean of its index (None: of all), and how many runs that has, [K] each."""
+    """Return x minus the mean of its index (None: of all), and the index's number of runs, [K]."""
     ops = ops_of(x)
     lib, valid = ops.lib, weight > 0
     n = lib.round(_total(ops.lib.ones_like(x), index, weight))  # three thirds may be less than one
@@ -228,7 +225,7 @@ def _total(x: Array, index: Array | None, weight: Array) -> Array:
 
 
 def kl_penalty(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, Array]:
-    """Return KL as a reward of every trained token, and how many were not finite.
+    """Return KL as a reward of every trained token, and the number of non-finite ones.
 
         −β·KL(π ‖ π_ref), π the proximal policy where its logprobs are known, else the behaviour's
 
@@ -236,7 +233,7 @@ def kl_penalty(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, 
       [F] float32, 0 where not trained or not finite; int32 scalar.
 
     Raises:
-      UserError: without `reference_logprobs`; a missing reference is not one of logprob 0.
+      UserError: `reference_logprobs` are missing.
     """
     mask = flat["loss_mask"]
     lib = ops_of(mask).lib
@@ -296,7 +293,7 @@ def gae(
 
 
 def gae_advantage(inputs: AdvantageInputs[Array], algorithm: Algorithm) -> Array:
-    """Return GAE of rewards normalised by their peers', and of the penalty of KL.
+    """Return GAE of the normalised rewards plus the KL penalty.
 
         r_i = (reward_i − μ) / σ at the last trained token, by reward_mean and reward_std
 
@@ -312,12 +309,11 @@ def gae_advantage(inputs: AdvantageInputs[Array], algorithm: Algorithm) -> Array
     return gae(rewards, *given, algorithm)
 
 
-# A of each token by `algorithm.advantage`; the one place where it is looked up.
-ADVANTAGES = {"gae": gae_advantage}
+ADVANTAGES = {"gae": gae_advantage}  # by `algorithm.advantage`
 
 
 def next_trained(loss_mask_F: Array, sequence_ids_F: Array) -> tuple[Array, Array]:
-    """Return each token's next trained one of its trajectory, [F] int32, and whether it exists."""
+    """Return the index of each token's next trained one in its trajectory; whether it exists."""
     ops, size = ops_of(loss_mask_F), loss_mask_F.shape[0]
     index = ops.lib.where(loss_mask_F, ops.row_index(loss_mask_F)[:, 0], size)
     at_or_after = ops.least_from(index)
@@ -329,12 +325,12 @@ def next_trained(loss_mask_F: Array, sequence_ids_F: Array) -> tuple[Array, Arra
 def running_baselines(
     means: Mapping[str, float], groups: Sequence[Group], decay: float
 ) -> tuple[dict[str, float], list[Group]]:
-    """Return the running means after a batch, and its groups with baselines for trajectories.
+    """Return the running means after a batch, and its groups with the trajectories' baselines.
 
         b ← decay·b + (1 − decay)·R, then A = R − b   (RAE, 2506.24119, eq. 4)
 
-    Each agent has its own b; runs are taken in the order of the groups. The rows of one run count
-    once, with their mean reward.
+    Each agent has its own b, updated by runs in the order of the groups. R is the mean reward of a
+    run's trajectories.
 
     Args:
       means: agent → mean; an agent without one begins at 0.

@@ -1,6 +1,6 @@
-"""`Algorithm`: one algorithm as data, each field declared once with type, choices, range and words.
+"""`Algorithm`: one algorithm as data, each field declared once with type, choices, range and help.
 
-Config keys, checks and docs/algorithms.md derive from these declarations. Without JAX and torch.
+Config keys, checks and docs/algorithms.md derive from these declarations. No JAX or torch here.
 """
 
 import json
@@ -26,13 +26,13 @@ REDUCTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class LossKind:
-    """Whatever the code around a loss must know of it.
+    """Properties of a loss that the code around it needs.
 
     Attributes:
-      data: what it is fitted to: rollouts | demonstrations | pairs (chosen and rejected answer).
-      ratio: it depends on the ratio target / proximal, so that a proximal policy is needed.
-      scores: it reads the value head's score of each answer, not log-probabilities.
-      reference: it compares with the reference policy by itself, without a KL term.
+      data: training data: rollouts | demonstrations | pairs (chosen and rejected answer).
+      ratio: the loss depends on the ratio target / proximal, so it needs a proximal policy.
+      scores: the loss reads the value head's score of each answer, not log-probabilities.
+      reference: the loss itself compares with the reference policy, without a KL term.
     """
 
     data: str = "rollouts"
@@ -41,8 +41,8 @@ class LossKind:
     reference: bool = False
 
 
-# The equations are `surrogates.SURROGATES` and `supervised.PAIR_LOSSES`.
-# What a user's own loss is (FILE.py:name) stands in OWN_LOSS.
+# For equations see `surrogates.SURROGATES` and `supervised.PAIR_LOSSES`. OWN_LOSS is the kind of a
+# user's own loss (FILE.py:name).
 LOSS_KINDS = {
     "clip": LossKind(ratio=True),
     "sapo": LossKind(ratio=True),
@@ -59,7 +59,7 @@ OWN_LOSS = LossKind(ratio=True)
 
 
 def choose(field: str, name: str, table: Mapping[str, T]) -> T:
-    """Return `table[name]`; UserError for a name that is not in the table."""
+    """Return `table[name]`; UserError for an unknown name."""
     if name not in table:
         raise unknown(f"algorithm.{field}", name, table)
     return table[name]
@@ -89,9 +89,9 @@ _ANY = (-math.inf, math.inf)
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One algorithm as data. Fields stand in the order in which a batch meets them.
+    """One algorithm as data, with fields in the order in which they act on a batch.
 
-    Hashable, for `jax.jit`. Fields without a help text are no config keys.
+    Hashable, for `jax.jit`. Fields with a help text are config keys.
     """
 
     name: str
@@ -102,26 +102,31 @@ class Algorithm:
         False, "reject groups of equal rewards and sample others (DAPO's dynamic sampling)"
     )
     overlong_filter: bool = option(
-        False, "train on no token of trajectories cut off by length; their rewards still count"
+        False, "exclude trajectories cut off by length from the loss; their rewards still count"
     )
     overlong_buffer: float = _number(
-        0.0, 0, math.inf, "tokens of soft zone before the limit, below 1 a share of it; 0: off"
+        0.0,
+        0,
+        math.inf,
+        "tokens of penalty zone before the limit; below 1: share of it; 0: off",
     )
     overlong_limit: int = _number(0, 0, math.inf, "tokens; 0: sampling.max_new_tokens")
     overlong_factor: float = _number(1.0, 0.0, math.inf, "penalty at the limit")
     running_mean: float = _number(
-        0.0, 0.0, 1.0, "decay of a mean of each agent's rewards, taken off first (RAE); 0: off"
+        0.0, 0.0, 1.0, "decay of each agent's running mean reward, subtracted first (RAE); 0: off"
     )
     reward_bias: float = _number(0.0, *_ANY, "added to each reward")
     reward_scale: float = _number(1.0, *_ANY, "multiplies each reward, after the bias")
     reward_clip: float = _number(
         math.inf, 0.0, math.inf, "largest absolute reward after scaling; ∞: off"
     )
-    reward_mean: str = _choice("none", LEVELS, "rewards whose mean is taken off")
+    reward_mean: str = _choice("none", LEVELS, "rewards whose mean is subtracted")
     reward_std: str = _choice(
-        "none", (*LEVELS, "mean"), "rewards whose deviation divides, or the mean taken off (MaxRL)"
+        "none",
+        (*LEVELS, "mean"),
+        "rewards whose deviation, or mean (MaxRL), divides",
     )
-    leave_one_out: bool = option(False, "a reward's mean is that of its peers without itself")
+    leave_one_out: bool = option(False, "subtract from each reward the mean of the others")
     peers: str = _choice(
         "prompt", ("prompt", "agent", "turn"), "a group: all of a prompt | one agent's | one turn's"
     )
@@ -133,19 +138,19 @@ class Algorithm:
         "none", ("none", "reward", "loss"), "none | penalty per token before GAE | loss term"
     )
     kl_estimator: str = _choice("k3", _KS, "estimator of KL from one token")
-    kl_coefficient: float = _number(0.0, 0.0, math.inf, "β; the first one where it is adaptive")
-    kl_target: float = _number(0.0, 0.0, math.inf, "nats a token that β is steered to; 0: fixed β")
+    kl_coefficient: float = _number(0.0, 0.0, math.inf, "β; the initial one if it adapts")
+    kl_target: float = _number(0.0, 0.0, math.inf, "KL that β adapts to, nats a token; 0: fixed β")
     kl_horizon: int = _number(10_000, 1, math.inf, "trajectories in which β may change by a fifth")
-    critic: bool = option(False, "values come from a network of their own (config.critic), else 0")
+    critic: bool = option(False, "train a network for values (config.critic); else they are 0")
     bootstrap_truncated: bool = option(
-        True, "V of the end stands for what was never sampled after a cut by length"
+        True, "value the missing rest of trajectories cut off by length with the critic"
     )
     advantage: str = _choice(
-        "gae", ("gae",), "how rewards become a number a token; or your own, FILE.py:name"
+        "gae", ("gae",), "estimator of each token's advantage; or your own, FILE.py:name"
     )
     gamma: float = _number(1.0, 0.0, 1.0, "discount")
-    lam: float = _number(1.0, 0.0, 1.0, "GAE's mixing of returns of different length")
-    advantage_mean: str = _choice("none", LEVELS, "trained tokens whose mean is taken off")
+    lam: float = _number(1.0, 0.0, 1.0, "λ of GAE, which mixes returns of different lengths")
+    advantage_mean: str = _choice("none", LEVELS, "trained tokens whose mean is subtracted")
     advantage_std: str = _choice("none", LEVELS, "trained tokens whose deviation divides")
     proximal: str = _choice(
         "recompute", ("recompute", "loglinear", "behaviour"),
@@ -153,27 +158,30 @@ class Algorithm:
         "the sampled logprobs (plain PPO)",
     )  # fmt: skip
     decoupled: bool = option(True, "weigh the loss by sg(exp(proximal − behaviour))")
-    weight_level: str = _choice("token", ("token", "sequence"), "what is held against the bounds")
+    weight_level: str = _choice("token", ("token", "sequence"), "whose statistic has bounds")
     weight_action: str = _choice(
         "mask", ("none", "mask", "truncate"), "what happens to weights out of bounds"
     )
-    weight_statistic: str = _choice("ratio", ("ratio", *_KS), "what the bounds are of")
+    weight_statistic: str = _choice("ratio", ("ratio", *_KS), "statistic of proximal / behaviour")
     weight_aggregate: str = _choice(
-        "mean", ("mean", "sum", "max"), "the sequence's statistic from its tokens'"
+        "mean", ("mean", "sum", "max"), "how tokens' statistics make the sequence's"
     )
     weight_upper: float = _number(5.0, *_ANY, "upper bound of the statistic")
     weight_lower: float = _number(-math.inf, *_ANY, "lower bound of the statistic")
     sequence_upper: float = _number(
         math.inf, 1.0, math.inf,
-        "sequences whose geometric mean of proximal / behaviour is above leave the loss",
+        "drop sequences whose geometric mean of proximal / behaviour is above this",
     )  # fmt: skip
-    sequence_lower: float = _number(0.0, 0.0, 1.0, "and so do those where it is below")
+    sequence_lower: float = _number(0.0, 0.0, 1.0, "drop sequences where it is below this")
     veto: float = _number(
-        0.0, 0.0, 1.0, "sequences with a token whose proximal / behaviour is below leave; 0: off"
+        0.0,
+        0.0,
+        1.0,
+        "drop sequences with a proximal / behaviour of a token below this; 0: off",
     )
     off_policy_limit: float = _number(
         0.0, 0.0, math.inf,
-        "nats a token: sequences farther from behaviour leave where A is negative (OPSM); 0: off",
+        "where A is negative, drop sequences farther from behaviour, nats a token (OPSM); 0: off",
     )  # fmt: skip
     second_moment_clip: float = _number(
         0.0, 0.0, math.inf,
@@ -198,14 +206,14 @@ class Algorithm:
     clip_high: float = _number(
         0.2, 0.0, math.inf, "ratios are clipped above 1 + clip_high; or DPPO's δ where A > 0"
     )
-    divergence: str = _choice("tv", ("tv", "kl"), "what bounds DPPO's trust region")
+    divergence: str = _choice("tv", ("tv", "kl"), "divergence that bounds DPPO's trust region")
     dual_clip: float = _number(
         0.0, 0.0, math.inf, "c > 1: at most −c·A where the advantage is negative; 0: off"
     )
     sapo_positive: float = _number(1.0, 1e-3, math.inf, "τ of SAPO's gate where A > 0")
     sapo_negative: float = _number(1.05, 1e-3, math.inf, "τ of SAPO's gate elsewhere")
     value_clip: float = _number(
-        0.5, 0.0, math.inf, "largest move of a value before its loss stops to follow; 0: off"
+        0.5, 0.0, math.inf, "largest change of a value that its loss follows; 0: off"
     )
     pair_beta: float = _number(0.1, 1e-6, math.inf, "β of DPO and IPO")
     entropy_coefficient: float = _number(0.0, 0.0, math.inf, "weight of the entropy bonus")
@@ -216,12 +224,12 @@ class Algorithm:
 
     @property
     def kind(self) -> LossKind:
-        """Return what the code around the loss must know of it."""
+        """Properties of the loss."""
         return OWN_LOSS if self.loss_function else choose("loss", self.loss, LOSS_KINDS)
 
     @property
     def data(self) -> str:
-        """Return what it is trained on: rollouts | demonstrations | pairs."""
+        """Training data: rollouts | demonstrations | pairs."""
         return self.kind.data
 
     @property
@@ -238,17 +246,17 @@ class Algorithm:
 
     @property
     def needs_anchor(self) -> bool:
-        """Whether the logprobs of another policy are asked for, as `reference_logprobs`."""
+        """Whether the logprobs of another policy are needed, as `reference_logprobs`."""
         return self.kl_in_reward or self.kl_in_loss or self.kind.reference
 
     @property
     def needs_reference(self) -> bool:
-        """Whether that policy is the reference, which the trainer keeps; a teacher has a fleet."""
+        """Whether the trainer must keep that policy as a reference; a teacher is served."""
         kept = choose("kl_anchor", self.kl_anchor, {"reference": True, "teacher": False})
         return self.needs_anchor and kept
 
     def needs_proximal_pass(self, minibatches: int) -> bool:
-        """Return whether a forward pass before the first of `minibatches` updates is due."""
+        """Return whether a forward pass must precede the first of `minibatches` updates."""
         if self.second_moment_clip:
             return True
         if self.data != "rollouts" or self.proximal != "recompute":
@@ -265,7 +273,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def check_choices(algorithm: Algorithm) -> None:
-    """Raise UserError for a field whose value is none of its choices, suggesting the nearest."""
+    """Raise UserError for a value that is not among its field's choices."""
     for name, choices in CHOICES.items():
         if getattr(algorithm, f"{name}_function", None) is None:
             choose(name, getattr(algorithm, name), dict.fromkeys(choices))

@@ -1,7 +1,7 @@
-"""What algorithms compute with, so that each is written once for JAX's arrays and torch's tensors.
+"""Array functions of the algorithms, which are written once for JAX's arrays and torch's tensors.
 
-Imports neither. `lib` has what both libraries name alike. An id at or above the number of segments
-is padding: it adds nothing and reads the fill. No result's shape depends on data, for compilers.
+Imports neither. An id at or above the number of segments is padding: it adds nothing and reads the
+fill. No result's shape depends on data, for compilers.
 """
 
 from collections.abc import Callable
@@ -18,21 +18,21 @@ Array: TypeAlias = Any  # of JAX or of torch
 class Ops:
     """The functions of one library; K numbers, `size` segments."""
 
-    lib: Any  # jax.numpy, or torch
+    lib: Any  # jax.numpy or torch, for functions that both name alike.
     sigmoid: Callable
     log_sigmoid: Callable
-    frozen: Callable  # its argument without gradient
-    constant: Callable[[], AbstractContextManager]  # in which nothing is recorded for gradients
-    float32: Callable  # its argument, an array or a number, as a float32 array
-    row_index: Callable  # [B, …] → [B, 1], each row's number
-    segment_sum: Callable  # (x [K], ids [K], size) → [size]
-    segment_min: Callable  # likewise; inf where there is none
-    segment_max: Callable  # likewise; −inf where there is none
-    take: Callable  # (x [size], ids, fill) → x[ids], of the shape of ids
-    dense_ranks: Callable  # ids [K] of any values → integers from 0 without gaps, in their order
-    sort: Callable  # x [K] ≥ 0 or inf, ascending
-    least_from: Callable  # [K] → the least of each entry and those after it
-    recur: Callable  # (a [K], b [K]) → x with x[t] = b[t] + a[t]·x[t + 1] and x[K] = 0
+    frozen: Callable  # x → x without gradient.
+    constant: Callable[[], AbstractContextManager]  # context without gradients.
+    float32: Callable  # array or number → float32 array.
+    row_index: Callable  # [B, …] → [B, 1], the index of each row.
+    segment_sum: Callable  # (x [K], ids [K], size) → [size].
+    segment_min: Callable  # as segment_sum; inf for an empty segment.
+    segment_max: Callable  # as segment_sum; −inf for an empty segment.
+    take: Callable  # (x [size], ids, fill) → x[ids], of the shape of ids.
+    dense_ranks: Callable  # ids [K] of any values → integers from 0 without gaps, in their order.
+    sort: Callable  # x [K] ≥ 0 or inf → ascending.
+    least_from: Callable  # [K] → the minimum of each entry and later ones.
+    recur: Callable  # (a [K], b [K]) → x with x[t] = b[t] + a[t]·x[t + 1] and x[K] = 0.
 
     def aggregate(self, x: Any, used: Any, segment_ids: Any, how: str) -> Any:
         """Return on every token the mean, sum or max of x over the used tokens of its segment.

@@ -1,4 +1,4 @@
-"""What algorithms compute with in JAX; see `array_ops.Ops`."""
+"""`array_ops.Ops` in JAX."""
 
 from contextlib import nullcontext
 
@@ -21,7 +21,7 @@ def dense_ranks(ids: Array) -> Array:
 
 def sort(x: Array) -> Array:
     """Return x in ascending order; float32, none negative, none NaN."""
-    # Integers sort several times faster on a CPU, and the bits of such floats have their order.
+    # Integers sort several times faster on a CPU; the bits of these floats have the same order.
     return lax.bitcast_convert_type(jnp.sort(lax.bitcast_convert_type(x, jnp.int32)), jnp.float32)
 
 

@@ -35,14 +35,14 @@ def estimate(logprobs: Array, reference_logprobs: Array, estimator: str) -> Arra
 def adapt(
     coefficient: Array, observed: Array, trajectories: Array, *, target: float, horizon: int
 ) -> Array:
-    """Return β after a batch: up where the divergence is above its target, down where below.
+    """Return β after a batch, higher if the divergence is above its target, lower if below.
 
         β ← β · (1 + clip(KL / target − 1, ±0.2) · trajectories / horizon)   (1909.08593, §2.2)
 
     Args:
       coefficient: β > 0, float32 scalar.
-      observed: mean KL of the batch's trained tokens, nats; what is not finite leaves β as it is.
-      trajectories: of the batch. target: nats, > 0. horizon: trajectories, ≥ 1.
+      observed: mean KL of the batch's trained tokens, nats; if not finite, β stays as it is.
+      trajectories: number in the batch. target: nats, > 0. horizon: trajectories, ≥ 1.
     """
     lib = ops_of(observed).lib
     error = lib.clip(observed / target - 1.0, -0.2, 0.2)

@@ -1,6 +1,6 @@
-"""The losses of a policy and of its critic as sums, on packed rows; others: `supervised.py`.
+"""The losses of a policy and of its critic as sums, on packed rows; see also `supervised.py`.
 
-Microbatches and devices add up; one division by the minibatch's denominator comes last.
+Sums over microbatches and devices are divided once, by the minibatch's denominator.
 """
 
 import math
@@ -12,52 +12,51 @@ from rlx.algorithms.array_ops import Array, ops_of, same_shape
 from rlx.algorithms.signatures import LossInputs
 from rlx.algorithms.surrogates import SURROGATES, control_weights, kept_sequences
 
-# Stats that are already totals; all others are sums over trained tokens, to be divided by
-# `n_valid_tokens`, but the losses, which the minibatch's denominator divides.
+# Divisors of summed stats: none for COUNTS, the minibatch's denominator for LOSSES, the number of
+# pairs for names that begin with PAIRS, `n_valid_tokens` for others.
 COUNTS = ("n_valid_tokens", "n_nonfinite_tokens", "n_pairs")
 LOSSES = ("actor_loss", "kl_loss", "entropy_loss", "sft_loss", "pair_loss", "balance_loss")
-LAG = ("lag_kl", "n_sampled_tokens")  # a sum, and what divides it
-PAIRS = "pair_"  # means over pairs begin so
+LAG = ("lag_kl", "n_sampled_tokens")  # a sum, and its divisor
+PAIRS = "pair_"
 LARGEST_LOG = 88.72  # nats: of the largest float32
 
 
 def policy_loss(
     target_logprobs_BT: Array, entropy_BT: Array, batch: Mapping[str, Array], algorithm: Algorithm
 ) -> tuple[Array, dict[str, Array]]:
-    """Return the policy loss as a sum, and the sums behind the step's statistics.
+    """Return the policy loss as a sum, and the sums for the step's statistics.
 
         Σ loss_weights · (w·ℓ + sg(w·u)·β·KL − entropy_coefficient·H)
         u = exp(target − proximal)
         w = sg(exp(proximal − behaviour)), or 1 where not decoupled (2505.24298)
 
-    u and w are of the token or, for ratio_level=sequence, exp of the mean over its sequence's
-    trained tokens (GSPO, 2507.18071, eq. 7); for sequence_token of that value, with the gradient of
-    the token's own (GSPO-token, eq. 14). ℓ by `algorithm.loss`: SURROGATES, or a user's own.
+    With ratio_level=sequence the logs of u and w are means over the sequence's trained tokens
+    (GSPO, 2507.18071, eq. 7); sequence_token has these values with each token's own gradient
+    (GSPO-token, eq. 14). `algorithm.loss` names ℓ: one of SURROGATES, or a user's own.
 
-    KL in the loss has the weight sg(w·u), which is target / behaviour within w's bounds: a token of
-    an old policy pulls as often as the target itself would draw it, so the term's gradient has the
-    same mean at every lag.
+    KL in the loss has the weight sg(w·u), which is target / behaviour within w's bounds. Its
+    gradient thus has the same mean at every lag.
 
-    Tokens whose ratio, own loss or own advantage is not finite are excluded from the loss and every
-    mean, and counted.
+    Tokens whose ratio, own loss or own advantage is not finite are counted, and excluded from the
+    loss and every mean.
 
     Args:
       target_logprobs_BT: [B, T] float32, nats; differentiated.
       entropy_BT: [B, T] float32, nats; differentiated when the bonus is on.
       batch: all [B, T]: loss_mask bool; behaviour_logprobs, advantages, loss_weights float32;
-        segment_ids int32 (0 is padding). proximal_logprobs, where absent the policy before its
-        first update is this very target. reference_logprobs for KL in the loss, with a scalar
-        kl_coefficient where β is not the algorithm's. For loglinear versions int32 and the scalar
-        `target_version`, see `proximal_logprobs`. clip_bound float32 for second_moment_clip.
+        segment_ids int32 (0 is padding). Optional: proximal_logprobs, by default the target's;
+        for KL in the loss reference_logprobs, and kl_coefficient if β is not the algorithm's;
+        for loglinear versions int32 and the scalar target_version, see `proximal_logprobs`;
+        for second_moment_clip clip_bound float32.
       algorithm: the row of the preset table; static under jit.
 
     Returns:
-      The summed loss, float32 scalar, and stats: float32 scalars, named as the metrics they become
-      through `summarise`. What ℓ returns besides the loss is among them.
+      The summed loss, float32 scalar, and stats, among them those of ℓ: float32 scalars, named as
+      the metrics that `summarise` makes of them.
 
     Raises:
-      UserError: KL in the loss without `reference_logprobs`; a user's own loss that returns
-        something else than a loss does.
+      UserError: KL in the loss without `reference_logprobs`, or an unfit result of a user's own
+        loss.
     """
     mask, advantage, segments = batch["loss_mask"], batch["advantages"], batch["segment_ids"]
     same_shape(target_logprobs_BT, entropy_BT, mask, advantage)
@@ -69,7 +68,7 @@ def policy_loss(
     if algorithm.advantage_function is not None:
         finite = finite & lib.isfinite(advantage)
     used = mask & finite
-    # Swapped before any arithmetic: a NaN behind `where` would still poison the gradient.
+    # Replace NaN before any arithmetic: behind `where` it would still poison the gradient.
     advantage, target = lib.where(used, advantage, 0.0), lib.where(used, target, 0.0)
     log_ratio = target - lib.where(used, proximal, 0.0)
     log_weight = lib.where(used, proximal - behaviour, 0.0)
@@ -136,9 +135,9 @@ def policy_loss(
 
 
 def lag_stats(target_BT: Array, batch: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the sums behind `lag_kl`, KL(behaviour ‖ target) by k3 over every sampled token.
+    """Return the sums for `lag_kl`, KL(behaviour ‖ target) by k3 over every sampled token.
 
-    It needs no proximal policy and counts tokens that M2PO or a filter leaves out.
+    It includes tokens that M2PO or a filter leaves out.
 
     Args:
       target_BT: [B, T] float32, nats.
@@ -152,7 +151,7 @@ def lag_stats(target_BT: Array, batch: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def summarise(stats: Mapping[str, float], denominator: float) -> dict[str, float]:
-    """Return metrics of summed stats: counts as they are, losses over `denominator`, else means."""
+    """Return metrics of summed stats: counts, losses over `denominator`, and means."""
     tokens = max(stats["n_valid_tokens"], 1.0)
     pairs = max(stats.get("n_pairs", tokens), 1.0)
     divisors = {name: pairs for name in stats if name.startswith(PAIRS)}
@@ -176,10 +175,9 @@ def loss_weights(
         constant                  1 / (sequences · constant_length) (2503.20783)
         prompt_mean               1 / n_prompt / prompts (2510.13786)
 
-    n_seq and n_prompt are the trained tokens of the token's sequence and prompt; the parts of one
-    run, which have one id in `run_ids_N`, are one sequence here. Sequences and
-    prompts without a trained token do not count. Weight control later on changes no denominator.
-    Losses on pairs have these weights and are divided by the number of pairs.
+    n_seq and n_prompt are the trained tokens of the token's sequence and prompt; trajectories with
+    one id in `run_ids_N` are one sequence here. Sequences and prompts without a trained token do
+    not count. Losses on pairs have these weights and are divided by the number of pairs.
 
     Args:
       loss_mask: bool, any shape (flat or rows), true for this minibatch's trained tokens.
@@ -222,13 +220,13 @@ def proximal_logprobs(target: Array, batch: Mapping[str, Array], algorithm: Algo
         loglinear  behaviour + α·(target − behaviour),
                    α = clip((v_prox − v_behav) / (v_target − v_behav), 0, 1)
 
-    Recomputed ones are batch["proximal_logprobs"]; where absent the target itself, which is the
-    same thing before the first update. α is of each token's versions, 0 where v_target = v_behav:
-    v_target is batch["target_version"], a float: n + m/M at minibatch m of M in the batch that
-    turns version n into n + 1; v_prox is its floor, n. A loss without a ratio has the target.
+    Recomputed ones are batch["proximal_logprobs"]; before the first update they equal the target
+    and may be absent. A loss without a ratio gets the target too. v_target is
+    batch["target_version"], a float, n + m/M at minibatch m of M in the batch that turns version n
+    into n + 1; v_prox is its floor, n. α is 0 where v_target = v_behav.
 
     Returns:
-      float32 of target's shape, nats; carries no gradient.
+      float32 of target's shape, nats, without gradient.
     """
     behaviour = batch["behaviour_logprobs"]
     frozen = ops_of(target).frozen(target)
@@ -243,7 +241,7 @@ def proximal_logprobs(target: Array, batch: Mapping[str, Array], algorithm: Algo
 
 
 def _loglinear(frozen: Array, batch: Mapping[str, Array]) -> Array:
-    """Return what lies between behaviour and target, as far along as the versions do."""
+    """Interpolate between behaviour and target, by versions."""
     behaviour = batch["behaviour_logprobs"]
     ops = ops_of(frozen)
     lib, version = ops.lib, ops.float32(batch["target_version"])
@@ -254,13 +252,14 @@ def _loglinear(frozen: Array, batch: Mapping[str, Array]) -> Array:
 
 
 def within_second_moment(log_weight: Array, used: Array, limit: float) -> Array:
-    """Return which tokens AReaL's form of M2PO keeps: the largest squares are dropped.
+    """Return the tokens that AReaL's form of M2PO keeps, dropping the largest squares.
 
-        as many as go, nearest first, with mean (behaviour − proximal)² < second_moment
+        the most tokens, smallest squares first, with mean (behaviour − proximal)² < second_moment
 
     Args:
-      log_weight: [F] float32, behaviour − proximal or its negative, of one minibatch's tokens.
-      used: [F] bool, trained tokens; the others are not kept. What is not finite goes first.
+      log_weight: [F] float32, behaviour − proximal or its negative, of one minibatch's tokens;
+        tokens that are not finite are dropped first.
+      used: [F] bool, trained tokens; others are not kept.
       limit: nats², > 0.
 
     Returns:
@@ -275,7 +274,7 @@ def within_second_moment(log_weight: Array, used: Array, limit: float) -> Array:
     count = lib.sum(means < limit)
     first_dropped = ops.take(ordered, count, lib.inf)
     nearer, ties = square < first_dropped, square == first_dropped
-    room = count - lib.sum(nearer)  # of equal ones, those that come first
+    room = count - lib.sum(nearer)  # of equal squares, keep the first tokens
     return used & (nearer | (ties & (lib.cumsum(ties, 0) <= room)))
 
 
@@ -283,7 +282,7 @@ def second_moment_bound(log_ratio: Array, advantage: Array, used: Array, limit: 
     """Return M2PO's clip bound τ (2510.01161, alg. 1, as its authors' code computes it).
 
         τ² = the greatest Δ² for which the mean of min(Δ², τ²) is at most second_moment_clip
-        Δ = proximal − behaviour, of the tokens with A·Δ > 0; τ = ∞ where their mean Δ² is so low
+        Δ = proximal − behaviour, of the tokens with A·Δ > 0; τ = ∞ if their mean Δ² is that low
 
     Args:
       log_ratio: [F] float32, Δ; advantage: [F] float32, A.
@@ -300,7 +299,7 @@ def second_moment_bound(log_ratio: Array, advantage: Array, used: Array, limit: 
     real = lib.isfinite(ordered)
     ordered = lib.where(real, ordered, 0.0)
     count = lib.sum(moving)
-    after = count - lib.cumsum(lib.ones_like(ordered), 0)  # how many larger ones there are
+    after = count - lib.cumsum(lib.ones_like(ordered), 0)  # number of larger squares
     capped = lib.cumsum(ordered, 0) + ordered * after
     within = real & (capped <= limit * count)  # the capped sum never falls
     tau = lib.sqrt(lib.where(within, ordered, 0.0).max())
@@ -370,5 +369,5 @@ def _k3(log_ratio: Array) -> Array:
 
 
 def _finite_ratio(log_ratio: Array) -> Array:
-    """Return whether both the log-ratio and its exponential are finite numbers."""
+    """Return whether the log-ratio and its exponential are finite."""
     return (log_ratio > -math.inf) & (log_ratio < LARGEST_LOG)

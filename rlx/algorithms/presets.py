@@ -1,7 +1,7 @@
-"""The algorithm matrix on one screen: every algorithm is one row of data.
+"""The table of algorithms: every algorithm is one row of data.
 
 The functions in `advantages` and `losses` read a row's fields. `resolve` makes a run's row from a
-preset and the config's overrides. Imports neither JAX nor torch.
+preset and the config's overrides. No JAX or torch here.
 """
 
 import dataclasses
@@ -29,12 +29,11 @@ def _row(name: str, paper: str, **fields) -> Algorithm:
     return Algorithm(name, f"{_ARXIV}{paper}", **fields)
 
 
-# What every row shares, though no paper's row names it: training is asynchronous, so losses are
-# decoupled (AReaL, 2505.24298) with weights above 5 masked. GRPO's and RLOO's KL terms are off, as
-# they are in use; they need a reference model in memory (GRPO's is kl_placement="loss",
-# kl_estimator="k3", kl_coefficient=0.04). GRPO's reduction is its paper's too: on data tens of
-# versions old it collapsed where token_mean held (experiments/2026-11-staleness). The last rows are
-# the other trainers.
+# Training is asynchronous, so that by default losses are decoupled (AReaL, 2505.24298), and weights
+# above 5 are masked. GRPO and RLOO have no KL term, as in practice: it needs a reference model in
+# memory (GRPO's is kl_placement="loss", kl_estimator="k3", kl_coefficient=0.04). GRPO's reduction
+# is its paper's; on data tens of versions old it collapsed, and token_mean did not
+# (experiments/2026-11-staleness). The last rows are SFT, pairs and distillation.
 PRESETS: dict[str, Algorithm] = {
     row.name: row
     for row in (
@@ -109,10 +108,10 @@ def resolve(
 
     Args:
       config: `preset` and any field of `Algorithm`; None keeps the preset's value.
-      max_new_tokens: sampling.max_new_tokens; stands in for zero `overlong_limit` and
+      max_new_tokens: sampling.max_new_tokens; replaces 0 in `overlong_limit` and
         `constant_length`.
-      n_samples: sampling.n_samples; what compares the samples of a prompt needs two.
-      find: loads a user's own loss or advantage; without it there are those of the table alone.
+      n_samples: sampling.n_samples; comparisons of a prompt's samples need two.
+      find: loads a user's own loss or advantage; None: only rlx's own are known.
 
     Raises:
       UserError: for an unknown name, or values that cannot work together.
@@ -140,7 +139,7 @@ def resolve(
 
 
 def _loaded(algorithm: Algorithm, find: Find | None) -> Algorithm:
-    """Return the algorithm with the user's own functions where it names none of the table's."""
+    """Return the algorithm with a user's own functions for names that are not rlx's."""
     for field in ("loss", "advantage"):
         key, name = f"algorithm.{field}", getattr(algorithm, field)
         if find is not None and name not in CHOICES[field]:
@@ -151,13 +150,13 @@ def _loaded(algorithm: Algorithm, find: Find | None) -> Algorithm:
     return algorithm
 
 
-OWN = "FILE.py:name"  # in ACTS: a user's own, whichever
+OWN = "FILE.py:name"  # in ACTS: any function of a user
 _ROLLOUTS = (*(name for name, kind in LOSS_KINDS.items() if kind.data == "rollouts"), OWN)
 _RATIOS = (*(name for name, kind in LOSS_KINDS.items() if kind.ratio), OWN)
 _KL_NUMBERS = ("kl_estimator", "kl_coefficient", "kl_target", "kl_horizon")
 _BOUNDS = ("weight_level", "weight_statistic", "weight_aggregate", "weight_upper", "weight_lower")
-# Fields (one that ends in _ stands for all that begin so), and what makes them act: another field
-# with one of these values, or any that is not 0. The first reason for doing nothing is named.
+# Fields, and the other fields that make them act, with one of these values or, for (), any value
+# except 0. A name that ends in _ is a prefix. Errors name the first reason that applies.
 ACTS: tuple[tuple[tuple[str, ...], dict[str, tuple]], ...] = (
     (("overlong_", "running_mean", "reward_", "leave_one_out", "peers", "bootstrap_truncated",
       "gamma", "lam", "advantage", "advantage_", "proximal", "decoupled", "weight_", "sequence_",
@@ -187,7 +186,7 @@ ACTS: tuple[tuple[tuple[str, ...], dict[str, tuple]], ...] = (
 
 
 def idle(algorithm: Algorithm) -> dict[str, str]:
-    """Return the fields that change nothing in an algorithm, each with what would make it act."""
+    """Return the fields that change nothing in an algorithm → a setting that makes them act."""
     found: dict[str, str] = {}
     for fields, needs in ACTS:
         values = [
@@ -206,14 +205,14 @@ def idle(algorithm: Algorithm) -> dict[str, str]:
 
 
 def _check_acts(algorithm: Algorithm, given: dict) -> None:
-    """Raise for an override that changes nothing; 0, False and none ask for nothing and pass."""
-    if given.get("kl_placement") == "none":  # a KL term switched off whole may keep its numbers
+    """Raise UserError for an override that changes nothing, unless it is 0, False or none."""
+    if given.get("kl_placement") == "none":  # a disabled KL term may keep its numbers
         given = {k: v for k, v in given.items() if k not in _KL_NUMBERS}
     remedies = idle(algorithm)
     for name, value in given.items():
         if value not in (0, "", "none") and name in remedies:
             raise UserError(
-                f"algorithm.{name}={value} acts on nothing ({algorithm.name}); it needs "
+                f"algorithm.{name}={value} has no effect ({algorithm.name}); it needs "
                 f"algorithm.{remedies[name]}: set that, or leave {name} unset"
             )
 
@@ -223,7 +222,7 @@ Rules = tuple[tuple[bool, str], ...]  # (is broken, words after `algorithm.`)
 
 def _weight_rules(a: Algorithm, given: Mapping[str, Any]) -> Rules:
     """Return the rules of weight control."""
-    # The default bound is one of a single token's ratio; other statistics have other scales.
+    # The default bound is for a token's ratio; other statistics have other scales.
     if a.weight_action == "none":
         return ()
     upper, lower, statistic = a.weight_upper, a.weight_lower, a.weight_statistic
@@ -253,12 +252,12 @@ def _weight_rules(a: Algorithm, given: Mapping[str, Any]) -> Rules:
 
 
 def _rules(a: Algorithm, given: Mapping[str, Any], n_samples: int) -> Rules:
-    """Return the rules between other fields: halves of a term, parts of different papers."""
+    """Return the rules between other fields."""
     kl = a.kl_in_reward or a.kl_in_loss
     no_kl = not a.kl_coefficient and ("kl_coefficient" not in given or a.kl_target > 0)
     off = {"kl_placement": "none", "critic": False, "second_moment": 0.0,
            "second_moment_clip": 0.0, "drop_equal_rewards": False}  # fmt: skip
-    alone = n_samples < 2 and a.data == "rollouts"
+    single = n_samples < 2 and a.data == "rollouts"
     return (
         (kl and no_kl,
          f"kl_placement={a.kl_placement} with kl_coefficient=0 is no KL term; set "
@@ -286,10 +285,10 @@ def _rules(a: Algorithm, given: Mapping[str, Any], n_samples: int) -> Rules:
          "kl_anchor=teacher without a KL term; set kl_placement to reward or loss"),
         (a.reward_std == "mean" and a.reward_mean == "none",
          "reward_std=mean divides by a mean and reward_mean=none; set it to group or batch"),
-        (alone and a.drop_equal_rewards,
+        (single and a.drop_equal_rewards,
          "drop_equal_rewards=True with sampling.n_samples=1 rejects every group: one reward is "
          "always equal; raise n_samples or set drop_equal_rewards=False"),
-        (alone and a.reward_mean == "group",
+        (single and a.reward_mean == "group",
          f"reward_mean=group ({a.name}) with sampling.n_samples=1 compares each reward with "
          "itself, so nothing is learned; raise n_samples or set reward_mean=batch"),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What losses on rollouts and advantages are given and give back: rlx's own and a user's alike."""
+"""Inputs and results of losses on rollouts and of advantages, rlx's own and a user's."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -14,40 +14,40 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LossInputs(Generic[T]):
-    """What a loss on rollouts is given of each token: [B, T] float32 arrays, unless said otherwise.
+    """Inputs of a loss on rollouts: [B, T] arrays, float32 unless noted.
 
-    Where `mask` is false all of them are 0, and what a loss says there is left out.
+    Where `mask` is false all of them are 0, and the loss is ignored.
     """
 
-    target: T  # log π of the policy that is optimised, nats; differentiated
-    proximal: T  # log π of the clip's anchor, nats
-    behaviour: T  # log π of the policy that sampled the token, nats
-    log_ratio: T  # target − proximal, or what `ratio_level` makes of it; differentiated
-    advantage: T  # A
-    entropy: T  # of the target policy, nats; differentiated
-    mask: T  # bool; the tokens that count
-    segment_ids: T  # int32; the sequences of each row, from 1; 0 is padding
+    target: T  # log π of the policy that is optimised, nats; differentiated.
+    proximal: T  # log π of the clip's anchor, nats.
+    behaviour: T  # log π of the policy that sampled the token, nats.
+    log_ratio: T  # target − proximal, nats, at `ratio_level`; differentiated.
+    advantage: T  # A.
+    entropy: T  # of the target policy, nats; differentiated.
+    mask: T  # bool; true for trained tokens.
+    segment_ids: T  # int32; sequences of each row, from 1; 0: padding.
     ops: Ops
-    clip_bound: T | None = None  # nats, ≥ 0, with second_moment_clip: the least that is clipped
+    clip_bound: T | None = None  # nats, ≥ 0; M2PO's bound τ, with second_moment_clip.
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs(Generic[T]):
-    """What an advantage is given of a train batch: N trajectories, end to end as F tokens.
+    """Inputs of an advantage: N trajectories of a train batch, end to end as F tokens.
 
-    Both axes may be padded; what it says of tokens that are not trained on is left out.
+    Both axes may be padded. Advantages of tokens that are not trained on are ignored.
     """
 
-    rewards: T  # [N] float32, after overlong penalty, scale and clip
-    group_ids: T  # [N] int; equal for those that are compared (`peers`)
-    valid: T  # [N] bool, false for padding
-    truncated: T  # [N] bool, cut off by length
-    sequence_ids: T  # [F] int32, the trajectory of each token; N for padding
-    mask: T  # [F] bool; the tokens that are trained on
-    kl_rewards: T  # [F] float32, the penalty of KL in the reward; else 0
-    values: T  # [F] float32, the critic's; else 0
-    bootstrap: T  # [N] float32, V after the end of what length cut off; else 0
-    run_ids: T | None = None  # [N] int; equal for the parts of one run; None: each is a run
+    rewards: T  # [N] float32, after overlong penalty, scale and clip.
+    group_ids: T  # [N] int; equal for trajectories that are compared (`peers`).
+    valid: T  # [N] bool, false at padding.
+    truncated: T  # [N] bool, cut off by length.
+    sequence_ids: T  # [F] int32, the trajectory of each token; N at padding.
+    mask: T  # [F] bool; true for trained tokens.
+    kl_rewards: T  # [F] float32, the penalty of KL in the reward; else 0.
+    values: T  # [F] float32, the critic's; else 0.
+    bootstrap: T  # [N] float32, V after the end of a truncated trajectory; else 0.
+    run_ids: T | None = None  # [N] int; equal for the parts of one run; None: each is a run.
 
 
 def own_advantage(inputs: AdvantageInputs[T], algorithm: Algorithm) -> T:
@@ -60,12 +60,12 @@ def own_advantage(inputs: AdvantageInputs[T], algorithm: Algorithm) -> T:
 
 
 def own_loss(inputs: LossInputs[T], algorithm: Algorithm) -> tuple[T, Mapping[str, T]]:
-    """Return what a user's loss says of each token: its loss and its statistics, [B, T] each.
+    """Return a user's loss of each token and its statistics, [B, T] each.
 
         loss(inputs, algorithm, **loss_kwargs) -> (loss, {name: statistic})
 
     Raises:
-      UserError: it gives anything else.
+      UserError: the user's function returns anything else.
     """
     function = algorithm.loss_function
     assert function is not None
@@ -93,6 +93,6 @@ def check_array(what: str, name: str, x: Any, like: Any, function: Callable) -> 
 
 
 def check_new(name: str, statistics: Mapping[str, Any]) -> None:
-    """Raise UserError where a loss returned a statistic that rlx computes itself."""
+    """Raise UserError if a loss returned a statistic that rlx computes itself."""
     if name in statistics:
         raise UserError(f"algorithm.loss returned {name!r}, which is rlx's own; use another name")

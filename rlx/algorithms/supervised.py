@@ -1,12 +1,12 @@
 """Losses on datasets, as sums on packed rows: SFT; reward model, DPO and IPO on pairs.
 
 A pair is two neighbouring segments of one row: the chosen one has an odd segment id, the rejected
-one the even id after it. What is compared is a number z a pair, summed over its tokens:
+one the even id after it. Losses are functions of a number z for each pair:
 
     z = Σ_chosen weight·x − Σ_rejected weight·x
 
-with x = log π − log π_ref for DPO and IPO, and the value head's score for a reward model, whose
-weight is 1 at the last trained token alone.
+For DPO and IPO, x = log π − log π_ref. For a reward model x is the value head's score, and the
+weight is 1 at the last trained token, 0 elsewhere.
 """
 
 from collections.abc import Mapping
@@ -68,8 +68,7 @@ def ipo(z: Array, algorithm: Algorithm) -> Array:
     return (z - 0.5 / algorithm.pair_beta) ** 2
 
 
-# The loss of a pair by `algorithm.loss`; the one place where a loss on pairs is looked up.
-PAIR_LOSSES = {"bradley_terry": bradley_terry, "dpo": dpo, "ipo": ipo}
+PAIR_LOSSES = {"bradley_terry": bradley_terry, "dpo": dpo, "ipo": ipo}  # by `algorithm.loss`
 
 
 def pair_loss(
@@ -85,8 +84,8 @@ def pair_loss(
       algorithm: the row of the preset table.
 
     Returns:
-      The summed loss, float32 scalar, and stats as sums; pair_accuracy counts pairs whose chosen
-      one is ahead, pair_margin is z (times β for DPO and IPO, the implicit reward).
+      The summed loss, float32 scalar, and stats as sums; pair_accuracy counts pairs with z > 0,
+      pair_margin is z (times β for DPO and IPO, the implicit reward).
 
     Raises:
       UserError: DPO or IPO without `reference_logprobs`.
@@ -128,7 +127,7 @@ def _by_pair(x_BT: Array, mask: Array, segments: Array, odd: int) -> Array:
     def total(x):
         return ops.segment_sum(x.reshape(-1), index, slots)
 
-    # The second pass takes out the rounding of the first: differences of pairs are small.
+    # The second pass corrects the first one's rounding, because differences of pairs are small.
     count = total(ops.float32(own))
     mean = total(x_BT) / ops.lib.clip(count, 1.0, None)
     near = ops.take(mean, index, 0.0).reshape(x_BT.shape)

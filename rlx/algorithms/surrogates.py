@@ -1,9 +1,9 @@
-"""The loss of a token on rollouts, ℓ, and its weight, w: once for JAX's arrays and torch's tensors.
+"""The loss ℓ of a rollout's token, and its weight w, for JAX's arrays and torch's tensors.
 
     u = exp(log_ratio), π the target policy, μ the behaviour policy, A the advantage
 
-No JAX or torch import: array functions come from `ops`. Each loss returns ℓ and its statistics,
-both [B, T]; `actor_clip_ratio` is where the gradient was removed or bounded.
+Array functions come from `ops`. Each loss returns ℓ and its statistics, both [B, T];
+`actor_clip_ratio` is true where the gradient was removed or bounded.
 """
 
 import math
@@ -23,8 +23,8 @@ def clipped_surrogate(inputs: LossInputs, algorithm: Algorithm) -> LossAndStats:
 
         max(−u·A, −clip(u, 1 − clip_low, 1 + clip_high)·A), and where A < 0 at most −dual_clip·A
 
-    Clipped is where either clip took the gradient away. With second_moment_clip (M2PO) the bounds
-    are exp(±τ) of `losses.second_moment_bound` where they are wider.
+    With second_moment_clip (M2PO) the bounds are exp(±τ) of `losses.second_moment_bound` where
+    these are wider.
     """
     lib, advantage = inputs.ops.lib, inputs.advantage
     ratio = lib.exp(inputs.log_ratio)
@@ -112,12 +112,12 @@ def divergence_surrogate(inputs: LossInputs, algorithm: Algorithm) -> LossAndSta
 
 
 def divergence(target: T, behaviour: T, algorithm: Algorithm, lib: Any) -> T:
-    """Return how far the target is from the behaviour policy, of a token drawn or not drawn.
+    """Return the divergence of target and behaviour policy, of a token drawn or not drawn.
 
         tv  abs(π − μ)
         kl  μ·log(μ / π) + (1 − μ)·log((1 − μ) / (1 − π))
 
-    Log-probabilities are held at −1e-6 or less, so that 1 − π is not 0.
+    Log-probabilities are clipped to −1e-6, so that 1 − π is not 0.
     """
     new, old = (lib.clip(x, None, -1e-6) for x in (target, behaviour))
     table = {
@@ -131,13 +131,13 @@ def divergence(target: T, behaviour: T, algorithm: Algorithm, lib: Any) -> T:
 
 
 def kept_sequences(inputs: LossInputs, algorithm: Algorithm) -> Any:
-    """Return the tokens whose sequences stay in the loss, however each token is weighed.
+    """Return the tokens whose sequences stay in the loss.
 
         exp(mean log ρ) ≤ sequence_upper, and ≥ sequence_lower     ρ = proximal / behaviour
         min ρ ≥ veto
         A ≥ 0, or mean(behaviour − target) ≤ off_policy_limit      (OPSM, 2512.02556)
 
-    Means and least ratios are over the trained tokens of the sequence.
+    Mean and min are over the trained tokens of the sequence.
 
     Returns:
       [B, T] bool, without gradient.
@@ -160,7 +160,7 @@ def kept_sequences(inputs: LossInputs, algorithm: Algorithm) -> Any:
     return kept
 
 
-# ℓ of each token by `algorithm.loss`; the one place where a loss on rollouts is looked up.
+# By `algorithm.loss`.
 SURROGATES: dict[str, Callable[[LossInputs, Algorithm], LossAndStats]] = {
     "clip": clipped_surrogate,
     "sapo": soft_surrogate,
@@ -176,18 +176,16 @@ def control_weights(
 ) -> tuple[T, T]:
     """Return the behaviour weight w = exp(proximal − behaviour) of each token, kept within bounds.
 
-    A statistic of each token (log w for ratio and k1, (log w)²/2 for k2, w − 1 − log w
-    for k3), or its mean, sum or max over the sequence, is held against the bounds [weight_lower,
-    weight_upper]; for ratio after exponentiation, so that the mean is the geometric one.
+    The bounds [weight_lower, weight_upper] are those of a statistic: log w for ratio and k1,
+    (log w)²/2 for k2, w − 1 − log w for k3. It is a token's, or its mean, sum or max over the
+    sequence; for ratio it is exponentiated, which makes the mean geometric.
 
-        none      w as it is: the correction stays on
-        mask      w = 0 unless weight_lower ≤ statistic ≤ weight_upper: the token leaves the loss
-        truncate  w = clip(ratio, weight_lower, weight_upper) (TIS)
+        none      w
+        mask      w, or 0 unless weight_lower ≤ statistic ≤ weight_upper: the token leaves the loss
+        truncate  clip(ratio, weight_lower, weight_upper) (TIS)
 
-    Truncated is the token's ratio; or the whole sequence's, then one weight for all its tokens
-    (aggregate sum: the product of their ratios, mean: its geometric mean). With max each token
-    keeps its own, scaled until the largest is the bound. `kept_sequences` may take sequences out
-    besides.
+    With weight_level=sequence all tokens get the clipped ratio of the sequence; with
+    weight_aggregate=max each keeps its own, scaled until the largest is within the bounds.
 
     Args:
       log_weight_BT: [B, T] float32, finite. used_BT: [B, T] bool, which tokens count.

@@ -1,4 +1,4 @@
-"""What algorithms compute with in torch; see `array_ops.Ops`."""
+"""`array_ops.Ops` in torch."""
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ def dense_ranks(ids: Tensor) -> Tensor:
 
 
 def recur(a: Tensor, b: Tensor) -> Tensor:
-    """Return x with x[t] = b[t] + a[t]·x[t + 1] and x[K] = 0: by steps in all blocks at once."""
+    """Return x with x[t] = b[t] + a[t]·x[t + 1] and x[K] = 0, stepping in all blocks at once."""
     size = a.shape[0]
     if size == 1:
         return b

@@ -23,8 +23,7 @@ from rlx.model import params as parameters
 from rlx.model.mesh import WEIGHTS, mesh_axes, num_row_shards, share
 from rlx.model.model_config import ModelConfig, kernel_fits
 from rlx.system.available_memory import MemoryLimit
-from rlx.train.optimizer_options import OPTIMIZERS
-from rlx.train.train_options import TrainOptions
+from rlx.train.train_options import OPTIMIZERS, TrainOptions
 
 Bytes = dict[str, int]
 ONE_CPU = Devices()

@@ -1,4 +1,4 @@
-"""An engine, rlx and transformers side by side: the table of `python -m rlx.compare`."""
+"""The table of `python -m rlx.compare`: an engine, rlx and transformers side by side."""
 
 import asyncio
 import importlib.util
@@ -55,7 +55,7 @@ def case_of(
 
 
 def comparisons(case: MismatchCase, model_dir: Path) -> dict[str, Comparison]:
-    """Return pair → comparison; transformers is among them when torch is installed."""
+    """Return pair → comparison; with transformers if torch is installed."""
     ours, dtype = case.score(), case.scorer.compute_dtype
     found = {"engine – rlx": case.compare(ours)}
     if importlib.util.find_spec("torch"):

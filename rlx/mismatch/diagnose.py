@@ -1,6 +1,6 @@
-"""Find why engine and trainer disagree: make each known mistake on purpose and see which one fits.
+"""Diagnosis of a mismatch between engine and trainer: make each known mistake and see which fits.
 
-    case ─▶ every cause's guesses: the same tokens scored as if … ─▶ closest to the engine's numbers
+    case ─▶ each cause's guesses: the same tokens, scored with a mistake ─▶ closest to the engine
 
 To add a cause, write a function from a MismatchCase to its guesses and give it a row in CAUSES.
 """
@@ -18,10 +18,10 @@ from rlx.mismatch.measure import Comparison, EngineSample, Tolerance, TrainerSco
 from rlx.model.params import Params
 from rlx.model.rope_config import Rope
 
-CLEARLY = 4.0  # how many times closer a guess must come that does not fit exactly
-NOISE = 3.0  # the largest ratio between a deviation and the rounding noise that explains it
+CLEARLY = 4.0  # an inexact guess must be this many times closer to the engine than the trainer is
+NOISE = 3.0  # largest ratio between a deviation and the rounding noise that explains it
 ROPE_BASES = (10_000.0, 500_000.0, 1_000_000.0, 5_000_000.0)
-FIT_TOKENS = 64  # the search for a temperature looks at so many
+FIT_TOKENS = 64  # tokens read by the search for a temperature
 
 Scores = list[np.ndarray]  # [T] a sample
 
@@ -31,10 +31,10 @@ class MismatchCase:
     """An engine's tokens and log-probabilities, and how the trainer scores the same tokens.
 
     Attributes:
-      scorer, params: how, and with which weights.
-      top_p, top_k: the tokens were drawn with.
-      earlier: name → a function that gives weights the engine may still have.
-      version: tokens of others are left out; None: all count.
+      scorer, params: the trainer's scorer and weights.
+      top_p, top_k: of the engine's sampling.
+      earlier: name → function that loads weights the engine may still have.
+      version: compare only tokens of this policy version; None: all.
     """
 
     scorer: TrainerScorer
@@ -47,7 +47,7 @@ class MismatchCase:
     version: int | None = None
 
     def score(self, params: Params | None = None, **changes) -> Scores:
-        """Return the samples' log-probabilities by other weights, or a scorer with `changes`."""
+        """Return the samples' log-probabilities under other weights, or a scorer with `changes`."""
         scorer = dataclasses.replace(self.scorer, **changes)
         return scorer.logprobs(self.params if params is None else params, self.samples)
 
@@ -84,7 +84,7 @@ class MismatchCase:
 
 @dataclass(frozen=True, eq=False)
 class Guess:
-    """One possible mistake, the scores under it, and how much it changes ours where it is noise."""
+    """A possible mistake, the scores under it, and for rounding the change of the scores."""
 
     words: str
     scores: Scores
@@ -96,8 +96,8 @@ class Explanation:
     """A guess that explains the deviation.
 
     Attributes:
-      exact: the engine is within the tolerance of the guess; else only clearly closer to it.
-      report: the engine against the guess.
+      exact: the engine is within the tolerance of the guess, not only clearly closer to it.
+      report: the engine compared with the guess.
     """
 
     cause: str
@@ -114,7 +114,7 @@ def _temperature(case: MismatchCase) -> Iterator[Guess]:
     wanted = case.scorer.temperature
     for found in dict.fromkeys((1.0, _fitted_temperature(case))):
         if found != wanted:
-            words = f"the engine's logprobs are of {found:.3g}, the trainer's of {wanted:g}"
+            words = f"the engine's logprobs are at {found:.3g}, the trainer's at {wanted:g}"
             yield Guess(words, case.split(measure.tempered(case.logits, case.tokens, found)))
 
 
@@ -130,7 +130,7 @@ def _fitted_temperature(case: MismatchCase) -> float:
         return float(np.abs(scores - engine)[use].sum())
 
     low, high = np.log(0.1), np.log(10.0)
-    for _ in range(10):  # each leaves a quarter of the range
+    for _ in range(10):  # each keeps a quarter of the range
         grid = np.linspace(low, high, 9)
         best = grid[int(np.argmin([distance(point) for point in grid]))]
         low, high = best - (high - low) / 8, best + (high - low) / 8
@@ -163,7 +163,7 @@ def _rope(case: MismatchCase) -> Iterator[Guess]:
 
 
 def _head(case: MismatchCase) -> Iterator[Guess]:
-    """Guess that head or token embedding are not those of the other weights."""
+    """Guess that the head is the token embedding, or that either comes from earlier weights."""
     from rlx.model import decoder
 
     new, model = case.params, case.scorer.model
@@ -200,13 +200,13 @@ def _dtype(case: MismatchCase) -> Iterator[Guess]:
 
 
 def _half(case: MismatchCase, params: Params, dtype: str) -> Scores:
-    """Return scores in half precision; an engine rounds its logits too, unlike the trainer."""
+    """Return scores in half precision, with rounded logits as in an engine."""
     scorer = dataclasses.replace(case.scorer, compute_dtype=dtype)
     logits = scorer.logits(params, case.samples).astype(np.dtype(dtype))
     return case.split(measure.tempered(logits, case.tokens, scorer.temperature))
 
 
-# cause → (its guesses, what to do about it)
+# cause → (its guesses, the remedy)
 CAUSES: dict[str, tuple[Callable[[MismatchCase], Iterator[Guess]], str]] = {
     "temperature": (
         _temperature, "the engine must return log softmax(logits / sampling.temperature)"
@@ -220,7 +220,7 @@ CAUSES: dict[str, tuple[Callable[[MismatchCase], Iterator[Guess]], str]] = {
 
 
 def diagnose(case: MismatchCase, observed: Comparison) -> list[Explanation]:
-    """Return the causes that explain `observed`, best first, at most two; none may fit."""
+    """Return at most two causes that explain `observed`, best first."""
     found: list[tuple[int, Explanation]] = []
     for cause, (guesses, remedy) in CAUSES.items():
         for guess in guesses(case):
@@ -234,7 +234,7 @@ def diagnose(case: MismatchCase, observed: Comparison) -> list[Explanation]:
 
 
 def advice(explanations: Sequence[Explanation]) -> str:
-    """Return the likely cause and its remedy, in words."""
+    """Describe the likely cause and its remedy."""
     if not explanations:
         return "no known cause fits"
     kind = "likely cause" if explanations[0].exact else "closest cause, which does not explain all"
@@ -242,7 +242,7 @@ def advice(explanations: Sequence[Explanation]) -> str:
 
 
 def _rank(case: MismatchCase, guess: Guess, report: Comparison, observed: Comparison) -> int | None:
-    """Return 0: it fits; 1: noise of the right size; 2: clearly closer; None: no explanation."""
+    """Return 0: exact; 1: noise of the right size; 2: clearly closer; None: no explanation."""
     if report.ok:
         return 0
     if report.non_finite > observed.non_finite:  # tokens the mistake could not have drawn

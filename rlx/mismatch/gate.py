@@ -1,9 +1,9 @@
-"""The gate of a run: no update before the servers' own tokens score the same in the trainer.
+"""The gate of a run: checks that servers' tokens score the same in the trainer before an update.
 
-probe (executor's thread): a few prompts on every live server, with training's sampling
-check (trainer's thread):  the trainer's scores of these tokens ─▶ a record, or what is wrong
+    executor's thread   probe: a few prompts on every live server, with training's sampling
+    trainer's thread    check: the trainer's scores of these tokens ─▶ a record or an error
 
-A server that joins or restarts gets no other requests before it passes; one that fails is refused
+A server that joins or restarts gets no other requests before it passes. One that fails is refused
 while another passes.
 """
 
@@ -28,13 +28,13 @@ from rlx.mismatch.measure import Comparison, EngineSample, Tolerance, TrainerSco
 from rlx.rollout.executor import Executor
 from rlx.rollout.workflows import trajectory
 
-POLL_SECONDS = 0.2  # how long a waiting trainer is deaf to Ctrl-C
-PRIORITY = 1 << 20  # above whatever training asks for: a probe does not wait for free slots
+POLL_SECONDS = 0.2  # how often a waiting trainer checks for Ctrl-C
+PRIORITY = 1 << 20  # above training's, so that a probe does not wait for free slots
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """The servers' answers: address → one completion a prompt; `lives`: as of Fleet."""
+    """The servers' answers: address → one completion a prompt; `lives` is that of Fleet."""
 
     version: int
     lives: Mapping[str, str]
@@ -44,7 +44,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A line of gate.jsonl, the error that has to end the run, and newcomers that are left out."""
+    """A line of gate.jsonl, the error that must end the run, and reports on refused newcomers."""
 
     record: dict[str, Any]
     error: UserError | None
@@ -53,14 +53,14 @@ class Verdict:
 
 @dataclass(eq=False)
 class Gate:
-    """Asks the servers and compares their answers with the trainer.
+    """Sends prompts to the servers and compares their answers with the trainer.
 
     Args:
       prompts: [P] int32 each.
       sampling: of training, with the gate's own budget; a probe's seed is `seed` plus its version.
       scorer: rows must have room for the longest prompt and completion.
-      earlier: name → HF directory of weights that a server may still have, if it exists.
-      dtype: to load these in.
+      earlier: name → HF directory, if it exists, of weights that a server may still have.
+      dtype: in which `earlier` weights are loaded.
     """
 
     prompts: Sequence[np.ndarray]
@@ -75,12 +75,12 @@ class Gate:
     _asked: Future[Probe] | None = None
 
     def newcomers(self, fleet: Fleet) -> frozenset[str]:
-        """Return the addresses of live servers that no check has heard since they were started."""
+        """Return the addresses of live servers that have not been checked since they started."""
         new = fleet.lives.items() - self.passed - self._refused
         return frozenset(address for address, _ in new)
 
     def ask(self, executor: Executor, fleet: Fleet, version: int, publish: Future | None) -> None:
-        """Begin to ask every live server, once `publish` has brought them `version`."""
+        """Begin to probe every live server, once `publish` has brought them `version`."""
         self._asked = executor.loop.submit(self._probe(fleet, version, publish))
 
     @property
@@ -113,7 +113,7 @@ class Gate:
         if publish:
             await asyncio.wrap_future(publish)
         begun, lives = time.monotonic(), fleet.lives
-        if not self.passed:  # these go on meanwhile, and the run ends where one fails
+        if not self.passed:  # at the first check all get requests; a failure ends the run
             await fleet.admit(lives.items())
         sampling = dataclasses.replace(self.sampling, seed=(self.seed + version) % (1 << 31))
         answers = await fleet.probe(self.prompts, sampling, priority=PRIORITY)
@@ -137,7 +137,7 @@ class Gate:
                 wrong[address] = _error(address, probe.version, found, causes)
         lives = frozenset(probe.lives.items())
         bad = frozenset(life for life in lives if life[0] in wrong)
-        known = self.passed or lives  # at the first check nobody is a newcomer
+        known = self.passed or lives  # at the first check no server is a newcomer
         errors = [wrong[address] for address, _ in sorted(bad & known if lives - bad else bad)]
         self.passed, self._refused = self.passed | (lives - bad), self._refused | bad
         record = {
@@ -173,7 +173,7 @@ class Gate:
 
 
 def sentence(record: Mapping[str, Any]) -> str:
-    """Return the terminal's line for a check that was passed."""
+    """Return the terminal's line for a passed check."""
     servers = len(record["servers"])
     return (
         f"gate: {record['tokens']} tokens of {servers} server{'s' * (servers != 1)}, version "
@@ -183,7 +183,7 @@ def sentence(record: Mapping[str, Any]) -> str:
 
 
 def _group(index: int, case: MismatchCase) -> Group:
-    """Return a server's answers as trajectories, which the trainer scores."""
+    """Return a server's answers as trajectories, for the trainer to score."""
     names = (f"{index}.{number}" for number in range(len(case.samples)))
     return Group(
         index, tuple(trajectory(s.prompt, s.completion, 0.0, next(names)) for s in case.samples)
@@ -215,6 +215,6 @@ def _error(
             "is another trainer using it? Restart it"
         )
     return UserError(
-        f"gate: engine {address} and trainer disagree on version {version}: {found}; "
-        f"{advice(causes)}; gate.jsonl has the numbers, gate.enabled=False goes on regardless"
+        f"gate: engine {address} and trainer disagree on version {version}; {found}; "
+        f"{advice(causes)}; gate.jsonl has the numbers, gate.enabled=False continues regardless"
     )

@@ -30,8 +30,8 @@ class Tolerance:
 
 
 EXACT = Tolerance(max=1e-3, mean=1e-4)  # float32 on both sides; measured 1e-5 and 1e-6
-# bfloat16 on either: 0.024 on average. A wrong temperature, head or RoPE base: 0.1 to 0.6. A single
-# improbable token of a healthy model was seen to be off by 3.2, from transformers by 3.0.
+# Measured means: bfloat16 on either side 0.024, a wrong temperature, head or RoPE base 0.1 to 0.6.
+# A single improbable token of a healthy model differed by 3.2, from transformers by 3.0.
 ROUNDED = Tolerance(max=5.0, mean=0.06)
 
 
@@ -43,11 +43,11 @@ def tolerance(exact: bool, max: float = 0.0, mean: float = 0.0) -> Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class TokenPlace:
-    """A token that was compared.
+    """A compared token.
 
     Attributes:
-      sample, position: which sample, and where in its completion, from 0.
-      token: its id; −1: not known.
+      sample, position: index of the sample, and in its completion, from 0.
+      token: its id; −1: unknown.
       first, second: its log-probability on the two sides, nats.
     """
 
@@ -63,9 +63,9 @@ class Comparison:
     """The result of `compare`.
 
     Attributes:
-      tokens: compared. bad: of them, those beyond `tolerance.max` or not finite.
-      mean, max: of |first − second| over the finite ones, nats; 0 when there are none.
-      first_bad: the first bad one; where only the mean is too high, the first above that.
+      tokens: compared tokens. bad: those beyond `tolerance.max` or not finite.
+      mean, max: of |first − second| over finite tokens, nats; 0 when there are none.
+      first_bad: the first bad token; if only the mean is too high, the first above its limit.
     """
 
     tokens: int
@@ -153,12 +153,12 @@ class EngineSample:
 
 @dataclass(frozen=True)
 class TrainerScorer:
-    """The trainer's way of scoring tokens; hashable, for `jax.jit`.
+    """Settings for scoring tokens as the trainer does; hashable, for `jax.jit`.
 
     Attributes:
-      temperature: > 0, that the tokens should have been sampled with.
+      temperature: > 0, of the engine's sampling as configured.
       row_length: tokens of a padded row, at least the longest prompt and completion.
-      compute_dtype, chunk: as `decoder.logprobs` has them.
+      compute_dtype, chunk: as of `decoder.logprobs`.
     """
 
     model: ModelConfig
@@ -179,7 +179,7 @@ class TrainerScorer:
 
     def logits(self, params: Params, samples: Sequence[EngineSample]) -> np.ndarray:
         """Return the logits that all completion tokens were drawn from, [N, V] float32."""
-        # All N × V are in memory at once: for a few samples only.
+        # All N × V are in memory at once, so it is for a few samples only.
         index = np.concatenate([
             i * self.row_length + len(s.prompt) - 1 + np.arange(len(s.completion.tokens))
             for i, s in enumerate(samples)
@@ -204,11 +204,11 @@ def tempered(logits: np.ndarray, tokens: np.ndarray, temperature: float) -> np.n
 def restricted(
     logits: np.ndarray, tokens: np.ndarray, temperature: float, top_p: float, top_k: int
 ) -> np.ndarray:
-    """Return log-probabilities renormalised over the tokens that top-k, then top-p leave.
+    """Return log-probabilities renormalised over the tokens that top-k, then top-p keep.
 
     Args:
       logits: [N, V]. tokens: [N].
-      top_p: in (0, 1]. top_k: 0 is off.
+      top_p: in (0, 1]. top_k: 0: off.
 
     Returns:
       [N] float64, −inf for a token that could not have been drawn.
@@ -227,7 +227,7 @@ def restricted(
 def transformers_logprobs(
     model_dir: Path, samples: Sequence[EngineSample], temperature: float, dtype: str
 ) -> list[np.ndarray]:
-    """Return transformers' scores on the CPU in `dtype`, float32 or bfloat16, [T] a sample."""
+    """Return transformers' scores on the CPU in `dtype` (float32 or bfloat16), [T] a sample."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

@@ -1,10 +1,8 @@
 """Causal self-attention within the segments of packed rows.
 
-Takes queries a block at a time, each against the keys up to its end. The backward pass recomputes
-scores from the row's log-normaliser (FlashAttention, arXiv 2205.14135): nothing of size T² is kept.
-
-Half precision on NVIDIA GPUs uses cuDNN: its packed kernel, or before Hopper or without segment
-sizes a mask of [B, 1, T, T]. cuDNN has no float32 kernel.
+Queries are taken a block at a time, each against the keys up to its end. The backward pass
+recomputes scores from the row's log-normaliser (FlashAttention, arXiv 2205.14135), so that nothing
+of size T² is kept. Half precision on NVIDIA GPUs uses cuDNN, which has no float32 kernel.
 """
 
 import math
@@ -37,12 +35,12 @@ def attention(
 ) -> Array:
     """Return softmax(q·k / √H) v over the segment's tokens so far; softmax in float32.
 
-    At padding (segment 0) it is finite, and no gradient comes from there.
+    At padding (segment 0) the result is finite and has no gradient.
 
     Args:
       q: [B, T, N, H]; k, v: [B, T, K, H], N a multiple of K (query head n reads k/v head n·K//N).
       segment_ids: [B, T] int32.
-      segment_sizes: [B, M] int32, see `packed_attention`; wanted where `attention_kind` is packed.
+      segment_sizes: [B, M] int32, see `packed_attention`; needed where `attention_kind` is packed.
       layout: of the activations on a mesh.
       window: how many tokens a query sees at most, its own included; 0: all of its segment.
       softcap: c where scores are c · tanh(q·k / √H / c); 0: not.
@@ -63,7 +61,7 @@ def attention(
 
 def attention_kind(dtype: Any, head_dim: int, softcap: float = 0.0) -> str:
     """Return how this machine computes attention: packed | mask | blocks."""
-    # cuDNN's kernels have windows, but no softcap.
+    # cuDNN's packed kernel needs Hopper; before it, and without segment sizes, cuDNN takes a mask.
     half = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
     if not half or not kernel_fits(head_dim, softcap) or not cuda_capability():
         return "blocks"
@@ -71,7 +69,7 @@ def attention_kind(dtype: Any, head_dim: int, softcap: float = 0.0) -> str:
 
 
 def cuda_capability() -> tuple[int, ...]:
-    """Return the compute capability of the CUDA devices, as (9, 0); () where JAX uses none."""
+    """Return the compute capability of the CUDA devices, such as (9, 0); () without CUDA."""
     device = jax.local_devices()[0]
     if device.platform != "gpu" or "cuda" not in device.client.platform_version:
         return ()
@@ -79,7 +77,7 @@ def cuda_capability() -> tuple[int, ...]:
 
 
 def seen(at: Array, other: Array, window: int) -> Array:
-    """Return whether a query at place `at` of a row sees a key at `other`, in one segment."""
+    """Return whether the query at position `at` sees the key at `other`, both in one segment."""
     before = at - other
     return (before >= 0) & (before < window) if window else before >= 0
 
@@ -118,8 +116,8 @@ def _mix_forward(q, k, v, segment_ids, window, softcap):
         block = apply(weights.astype(v.dtype), values)
         mixed.append((block / total).astype(q.dtype))
         normalisers.append(highest + jnp.log(total))
-    mixed = checkpoint_name(_join(mixed, 3), "attention")
-    normaliser = checkpoint_name(_join(normalisers, 3), "attention")
+    mixed = checkpoint_name(_join(mixed), "attention")
+    normaliser = checkpoint_name(_join(normalisers), "attention")
     return mixed, (q, k, v, segment_ids, mixed, normaliser)
 
 
@@ -139,7 +137,7 @@ def _mix_backward(window, softcap, kept, grad):
         beyond = ((0, 0), (0, 0), (look.start, k.shape[2] - look.stop), (0, 0))
         grad_k += jnp.pad(gather(grad_scores, q[:, :, :, rows]), beyond)
         grad_v += jnp.pad(gather(weights.astype(q.dtype), grad[:, :, :, rows]), beyond)
-    return _join(grad_q, 3), grad_k.astype(k.dtype), grad_v.astype(v.dtype), None
+    return _join(grad_q), grad_k.astype(k.dtype), grad_v.astype(v.dtype), None
 
 
 _mix.defvjp(_mix_forward, _mix_backward)
@@ -161,8 +159,8 @@ def _scores(q, keys, segment_ids, rows: slice, look: slice, window: int, softcap
     return jnp.where(mask[:, None, None], softcapped(inner(q, keys), softcap), MASKED)
 
 
-# The three products, with the query heads of one key head as more rows of one matrix: in this form
-# XLA uses its fast batched product on a CPU.
+# The query heads of one key head are further rows of one matrix. In this form XLA uses its fast
+# batched product on a CPU.
 def inner(rows: Array, keys: Array) -> Array:
     """Multiply [B, K, G, Q, H] · [B, K, S, H] → [B, K, G, Q, S] float32."""
     flat = jnp.einsum("bkqh,bksh->bkqs", _flat(rows), keys, preferred_element_type=jnp.float32)
@@ -186,5 +184,5 @@ def _flat(x: Array) -> Array:
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def _join(parts: list[Array], axis: int) -> Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=axis)
+def _join(blocks: list[Array]) -> Array:
+    return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=3)

@@ -1,11 +1,9 @@
-"""Export of stacked parameters as the device computes it: tensors with HF's names, in buckets.
+"""Export of stacked parameters from the device: tensors with HF's names, in buckets.
 
     params [L, in, out] ─▶ layers (+ scale·A·B) ─▶ transpose, cast ─▶ {name: [out, in]} ─▶ host
 
-Of [L, E, in, out], a layer's experts together.
-
-Each bucket's copy to the host begins at once, while the next is computed. On a mesh every device
-has the full tensors of a bucket, and all hosts must iterate over them. The order is the table's.
+Each bucket is copied to the host while the next is computed. On a mesh every device has the full
+tensors of a bucket, and all hosts must iterate over them. The order is that of `params.table`.
 """
 
 import math
@@ -33,7 +31,7 @@ class Merge(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Layers of one parameter, or of those that HF joins: `names`, from the layer `first` on."""
+    """Layers of one parameter, or of those that HF joins: `names`, beginning at layer `first`."""
 
     rows: tuple[Row, ...]
     first: int
@@ -51,14 +49,13 @@ def export(
 ) -> Buckets:
     """Return the tensors of `rows` with the names and layouts of HF's or PEFT's files.
 
-    `params` must not be donated before the last bucket was asked for.
+    `params` must not be donated before the last bucket has been requested.
 
     Args:
       dtype: of the tensors; None keeps each parameter's own.
       merge: added to the parameters first, in float32, as `lora.merge` does.
       mesh: where the parameters are; None: on one device.
-      size: bytes that a bucket may have; one tensor, or one layer's experts, may have more, and
-        are one by themselves.
+      size: largest bucket, bytes. A larger tensor, or layer of experts, gets its own bucket.
     """
     tensors: dict[str, Any] = {}
     plan: list[list[_Piece]] = []
@@ -86,7 +83,7 @@ def export(
 
 
 def _per_layer(row: Row) -> int:
-    """Return how many tensors each layer of a parameter has: one, or one an expert."""
+    """Return how many tensors each layer of a parameter has: 1, or the number of experts."""
     return math.prod(row.shape[1 : row.depth])
 
 
@@ -112,7 +109,7 @@ def _arrays(
 def _tensors(
     leaves: Any, added: Any, first: Any, *, count: int, depth: int, transposed: bool, dtype: Any
 ) -> list[jax.Array]:
-    """Return the tensors of `count` layers of a parameter, or of some side by side."""
+    """Return the tensors of `count` layers of one parameter, or of several joined ones."""
     if depth:
         leaves, added = jax.tree.map(
             lambda x: jax.lax.dynamic_slice_in_dim(x, first, count) if jnp.ndim(x) else x,

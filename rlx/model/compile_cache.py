@@ -27,7 +27,7 @@ def directory() -> str | None:
 
 
 def options() -> dict[str, str | int | float]:
-    """Return the jax.config values that turn the cache on; {} if the user set one or none works."""
+    """Return the jax.config values that enable the cache; {} if the user set one or none works."""
     path = directory()
     if path is None or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return {}
@@ -41,9 +41,9 @@ def options() -> dict[str, str | int | float]:
 
 
 def check(new: bool = False) -> None:
-    """Remove cache entries whose checksum has changed; `new`: only record those of new ones."""
-    # JAX runs what it finds: of zstd's format, which has no checksum, a flipped bit is machine code
-    # that ends every start by SIGSEGV. Of zlib's it is an error, and the program is compiled again.
+    """Remove cache entries whose checksum has changed; `new`: only record checksums of new ones."""
+    # JAX runs whatever it loads. With zstd, which has no checksum, a flipped bit ends every start
+    # by SIGSEGV. With zlib it is an error, and the program is compiled again.
     path = Path(directory() or os.devnull)
     index, known, found = path / "checksums.json", dict[str, int](), dict[str, int]()
     with suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Check the values of HF's `config.json`, key by key, before anything is computed of them."""
+"""Checks of the values in HF's `config.json`, key by key, before anything uses them."""
 
 import json
 import math
@@ -8,12 +8,12 @@ from typing import Any
 
 from rlx.base import UserError
 
-_MOST = 2**24  # of layers, a vocabulary, a context; beyond, it is a file gone wrong, and all memory
+_MOST = 2**24  # of any size: a damaged file must not make rlx allocate all memory
 _LARGEST = 1e38  # of float32
 
 
 class NotOurs(UserError):
-    """A model that transformers may have and rlx's decoder has not."""
+    """A model that rlx's decoder does not support; transformers may."""
 
 
 def _whole(value: Any, least: int) -> bool:
@@ -24,8 +24,8 @@ def _number(value: Any, least: float = math.ulp(0.0)) -> bool:
     return type(value) in (int, float) and least <= value < _LARGEST
 
 
-# What values must be → whether one is, and the keys of config.json, and of RoPE's options, that
-# have such values; of a key that is missing or null nothing is asked here.
+# Description of a form → its test, and the keys of config.json and of RoPE's options that have it.
+# Missing and null keys pass.
 _FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     f"a whole number above 0 and below {_MOST:,}": (
         lambda v: _whole(v, 1),
@@ -68,7 +68,7 @@ _FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check(hf: Mapping[str, Any], *keys: str) -> None:
-    """Raise UserError for a value of a wrong form: of these keys, or of all."""
+    """Raise UserError for a value of a wrong form, among these keys or among all."""
     for words, (fits, names) in _FORMS.items():
         for key in names.split():
             value = hf.get(key) if key in keys or not keys else None
@@ -77,7 +77,7 @@ def check(hf: Mapping[str, Any], *keys: str) -> None:
 
 
 def need(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return a size; `default` if the file lacks it, None: then it is an error."""
+    """Return a size; where the file lacks it, `default`, or UserError without one."""
     value = hf.get(key, default)
     if not value:
         raise UserError(f"config.json has no {key!r}; it is not a whole HF model config")
@@ -85,7 +85,7 @@ def need(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of an HF directory; UserError when it has none."""
+    """Return the JSON object in a file of an HF directory; UserError if there is none."""
     try:
         record = json.loads(path.read_text())
     except FileNotFoundError:

@@ -1,16 +1,14 @@
 """Attention where the tokens of packed rows are cut over the mesh's axis `context`.
 
 Every device gathers the keys and values of its rows, and keeps its own queries (as Llama 3,
-arXiv 2407.21783 §3.3.2). A layer of Qwen2.5-7B has 2 kB of them a token: 64 MiB for a row of 32k,
-0.2 ms on NVLink against 4 ms of products on each of 8 devices. A ring (arXiv 2310.01889) sends the
-same bytes, holds 1/context of them, and hides less.
+arXiv 2407.21783 §3.3.2). For Qwen2.5-7B they take 64 MiB for a layer and a row of 32k. A ring
+(arXiv 2310.01889) sends the same bytes and holds 1/context of them. It hides less of the transfer.
 
-A causal mask gives late tokens more keys. So a row is cut in 2N blocks for N devices, and device i
-has blocks i and 2N − 1 − i (`Layout.balanced`). Scores are made a tile at a time, with a running
-softmax (arXiv 2112.05682), and again in the backward pass: nothing of size T² is kept.
-
-GPUs use XLA's products too: cuDNN's packed kernel has no queries that begin after their keys.
+A causal mask gives late tokens more keys. Therefore a row is cut in 2N blocks for N devices, and
+device i has blocks i and 2N − 1 − i (`Layout.balanced`). Scores are computed a tile at a time, with
+a running softmax (arXiv 2112.05682), and again in the backward pass: nothing of size T² is kept.
 """
+# GPUs use XLA's products too: cuDNN's packed kernel cannot begin queries after their keys.
 
 from functools import partial
 
@@ -32,16 +30,11 @@ TILE = 512  # most tokens of a tile of queries, and of one of keys
 def context_attention(
     q: Array, k: Array, v: Array, segment_ids: Array, layout: Layout, window: int, softcap: float
 ) -> Array:
-    """Return what `attention` does, of rows whose tokens are as `layout.balanced` has them.
+    """Return `attention.attention` of rows whose tokens are laid out by `layout.balanced`.
 
     Args:
-      q: [B, T, N, H]; k, v: [B, T, K, H], N a multiple of K.
-      segment_ids: [B, T] int32.
-      layout: with a mesh; 2 · context divides T, row_shards B.
-      window, softcap: as `attention` has them.
-
-    Returns:
-      [B, T, N, H] in q's dtype.
+      q, k, v, segment_ids, window, softcap: as of `attention.attention`.
+      layout: with a mesh; 2 · context divides T, row_shards divides B.
     """
     heads, kv_heads = (layout.heads_axis(x.shape[2]) for x in (q, k))
     of_q, of_kv = (PartitionSpec(ROWS, AXIS, axis) for axis in (heads, kv_heads))
@@ -63,9 +56,11 @@ def context_attention(
 def on_one_device(
     q: Array, k: Array, v: Array, segment_ids: Array, devices: int, window: int, softcap: float
 ) -> Array:
-    """Return what this device's queries [B, T/N, heads, H] find, among N `devices` of the axis.
+    """Return attention of this device's queries, one of N `devices` of the axis.
 
-    k and v are [B, T/N, key heads, H]; segment_ids [B, T], in the order of `Layout.balanced`.
+    Args:
+      q: [B, T/N, heads, H]; k, v: [B, T/N, key heads, H].
+      segment_ids: [B, T], in the order of `Layout.balanced`.
     """
     batch, length, heads, width = q.shape
     q = (q * width**-0.5).reshape(batch, length, k.shape[2], -1, width).transpose(0, 2, 3, 1, 4)
@@ -144,11 +139,10 @@ _mix.defvjp(_mix_forward, _mix_backward)
 
 
 class _Tiles:
-    """Tiles of a row, by their index from its start, and of this device's tokens.
+    """Index arithmetic of tiles: of a row, counted from its start, and of this device's tokens.
 
     Args:
       block: tokens of one of the 2 · devices blocks of a row.
-      window, softcap: as `attention` has them.
     """
 
     def __init__(self, block: int, devices: int, window: int, softcap: float):
@@ -157,28 +151,28 @@ class _Tiles:
         self.size, self.count = block // self._each, 2 * self._each
 
     def own(self, index: Array) -> Array:
-        """Return where in its row a tile of this device's is."""
+        """Return the index in its row of this device's tile `index`."""
         device, (half, within) = lax.axis_index(AXIS), jnp.divmod(index, self._each)
         block = jnp.where(half == 0, device, 2 * self._devices - 1 - device)
         return block * self._each + within
 
     def first(self, at: Array) -> Array | int:
-        """Return the first tile of a row that queries of its tile `at` see."""
+        """Return the first tile that the queries of tile `at` see."""
         return jnp.maximum(at - -(-(self.window - 1) // self.size), 0) if self.window else 0
 
     def place(self, index: Array) -> Array:
-        """Return where a tile of a row is among those that all devices together have."""
+        """Return the index of a row's tile among the gathered tiles of all devices."""
         block, within = jnp.divmod(index, self._each)
         late = block >= self._devices
         device = jnp.where(late, 2 * self._devices - 1 - block, block)
         return (2 * device + late) * self._each + within
 
     def of(self, x: Array, index: Array, axis: int) -> Array:
-        """Return a tile of x along its axis of tokens."""
+        """Return tile `index` of x along its axis of tokens."""
         return lax.dynamic_slice_in_dim(x, index * self.size, self.size, axis)
 
     def add(self, x: Array, index: Array, more: Array) -> Array:
-        """Return x [B, K, T, H] with `more` added to a tile."""
+        """Return x [B, K, T, H] with `more` added to tile `index`."""
         start = index * self.size
         return lax.dynamic_update_slice_in_dim(x, self.of(x, index, 2) + more, start, 2)
 

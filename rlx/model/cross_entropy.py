@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of tokens, without keeping all logits in memory.
 
 The backward pass computes a chunk's logits again: with a 152k vocabulary that saves 0.6 MB a token.
-Prompts' tokens have none: a third of a small model's work is in its head.
+Prompt tokens are skipped, because a third of a small model's work is in its head.
 """
 
 from functools import partial
@@ -15,8 +15,7 @@ from rlx.model import sharding
 from rlx.model.ops import product, softcap_slope, softcapped, weight_gradient
 from rlx.model.sharding import Placement
 
-# Of tokens asked about: fewer make the head's products slow, more waste what the last lacks.
-SMALLEST_CHUNK = 128
+SMALLEST_CHUNK = 128  # asked tokens; smaller ones make the head's products slow
 
 
 def target_logprobs(
@@ -36,13 +35,13 @@ def target_logprobs(
       x: [N, D] hidden states; head: [V, D]; targets: [N] int32 in [0, V).
       temperature: > 0.
       softcap: c where logits are c · tanh(head·x / c) before the temperature; 0: not.
-      chunk: how many of the N tokens have logits at one time; with N or more, the logits are kept
-        for the backward pass, else they are computed again.
-      asked: [N] bool, the tokens whose numbers are wanted; None: all of them.
+      chunk: tokens whose logits exist at one time; with N or more, the logits are kept for the
+        backward pass.
+      asked: [N] bool, the tokens to score; None: all of them.
       place: of the head on a mesh; it is gathered once for all chunks, in each pass.
 
     Returns:
-      Two [N] float32, nats; 0 for a token that is not asked about.
+      Two [N] float32, nats; 0 for tokens that are not asked for.
     """
     tokens, how = len(x), (temperature, softcap, chunk >= len(x), place)
     chunk = min(chunk, tokens)
@@ -103,8 +102,9 @@ def _gradients(x, head, targets, logits, normaliser, entropy, grads, scaling):
 def _chunked(x, head, targets, used, how):
     """Return ([P, S] logprob, [P, S] entropy) of x [P, S, D] and targets [P, S].
 
-    used: of the P chunks, those that have tokens (the others' numbers are 0); None: all.
-    how: temperature, softcap, whether logits are kept for the backward pass, place.
+    Args:
+      used: how many of the P chunks have tokens (the others give 0); None: all.
+      how: temperature, softcap, whether logits are kept for the backward pass, place.
     """
     return _chunked_forward(x, head, targets, used, how)[0]
 
@@ -144,7 +144,7 @@ def _chunked_backward(how, kept, grads):
 
 
 def _each(one, pieces, used, start):
-    """Return what `one` makes of `start` by the chunks that are used, in a loop where several."""
+    """Fold `one` over the used chunks, beginning with `start`."""
     if used is None and pieces == 1:
         return one(0, start)
     return lax.fori_loop(0, pieces if used is None else used, one, start)

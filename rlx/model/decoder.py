@@ -83,7 +83,7 @@ def project_qkv(
 
 
 def norm(layer: Params, name: str, config: ModelConfig, x: jax.Array) -> jax.Array:
-    """Return x [..., D] after a layer's RMS norm, x itself where it has none of that name."""
+    """Return x [..., D] after the layer's RMS norm `name`; x itself if the layer has none."""
     scale = layer.get(name)
     return x if scale is None else rms_norm(x, scale, config.rms_eps, config.norm_offset)
 
@@ -114,14 +114,14 @@ def layer_block(
     layout: Layout = ONE_DEVICE,
     valid: Any = None,
 ) -> tuple[jax.Array, Routing | None]:
-    """Return the residual stream [..., D] after one decoder layer, and how its experts were chosen.
+    """Return the residual stream [..., D] after one decoder layer, and its experts' routing.
 
     Args:
       layer: the layer's parameters: `params["layers"]` without the leading axis.
       x: [..., D] residual stream; cos, sin: [..., H/2] float32.
       attend: attention: q [..., N, H], k, v [..., K, H] → [..., N, H].
       layout: of the activations on a mesh.
-      valid: [...] bool, tokens that are not padding; of a mixture of experts.
+      valid: [...] bool, tokens that are not padding; read by a mixture of experts.
     """
     x = layout.stream(x)
     normed = layout.tokens(norm(layer, "input_norm", config, x))
@@ -163,7 +163,7 @@ def hidden(
     segment_ids: jax.Array,
     **how: Any,
 ) -> jax.Array:
-    """Return packed rows' states [B, T, D] after the final norm; arguments as of `states`."""
+    """Return the states [B, T, D] of packed rows after the final norm; `how` as of `states`."""
     batch = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids}
     return states(params, config, batch, **how)[0]
 
@@ -177,20 +177,19 @@ def states(
     compute_dtype: Any = jnp.float32,
     layout: Layout = ONE_DEVICE,
 ) -> tuple[jax.Array, Routing | None]:
-    """Return the hidden states of packed rows, after the final norm, and how experts were chosen.
+    """Return the hidden states of packed rows, after the final norm, and the experts' routing.
 
     Args:
       batch: [B, T] int32: tokens, in [0, V); positions, from 0 within each segment; segment_ids,
-        equal ones attend to each other (causally), 0 is padding. Where there are, segment_sizes
-        [B, M] int32, of the segments in their order; see `packed_attention`.
-      remat: what is kept for the backward pass: none (of it is computed again) | a key of
-        `remat.KEPT`.
+        equal ones attend to each other (causally), 0 is padding. Optional: segment_sizes [B, M]
+        int32, see `packed_attention`.
+      remat: none (keep every intermediate for the backward pass) | a key of `remat.KEPT`.
       compute_dtype: of activations; parameters are cast where they are used.
-      layout: of weights and activations on a mesh; row_shards divides B, 2 · context T.
+      layout: of weights and activations on a mesh; row_shards divides B, 2 · context divides T.
 
     Returns:
-      [B, T, D] compute_dtype; the tokens of a row are in the order of `layout.balanced`. The
-      routing of the L layers of a mixture of experts.
+      [B, T, D] compute_dtype, with a row's tokens in the order of `layout.balanced`; the routing of
+      the L layers of a mixture of experts.
     """
     of_tokens = (batch[name] for name in ("tokens", "positions", "segment_ids"))
     tokens, positions, segment_ids = map(layout.balanced, of_tokens)
@@ -211,7 +210,7 @@ def states(
             return layer_block(layer, config, x, *ropes[0], attends[0], layout, valid)
 
         layers = params["layers"]
-    else:  # the layers are of several kinds: each says which it is
+    else:  # windows differ: each layer carries the index of its window
         tables = [jnp.stack(each) for each in zip(*ropes, strict=True)]
 
         def body(x, layer):
@@ -246,15 +245,13 @@ def logprobs(
 
         logprob_t = log softmax(logits_{t−1} / temperature)[token_t]
 
-    The only place that shifts tokens against logits. At most `chunk` tokens' logits exist at once
-    on a device.
+    The only place that shifts tokens against logits.
 
     Args:
-      batch, how: as `states` takes them. x: what it gives, where that is known.
+      batch, how: as of `states`. x: its hidden states, if already computed.
       temperature: > 0; the one the tokens were sampled with.
-      chunk: tokens whose logits exist together.
-      asked: [B, T] bool, tokens whose numbers are wanted; None: all. On a mesh others have theirs
-        too: its devices' loops would wait for the one that was asked most.
+      chunk: tokens whose logits exist at one time on a device.
+      asked: [B, T] bool, tokens to score; None: all. Ignored on a mesh.
 
     Returns:
       Two [B, T] float32: log-probabilities (nats, ≤ 0) and entropies (nats, in [0, log V]) of the
@@ -272,9 +269,9 @@ def logprobs(
             chunk=chunk, asked=asked[0] if asked else None, place=place,
         )  # fmt: skip
 
+    # On a mesh, the loops of all devices would wait for the one with most asked tokens.
     some = () if asked is None or layout.mesh is not None else (jnp.roll(asked, -1, axis=1),)
-
-    # A chunk is of one device's tokens: else each device would make the logits of all of them.
+    # A chunk holds one device's tokens; otherwise each device would compute everybody's logits.
     logprob, entropy = map(layout.in_order, layout.per_shard(score, x, targets, *some))
     return shift(logprob, segments), shift(entropy, segments)
 
@@ -288,16 +285,13 @@ def values(
     layout: Layout = ONE_DEVICE,
     **how: Any,
 ) -> jax.Array:
-    """Return the value head's number of each token: V of the state after it.
+    """Return the value head's output, V after each token: [B, T] float32, 0 at padding.
 
-    `shift` makes of it V of the state in which token t was chosen.
+    `shift` turns it into V of the state in which token t was chosen.
 
     Args:
       params: of a config with `value_head`.
-      batch, how: as `states` takes them. x: what it gives, where that is known.
-
-    Returns:
-      [B, T] float32; 0 at padding.
+      batch, how: as of `states`. x: its hidden states, if already computed.
     """
     x = states(params, config, batch, layout=layout, **how)[0] if x is None else x
     place = layout.place("value_head")
@@ -313,7 +307,7 @@ def shift(x: jax.Array, segment_ids: jax.Array) -> jax.Array:
     return jnp.where(same & (segment_ids > 0), jnp.roll(x, 1, axis=1), 0.0)
 
 
-# What rlx.mismatch asks about rows; `scorer` is a `measure.TrainerScorer`.
+# For rlx.mismatch; `scorer` is a `measure.TrainerScorer`.
 
 
 @partial(jax.jit, static_argnums=2)

@@ -1,27 +1,42 @@
-"""Find an HF directory, read its `config.json`, check its tensors by their headers. No JAX."""
+"""HF directories: find one, read and check its files, write one. No JAX."""
 
 import dataclasses
+import json
 import math
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from rlx.base import UserError, unknown
-from rlx.model import hf_files
+from rlx.model import params as parameters
 from rlx.model.config_forms import NotOurs, read_json
 from rlx.model.model_config import ModelConfig, end_tokens
-from rlx.model.tensors import open_tensors
+from rlx.model.params import Row
+from rlx.model.tensors import WEIGHTS, Buckets, LazyTensors, open_tensors, save_tensors
+from rlx.system.atomic_directory import atomic_directory
+
+# Copied next to exported weights from the directory that the run started from.
+COMPANIONS = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "generation_config.json",
+)  # fmt: skip
+
+# Tensors that old exporters wrote and no decoder reads.
+_IGNORED = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
 
 
 def resolve(path: str, what: str = "model.path") -> Path:
-    """Return the local directory of an HF directory or hub name; a hub name is downloaded once.
+    """Return the local directory of an HF directory or hub name; UserError if it is neither.
 
-    `rlx:NAME` is a model that comes with the package, `rlx/assets/NAME`, or one that another
+    A hub name is downloaded once. `rlx:NAME` is a model in `rlx/assets/NAME`, or one that another
     package ships (`gguf_files.PACKAGES`), converted once.
 
     Args:
-      what: the option that gave the path, for errors.
-
-    Raises:
-      UserError: it is neither.
+      what: the config key or argument that gave the path, for errors.
     """
     if path.startswith("rlx:"):
         return _packaged(path.removeprefix("rlx:"))
@@ -56,7 +71,7 @@ def _packaged(name: str) -> Path:
 
 
 def load_config(path: str | Path) -> ModelConfig:
-    """Return an HF directory's ModelConfig, `foreign` for a model that the decoder has not."""
+    """Return an HF directory's ModelConfig; `foreign` if rlx's decoder does not support it."""
     path = Path(path)
     record = read_json(path / "config.json")
     try:
@@ -77,15 +92,84 @@ def load_config(path: str | Path) -> ModelConfig:
 
 
 def check(path: str | Path) -> ModelConfig:
-    """Return the ModelConfig of an HF directory; reads only the headers of its tensors.
-
-    What a foreign model's should be called transformers alone knows.
-
-    Raises:
-      UserError: naming the file or tensor that is missing, extra or mis-shaped.
-    """
+    """Check an HF directory by the headers of its tensors; return its ModelConfig."""
     config = load_config(path)
     with open_tensors(path) as tensors:
-        if not config.foreign:
-            hf_files.check_tensors(tensors, config)
+        if not config.foreign:  # only transformers knows the tensor names of foreign models
+            check_tensors(tensors, config)
     return config
+
+
+def check_tensors(tensors: LazyTensors, config: ModelConfig) -> None:
+    """Raise UserError naming the first tensor that does not fit; reads only headers."""
+    rows = parameters.table(config)
+    check_names(tensors, config, rows)
+    for row in rows:
+        for name in row.names:
+            check_shape(name, tensors.shape(name), row)
+
+
+def write(
+    path: str | Path,
+    config: ModelConfig,
+    tensors: Buckets,
+    source: str | Path | None = None,
+    chat_template: str = "",
+) -> None:
+    """Write an HF directory: config.json, model.safetensors, and `source`'s tokenizer files.
+
+    `path` is replaced in one step; on UserError nothing is left behind.
+
+    Args:
+      chat_template: replaces that of `source`.
+    """
+    with atomic_directory(Path(path)) as fresh:
+        name = np.dtype(next(iter(tensors.tensors.values())).dtype).name
+        record = {**config.to_hf(), "dtype": name, "torch_dtype": name}
+        (fresh / "config.json").write_text(json.dumps(record, indent=2) + "\n")
+        save_tensors(tensors, fresh / WEIGHTS)
+        for companion in COMPANIONS if source else ():
+            if Path(source or "", companion).exists():
+                shutil.copyfile(Path(source or "", companion), fresh / companion)
+        if chat_template:
+            (fresh / "chat_template.jinja").write_text(chat_template)
+
+
+def check_names(tensors: Mapping[str, Any], config: ModelConfig, rows: tuple[Row, ...]) -> None:
+    """Raise UserError for a missing or extra tensor."""
+    config.require_ours("JAX")
+    wanted = {name for row in rows for name in row.names}
+    given = {name for name in tensors if not name.endswith(_IGNORED)}
+    if missing := sorted(wanted - given):
+        raise UserError(
+            f"{_tensors(missing)} missing of those that config.json describes, first "
+            f"{missing[0]!r}; get weights and config.json again, from one and the same "
+            f"{config.architecture}"
+        )
+    extra = sorted(given - wanted)
+    if config.tie_embeddings and extra == ["lm_head.weight"]:
+        # Some exporters store the tied matrix twice.
+        if np.array_equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]):
+            return
+        raise UserError(
+            "tensor 'lm_head.weight' differs from the embedding although config.json says "
+            "tie_word_embeddings; set it to false or remove the tensor"
+        )
+    if extra:
+        raise UserError(
+            f"{_tensors(extra)} without a place in {config.architecture}, first {extra[0]!r}; "
+            "check architectures, num_hidden_layers and tie_word_embeddings in config.json"
+        )
+
+
+def _tensors(names: list[str]) -> str:
+    return f"{len(names)} tensors are" if len(names) > 1 else "1 tensor is"
+
+
+def check_shape(name: str, got: tuple[int, ...], row: Row) -> None:
+    """Raise UserError unless a tensor has its row's shape."""
+    if got != row.hf_shape:
+        raise UserError(
+            f"tensor {name!r} has shape {got}, config.json wants {row.hf_shape}; get both again, "
+            "from one and the same model"
+        )

@@ -5,9 +5,9 @@
 w is p, or p over the sum of the k. A token's k rows are sorted by expert for `ragged_dot`
 (MegaBlocks, arXiv 2211.15841), which a CPU computes as products of all rows with all experts.
 
-On a mesh, devices of the axis `expert` gather each other's tokens, compute the rows of their own
-experts and scatter the sums back: (e − 1) · D numbers a token each way for e devices. All-to-all
-sends k · (e − 1) / e · D, no fewer while e ≤ k, and needs room for the worst case.
+On a mesh, the e devices of the axis `expert` gather all tokens, compute the rows of their own
+experts and scatter the sums back. They send (e − 1) · D numbers a token each way; all-to-all would
+send k · (e − 1) / e · D, no fewer while e ≤ k, and needs room for the worst case.
 """
 
 from functools import partial
@@ -34,7 +34,7 @@ _PER_RUN = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 
 
 class Routing(NamedTuple):
-    """Sums over the tokens of a layer, or of each of L layers; padding is left out.
+    """Sums over the tokens, without padding, of one layer or of each of L layers.
 
     Attributes:
       load: [E] float32, how often each expert was chosen.
@@ -65,11 +65,11 @@ def balance_loss(routing: Routing) -> Array:
 def mixture(
     layer: Params, config: ModelConfig, x: Array, logits: Array, valid: Array, layout: Layout
 ) -> tuple[Array, Routing]:
-    """Return what the experts of a layer make of its tokens, [B, T, D], and how they were chosen.
+    """Return a layer's mixture of experts of its tokens, [B, T, D], and the routing.
 
     Args:
       x: [B, T, D] normed; logits: [B, T, E] of the router.
-      valid: [B, T] bool; the others have no expert, and zeros.
+      valid: [B, T] bool; other tokens have no expert, and give zeros.
     """
     weights = tuple(layer[f"expert_{name}"] for name in MLP)
     if layout.mesh is None:
@@ -87,7 +87,7 @@ def mixture(
 def _local(
     x: Array, logits: Array, valid: Array, weights: Weights, *, config: ModelConfig, cut: Cut | None
 ) -> tuple[Array, Routing]:
-    """Return `mixture` of one device's tokens; without a mesh `cut` is None."""
+    """Return `mixture` of one device's tokens; `cut` is None without a mesh."""
     shape, gated = x.shape, GATED[config.activation]
     x, valid = x.reshape(-1, shape[-1]), valid.reshape(-1, 1)
     chances = jax.nn.softmax(logits.reshape(len(x), -1).astype(jnp.float32), axis=-1)
@@ -112,10 +112,10 @@ def _local(
 
 
 def _run(x, chosen, experts, weights: Weights, first: Any, cut: Cut, gated: Any) -> Array:
-    """Return the weighted sum [N, D] of what the experts `first`, … make of tokens x [N, D].
+    """Return the weighted sum [N, D] over this device's experts, from `first` on, of x [N, D].
 
     Args:
-      chosen: [N, k] weights; experts: [N, k] int32. gated: of GATED.
+      chosen: [N, k] weights; experts: [N, k] int32. gated: a function of GATED.
     """
     here, k = len(weights[0]), experts.shape[1]
     own = experts.reshape(-1) - first
@@ -136,7 +136,7 @@ def _run(x, chosen, experts, weights: Weights, first: Any, cut: Cut, gated: Any)
 
 @jax.custom_vjp
 def _permuted(x: Array, order: Array, back: Array) -> Array:
-    """Return x[order], whose gradient is taken by `back`, the inverse, and not scattered."""
+    """Return x[order]; its gradient is gathered by `back`, the inverse of `order`."""
     return x[order]
 
 
@@ -147,13 +147,14 @@ _permuted.defvjp(
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _grouped(x: Array, weight: Array, sizes: Array, cut: int) -> Array:
-    """Return each run of x's rows times its own matrix, in x's dtype; rows behind them are zero.
+    """Return each run of x's rows times its own matrix, in x's dtype; rows after them are zero.
 
-    The weight's gradient keeps the weight's dtype. Where EXPERT_WEIGHTS cut its axis `cut` it is
-    gathered for this product and again for the backward pass, and its gradient is scattered.
+    The weight's gradient keeps the weight's dtype.
 
     Args:
-      x: [M, D]; weight: [G, D, F]; sizes: [G] int32, rows of each run, of all M together at most.
+      x: [M, D]; weight: [G, D, F]; sizes: [G] int32, rows of each run, M in all at most.
+      cut: axis of the weight that EXPERT_WEIGHTS cut, −1: none. The weight is gathered for each
+        pass, and its gradient is scattered.
     """
     return _product(x, _whole(weight, x.dtype, cut), sizes, _RUNS)
 
@@ -180,11 +181,11 @@ _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 def _product(x: Array, weight: Array, sizes: Array, how: lax.RaggedDotDimensionNumbers) -> Array:
     runs = lax.ragged_dot_general(x, weight, sizes, how)
-    # Of rows behind the runs no kernel promises anything.
+    # Kernels leave rows after the last run undefined.
     return jnp.where(jnp.arange(len(x))[:, None] < jnp.sum(sizes), runs, 0)
 
 
 def _whole(weight: Array, dtype: Any, cut: int) -> Array:
-    """Return a weight in `dtype`, gathered along its axis `cut`; what travels is already cast."""
+    """Return a weight cast to `dtype`, then gathered along its axis `cut`."""
     weight = weight.astype(dtype)
     return weight if cut < 0 else lax.all_gather(weight, EXPERT_WEIGHTS, axis=cut, tiled=True)

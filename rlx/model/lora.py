@@ -2,8 +2,8 @@
 
     y = x·W + (alpha / rank) · (x·A)·B        A: [in, rank], B: [rank, out]
 
-Adapters have the parameters' structure, stacked over layers; `attach` puts them next to the base in
-one pytree, where `decoder.linear` finds them; `merge` adds them to it. I/O is in peft.py.
+Adapters have the parameters' structure, stacked over layers. `attach` puts them into the base's
+pytree, where `decoder.linear` finds them; `merge` adds them to the matrices. I/O is in peft.py.
 """
 
 from typing import Any
@@ -29,13 +29,7 @@ def shapes(config: ModelConfig, lora: LoraConfig) -> Params:
 
 
 def init(config: ModelConfig, lora: LoraConfig, key: jax.Array) -> Params:
-    """Return adapters that add nothing: A uniform in ±1/√in, B zero.
-
-    As PEFT does (Kaiming's initialisation with a = √5).
-
-    Returns:
-      {"layers": {"q_lora_a": [L, in, rank], "q_lora_b": [L, rank, out], …}}, float32.
-    """
+    """Return adapters that add nothing, float32: A uniform in ±1/√in, B zero, as PEFT does."""
     rows = table(config, lora)
     leaves = {}
     for row, row_key in zip(rows, jax.random.split(key, len(rows)), strict=True):
@@ -66,7 +60,7 @@ def merge(base: Params, adapters: Params, lora: LoraConfig) -> Params:
 
 
 def _single(base: Params, adapters: Params) -> Params:
-    """Return the adapters of each matrix: of joined ones A, which they share, and a part of B."""
+    """Return the adapters of each matrix; joined matrices share A, and each has a part of B."""
     pairs = dict(adapters["layers"])
     for hf, names in parameters.FUSED.items():
         joined = hf.split(".")[1].removesuffix("_proj")

@@ -1,4 +1,4 @@
-"""Which matrices of a model have adapters, and how large they are. Without JAX."""
+"""The matrices of a model that have LoRA adapters, and the adapters' sizes. No JAX."""
 
 import math
 from collections.abc import Container, Iterable
@@ -72,7 +72,7 @@ def table(config: ModelConfig, lora: LoraConfig) -> tuple[Row, ...]:
         )
     for name in lora.targets:
         base = bases["layers", name]
-        for other in LORA_TARGETS:  # a joined matrix has one adapter
+        for other in LORA_TARGETS:  # matrices that HF joins have one adapter
             row = bases.get(("layers", other))
             if row and row.hf == base.hf and other not in lora.targets:
                 raise UserError(
@@ -93,17 +93,17 @@ def table(config: ModelConfig, lora: LoraConfig) -> tuple[Row, ...]:
 
 
 def module(base: Row) -> str:
-    """Return HF's name of a matrix in a layer, of a joined one that of the whole."""
+    """Return HF's name of a matrix in a layer; for a joined one, the name of the whole."""
     return base.hf.split(".")[-2]
 
 
 def adapter(base: Row) -> str:
-    """Return the name of the adapter of a matrix, which is that of all that are joined with it."""
+    """Return the name of a matrix's adapter; joined matrices share it."""
     return module(base).removesuffix("_proj")
 
 
 def modules(targets: Iterable[str], there: Container[str]) -> list[str]:
-    """Return HF's names of the matrices to adapt in a model, `there` if it has one so called."""
+    """Return HF's names of the matrices to adapt, in a model whose modules are called `there`."""
     whole = {part: hf.split(".")[1] for hf, parts in parameters.FUSED.items() for part in parts}
     names = (whole[name] if whole.get(name) in there else f"{name}_proj" for name in targets)
     return list(dict.fromkeys(names))

@@ -1,10 +1,6 @@
-"""What `train.mesh` says: the axes of a mesh of devices, their sizes, and what they must divide.
+"""`train.mesh`: the axes of a mesh of devices, their sizes, and checks of what they must divide.
 
-replica   rows of the batch are cut; parameters are whole on each (across slow links)
-fsdp      rows of the batch are cut, and so are parameters
-expert    as fsdp, but of a mixture's experts each device has some, whole
-context   tokens of a row are cut, and so are parameters
-tensor    heads, MLP and vocabulary are cut; its devices are neighbours
+sharding.py describes the axes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,9 +12,9 @@ from rlx.model.model_config import ModelConfig
 
 AXES = ("replica", "fsdp", "expert", "context", "tensor")  # from the slowest links to the fastest
 ALIASES = {"data": "fsdp"}
-ROWS = ("replica", "fsdp", "expert")  # what cuts the rows of a batch
-WEIGHTS = ("fsdp", "expert", "context")  # what cuts parameters, and is gathered for their use
-EXPERT_WEIGHTS = ("fsdp", "context")  # the same of an expert's
+ROWS = ("replica", "fsdp", "expert")  # axes that cut the rows of a batch
+WEIGHTS = ("fsdp", "expert", "context")  # axes that cut parameters, gathered for each use
+EXPERT_WEIGHTS = ("fsdp", "context")  # the same for an expert's parameters
 RULES: dict[str, str | tuple[str, ...] | None] = {
     "layers": None,
     "vocab": "tensor",
@@ -36,7 +32,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Parse "fsdp:4,tensor:2" as {"fsdp": 4, "tensor": 2}, "" as {}; UserError if malformed."""
+    """Parse text such as `fsdp:4,tensor:2` into sizes by axis; UserError if it is malformed."""
     axes: dict[str, int] = {}
     for part in filter(None, text.replace(" ", "").split(",")):
         name, _, size = part.partition(":")
@@ -57,7 +53,7 @@ def mesh_axes(text: str, devices: int) -> dict[str, int]:
 def cuts(
     config: ModelConfig, row: parameters.Row, axes: Mapping[str, int]
 ) -> list[str | tuple[str, ...] | None]:
-    """Return what of a mesh of these axes cuts each axis of one parameter."""
+    """Return the mesh axes that cut each axis of one parameter, None where none does."""
     sizes = parameters.axis_sizes(config)
     # Whole heads only: half a head on a device would split RoPE's pairs.
     units = sizes | {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
@@ -77,7 +73,7 @@ def _parts(target: str | tuple[str, ...] | None, axes: Mapping[str, int]) -> int
 
 
 def share(config: ModelConfig, rows: tuple[parameters.Row, ...], axes: Mapping[str, int]) -> float:
-    """Return which part of these parameters one device of a mesh keeps, in (0, 1]."""
+    """Return the fraction of these parameters that one device of a mesh keeps, in (0, 1]."""
     kept = (
         prod(row.shape) // prod(_parts(target, axes) for target in cuts(config, row, axes))
         for row in rows
@@ -91,13 +87,13 @@ def num_row_shards(axes: Mapping[str, int]) -> int:
 
 
 def check_devices(text: str, devices: int) -> None:
-    """Raise UserError where the mesh of `text` has other than `devices` places."""
+    """Raise UserError unless the mesh of `text` has exactly `devices` places."""
     places = prod(mesh_axes(text, devices).values())
     if places != devices:
         found = f"{devices} device{'s' * (devices > 1)}"
         raise UserError(
             f"train.mesh={text!r} has {places} places and there are {found}; make the product "
-            "equal, or leave it empty: all devices then are on fsdp"
+            "equal, or leave it empty to put all devices on fsdp"
         )
 
 
@@ -122,7 +118,7 @@ def check_model(text: str, model: ModelConfig) -> None:
 
 
 def check_torch(text: str, model: ModelConfig) -> None:
-    """Raise UserError where trainer=torch cannot cut a model so that rlx's own decoder can."""
+    """Raise UserError for a mesh that trainer=torch does not support, though trainer=jax does."""
     axes = mesh_axes(text, 1)
     for axis, what in {"context": "the tokens of a row", "expert": "experts by themselves"}.items():
         if axes[axis] > 1:
@@ -138,7 +134,7 @@ def check_torch(text: str, model: ModelConfig) -> None:
 
 
 def check_rows(text: str, longest: int, buckets: Sequence[int], budget: int) -> None:
-    """Raise UserError unless each device gets two equal blocks of a row, see context_attention.
+    """Raise UserError unless each device of a row gets two equal blocks; see context_attention.
 
     Args:
       longest: tokens of the longest possible trajectory.

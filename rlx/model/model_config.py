@@ -1,7 +1,6 @@
 """Hyperparameters of a decoder, read from and written to HF's `config.json`. Imports no JAX.
 
-A frozen, hashable `ModelConfig` is a static argument of `jax.jit`. Options that this decoder does
-not have make a model transformers' alone.
+`ModelConfig` is frozen and hashable, a static argument of `jax.jit`.
 """
 
 import json
@@ -19,8 +18,8 @@ _GEMMA = {
     "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
     "attn_logit_softcapping": None, "final_logit_softcapping": None,
 }  # fmt: skip
-# HF's class name → model_type, and HF's defaults of keys that its file may lack. Keys that only
-# some classes have, such as sliding_window, are read and written for those that have them here.
+# HF's class name → model_type, and HF's defaults of keys that its file may lack. Keys that some
+# classes lack, such as sliding_window, are read and written only for classes that have them here.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {"model_type": "qwen2", "max_position_embeddings": 32768},
     "Qwen3ForCausalLM": {"model_type": "qwen3", "max_position_embeddings": 32768, "head_dim": 128},
@@ -53,7 +52,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _NO_BIAS = {"attention_bias": False, "output_bias": False}
 _OF_GEMMA = {"norms": "both", "norm_offset": 1.0, "scaled_embedding": True}
-# HF's class name → fields of ModelConfig that no key of its file can change.
+# HF's class name → fields of ModelConfig that its file cannot change.
 TRAITS: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {"attention_bias": True, "output_bias": False},
     "Qwen3ForCausalLM": {"qk_norm": True},
@@ -65,16 +64,16 @@ TRAITS: dict[str, dict[str, Any]] = {
     "Phi3ForCausalLM": _NO_BIAS | {"fused": True},
     "Qwen3MoeForCausalLM": {"qk_norm": True},
 }
-# To HF a model with a value head is the same decoder under another class name.
+# HF gives a model with a value head another class name.
 _SCORED = ("ForCausalLM", "ForSequenceClassification")
 _SCORED_NAMES = {"Gemma3ForCausalLM": "Gemma3TextForSequenceClassification"}
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-# Keys whose null switches something off, where other keys' null is HF's default.
+# Keys whose null switches something off. For other keys null means HF's default.
 _NULL_IS_OFF = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 
 
 def kernel_fits(head_dim: int, softcap: float) -> bool:
-    """Return whether cuDNN's attention, where there is any, computes heads like these."""
+    """Return whether cuDNN's attention supports this head width and softcap."""
     return not (head_dim % 8 or head_dim > 128 or softcap)
 
 
@@ -84,12 +83,12 @@ class ModelConfig:
 
     Attributes:
       architecture: HF class name, a key of ARCHITECTURES.
-      rope, local_rope: of layers that see everything, and of those with a window (None: the same).
-      windows: how many tokens each layer's queries see, their own included, 0: all of them; ():
-        every layer sees all.
+      rope, local_rope: of layers without a window, and of layers with one (None: the same).
+      windows: how many tokens the queries of each layer see, their own included; 0: all; (): all in
+        every layer.
       activation: of the gated MLP, one of ACTIVATIONS.
       norms: where a layer's blocks have RMS norms: before (Llama) | after (OLMo 2) | both (Gemma).
-      norm_offset: what every norm adds to its weight: 1 for Gemma's.
+      norm_offset: added to the weight of every norm; 1 for Gemma.
       scaled_embedding: the token embedding is multiplied by √model_dim.
       query_scalar: attention divides q·k by its root; 0: by √head_dim.
       attention_softcap, logit_softcap: c where scores and logits become c·tanh(x / c); 0: not.
@@ -97,16 +96,15 @@ class ModelConfig:
       output_bias: a bias on the attention output projection.
       qk_norm: RMS norm of each query and key head before RoPE; joint_qk_norm: of all heads at once.
       fused: HF's file has q, k, v as one matrix, and gate, up as one.
-      num_experts: MLPs of a layer, `expert_dim` wide, of which each token has experts_per_token;
-        0: one MLP, mlp_dim wide, for all. norm_topk_prob: whether the weights of a token's experts
-        add up to 1.
-      value_head: one number a token in place of logits: a critic or a reward model, in HF
+      num_experts: MLPs of a layer, `expert_dim` wide, of which each token uses experts_per_token;
+        0: one MLP, mlp_dim wide. norm_topk_prob: the weights of a token's experts sum to 1.
+      value_head: one number a token in place of logits (critic or reward model), in HF
         ...ForSequenceClassification with one label.
       max_position: longest context in tokens.
       eos_token_ids: tokens that end a completion, in the order of HF's files.
-      foreign: config.json of a model that this decoder does not compute; sizes that it does not
-        tell in our words are guesses then. "" for ours. why: what is not ours, in words.
-      numbers: how many numbers a foreign model has, as its files say; 0: as ours would have.
+      foreign: config.json of a model that this decoder does not support, "" otherwise; sizes that
+        the file lacks are guesses. why: the reason, for errors.
+      numbers: parameters of a foreign model by its files; 0: count them from the sizes.
     """
 
     architecture: str
@@ -172,29 +170,29 @@ class ModelConfig:
 
     @property
     def layer_windows(self) -> tuple[int, ...]:
-        """`windows`, of every layer."""
+        """Window of every layer, 0 for none."""
         return self.windows or (0,) * self.num_layers
 
     def within(self, context: int) -> "ModelConfig":
-        """Return the model for sequences of at most so many tokens."""
-        # As in vLLM: no token's probability may depend on how many tokens follow it.
+        """Return the model for sequences of at most `context` tokens."""
+        # As in vLLM, so that no token's probability depends on how many tokens follow it.
         long = context > self.rope.original_max_position_embeddings
         return replace(self, rope=replace(self.rope, long=self.rope.kind == "longrope" and long))
 
     @property
     def query_factor(self) -> float:
-        """What queries are multiplied by so that dividing scores by √head_dim is as wanted."""
+        """Factor of queries before scores are divided by √head_dim."""
         return (self.head_dim / (self.query_scalar or self.head_dim)) ** 0.5
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> "ModelConfig":
-        """Return the config of HF's `config.json`; UserError for what the decoder does not have."""
+        """Return the config of HF's `config.json`; UserError for what the decoder lacks."""
         architecture, value_head = _architecture(hf)
         given = {k: v for k, v in hf.items() if v is not None or k in _NULL_IS_OFF}
-        if "num_local_experts" in given:  # as newer files have it
+        if "num_local_experts" in given:  # the name in newer files
             given["num_experts"] = given["num_local_experts"]
         hf = {**ARCHITECTURES[architecture], **given}
-        own = {key: hf[key] for key in ARCHITECTURES[architecture]}  # other keys say nothing to it
+        own = {key: hf[key] for key in ARCHITECTURES[architecture]}  # HF ignores other keys
         check(hf)
         _refuse_options(hf, architecture)
         heads = need(hf, "num_attention_heads")
@@ -233,7 +231,7 @@ class ModelConfig:
 
     @classmethod
     def from_foreign(cls, hf: Mapping[str, Any], why: str, numbers: int) -> "ModelConfig":
-        """Return what a run needs of any causal language model; UserError where it is missing."""
+        """Return the sizes and tokens of any causal language model; UserError for a missing one."""
         check(hf, "architectures", "text_config")
         text, rows = hf.get("text_config") or {}, ARCHITECTURES.values()
         known = [row for row in rows if row["model_type"] == text.get("model_type")]
@@ -265,11 +263,11 @@ class ModelConfig:
         )
 
     def require_ours(self, what: str) -> None:
-        """Raise UserError unless rlx's own decoder computes this model, for `what` needs that."""
+        """Raise UserError unless rlx's own decoder supports this model; `what` needs it."""
         if self.foreign:
             raise UserError(
-                f"{self.why}; {what} computes rlx's own models alone: trainer=torch with "
-                "fleet.engine=vllm takes any causal language model of transformers"
+                f"{self.why}; {what} supports only rlx's own models: use trainer=torch with "
+                "fleet.engine=vllm, which support any causal language model of transformers"
             )
 
     def to_hf(self) -> dict[str, Any]:
@@ -301,7 +299,7 @@ class ModelConfig:
             **rope_config.to_hf(self.rope),
         }
         known = ARCHITECTURES[self.architecture]
-        # transformers builds a window also where its layer_types say that no layer has one.
+        # transformers wants a window even if layer_types gives it to no layer.
         unused = known["sliding_window"] if "layer_types" in known else None
         own = {
             "hidden_activation": self.activation,
@@ -384,7 +382,7 @@ def _refuse_options(hf: Mapping[str, Any], architecture: str) -> None:
 
 
 def _windows(own: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Return the field `windows` of the keys that an architecture has."""
+    """Return the field `windows` from the keys of an architecture."""
     window, pattern = own.get("sliding_window") or 0, own.get("sliding_window_pattern", layers + 1)
     kinds = own.get("layer_types") or [LAYER_KINDS[bool(i % pattern)] for i in range(1, layers + 1)]
     if len(kinds) != layers:
@@ -396,7 +394,7 @@ def _windows(own: Mapping[str, Any], layers: int) -> tuple[int, ...]:
 
 
 def end_tokens(hf: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the tokens that end a completion, of config.json or generation_config.json."""
+    """Return the tokens that end a completion by config.json or generation_config.json."""
     check(hf, "eos_token_id")
     value = hf.get("eos_token_id")
     return (value,) if isinstance(value, int) else tuple(value or ())

@@ -1,7 +1,7 @@
 """Small operations of the decoder, with hand-written backward passes that XLA compiles well.
 
-On a CPU XLA's own derivatives cost more than the matrix products: transposed operands, scalar sums,
-and every elementwise result kept. Here each backward pass chooses what is kept and the axes' order.
+On a CPU XLA's own derivatives cost more than the matrix products, by transposed operands, scalar
+sums and kept elementwise results.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ def _on_cpu() -> bool:
 
 
 def product(x: Array, matrix: Array, axis: int, other: int) -> Array:
-    """Return the product over an axis of x and an `other` one of a matrix, in their dtype."""
-    # Asked for bfloat16, XLA on a CPU casts operands to float32 first: half the pace.
+    """Contract `axis` of x with axis `other` of a matrix; return the product in x's dtype."""
+    # For a bfloat16 result XLA on a CPU casts operands to float32 first, at half the speed.
     over = (((axis,), (other,)), ((), ()))
     wide = jnp.promote_types(x.dtype, jnp.float32) if _on_cpu() else x.dtype
     return lax.dot_general(x, matrix, over, preferred_element_type=wide).astype(x.dtype)
@@ -51,8 +51,8 @@ def _matmul_backward(place, kept, grad):
 
 
 def weight_gradient(x: Array, grad: Array, dtype: Any, place: Placement | None = None) -> Array:
-    """Return xᵀ·grad: [..., D] and [..., F] → [D, F] of `dtype`, added up in it, at its `place`."""
-    # On a CPU the narrower operand goes first, up to twice as fast; the barrier keeps the order.
+    """Return xᵀ·grad: [..., D] and [..., F] → [D, F], summed in `dtype`, laid out by `place`."""
+    # On a CPU the narrower operand first is up to twice as fast; the barrier keeps the order.
     if _on_cpu() and place is None and x.dtype == jnp.bfloat16:
         return _rows_first(x, grad).astype(dtype)
     tokens = tuple(range(x.ndim - 1))
@@ -64,8 +64,8 @@ def weight_gradient(x: Array, grad: Array, dtype: Any, place: Placement | None =
 
 
 def _rows_first(x: Array, grad: Array) -> Array:
-    """Return xᵀ·grad in float32 by the CPU's own products of bfloat16: of rows by columns alone."""
-    # A transposed array has its columns first until it is reshaped behind a barrier.
+    """Return xᵀ·grad in float32 by the CPU's bfloat16 products, which need row-major operands."""
+    # A transposed array stays column-major until it is reshaped behind a barrier.
     flat, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     turned = lax.optimization_barrier(flat.T.reshape(1, *flat.shape[::-1]))
     return jnp.dot(turned.reshape(flat.shape[::-1]), grad, preferred_element_type=jnp.float32)
@@ -77,7 +77,7 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def lookup(table: Array, tokens: Array, dtype: Any, place: Placement | None = None) -> Array:
     """Return table[tokens] in `dtype`, [..., D]; the gradient has the table's dtype and `place`."""
-    if place is None:  # few rows are looked up: not the whole table is cast
+    if place is None:  # cast only the rows that are looked up
         return table[tokens].astype(dtype)
     return sharding.used(table, dtype, place)[tokens]
 
@@ -89,7 +89,7 @@ def _lookup_forward(table, tokens, dtype, place):
 def _lookup_backward(dtype, place, kept, grad):
     table, tokens = kept
     total = jnp.zeros(table.shape, table.dtype).at[tokens].add(grad.astype(table.dtype))
-    # Whole rows first: cut at once, every device would be sent its columns of all tokens.
+    # Whole rows first: otherwise every device would receive its columns of all tokens.
     return sharding.scattered(sharding.full(total, place), place), None
 
 
@@ -100,7 +100,7 @@ lookup.defvjp(_lookup_forward, _lookup_backward)
 def rms_norm(x: Array, scale: Array, eps: float, offset: float = 0.0) -> Array:
     """Return x / √(mean x² + eps) · (offset + scale) over the last axis, in x's dtype.
 
-    Statistics are in float32, and with an offset the product too, as Gemma's are.
+    Statistics are in float32; with an offset the product is too, as in Gemma.
 
     Args:
       x: [..., D]; scale: [D].
@@ -136,7 +136,7 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 @jax.custom_vjp
 def swiglu(gate: Array, up: Array) -> Array:
-    """Return silu(gate) · up, both of one shape; keeps its inputs, not the sigmoid."""
+    """Return silu(gate) · up, both of one shape; only these are kept for the backward pass."""
     return gate * jax.nn.sigmoid(gate) * up
 
 
@@ -158,7 +158,7 @@ gelu = partial(jax.nn.gelu, approximate=True)  # by tanh
 
 @jax.custom_vjp
 def geglu(gate: Array, up: Array) -> Array:
-    """Return gelu(gate) · up, both of one shape; keeps its inputs alone."""
+    """Return gelu(gate) · up, both of one shape; only these are kept for the backward pass."""
     return gelu(gate) * up
 
 
@@ -170,18 +170,18 @@ def _geglu_backward(kept, grad):
 
 geglu.defvjp(lambda gate, up: (geglu(gate, up), (gate, up)), _geglu_backward)
 
-# HF's name of an activation → it by itself; the gated MLP's product with it. See ModelConfig.
+# HF's name of an activation → the function; the product of the gated MLP.
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu_pytorch_tanh": gelu}
 GATED: dict[str, Callable[[Array, Array], Array]] = {"silu": swiglu, "gelu_pytorch_tanh": geglu}
 
 
 def softcapped(x: Array, cap: float) -> Array:
-    """Return cap · tanh(x / cap), x itself where cap is 0 (Gemma 2, arXiv 2408.00118)."""
+    """Return cap · tanh(x / cap), or x if cap is 0 (Gemma 2, arXiv 2408.00118)."""
     return cap * jnp.tanh(x / cap) if cap else x
 
 
 def softcap_slope(capped: Array, cap: float) -> Array | float:
-    """Return the derivative of `softcapped` by its result; 0 for what is beyond ±cap (a mask)."""
+    """Return the slope of `softcapped` from its result; 0 beyond ±cap, as for masked scores."""
     return 1.0 - jnp.square(jnp.clip(capped / cap, -1.0, 1.0)) if cap else 1.0
 
 
@@ -189,13 +189,9 @@ def softcap_slope(capped: Array, cap: float) -> Array | float:
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
     """Rotate pair (i, i + d/2) of each head by its angle, in float32 (RoPE, arXiv 2104.09864).
 
-    No gradient reaches the angles.
-
     Args:
-      x: [..., heads, head_dim]; cos, sin: [..., head_dim / 2] float32, one row for all heads.
-
-    Returns:
-      x's shape and dtype.
+      x: [..., heads, head_dim], also the result; cos, sin: [..., head_dim / 2] float32, without
+        gradient.
     """
     half = x.shape[-1] // 2
     first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)

@@ -1,7 +1,7 @@
-"""cuDNN's attention over packed rows: each segment by itself, and nothing of size T².
+"""cuDNN's attention over packed rows, within segments and without anything of size T².
 
-Needs CUDA, half precision and a GPU of compute capability 9.0 (Hopper). JAX has no public name for
-the packed layout yet: what is inside it is imported here alone.
+Needs CUDA, half precision and a GPU of compute capability 9.0 (Hopper) or later. JAX has no public
+API of the packed layout yet; only this file imports the private one.
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ from rlx.model.mesh import ROWS
 from rlx.model.sharding import ONE_DEVICE, Layout
 
 KERNEL = "dot_product_attention_fwd_wrapper"  # JAX's primitive: mixed and the log-normalisers
-# Before this version JAX took the key heads' offsets times the number of query heads.
+# Before this version JAX computed the key heads' offsets from the number of query heads.
 GROUPED_SINCE = (0, 11, 2)
 LARGEST_OFFSET = 2**31  # elements of q on one device: the kernel counts them in int32
 
@@ -28,14 +28,13 @@ def packed_attention(
     layout: Layout = ONE_DEVICE,
     window: int = 0,
 ) -> Array:
-    """Return attention within segments as `attention.attention`; 0 at padding.
+    """Return `attention.attention` of packed rows, [B, T, N, H]; 0 at padding.
 
     Args:
       q: [B, T, N, H]; k, v: [B, T, K, H]; bfloat16 or float16.
       segment_sizes: [B, M] int32, M > 1: tokens of each segment of a row, in the row's order and
-        from its first token on; 0 for none. What follows the last one is padding.
-      layout: rows and heads on a mesh.
-      window: how many tokens a query sees at most; 0: all of its segment.
+        beginning at its first token; 0: no segment. Padding follows the last one.
+      layout, window: as of `attention.attention`.
     """
     heads, groups = q.shape[2], q.shape[2] // k.shape[2]
     mesh = layout.mesh
@@ -60,7 +59,7 @@ def _on_one_device(q: Array, k: Array, v: Array, segment_sizes: Array, window: i
     tokens = jnp.arange(q.shape[1]) < jnp.sum(segment_sizes, axis=1, keepdims=True)
     tokens = tokens[:, :, None, None]
 
-    def real(x: Array) -> Array:  # the kernel leaves padding as it finds it, gradients too
+    def real(x: Array) -> Array:  # the kernel does not write to padding, nor to its gradients
         return jnp.where(tokens, x, 0)
 
     mixed = cudnn.dot_product_attention(
@@ -74,7 +73,7 @@ def _on_one_device(q: Array, k: Array, v: Array, segment_sizes: Array, window: i
 
 def segment_table(segment_sizes: Array) -> tuple[Array, Array]:
     """Return lengths [B, M] and first tokens [B, M + 1] of segments; −1 where there is none."""
-    # The last column is −1: JAX joins rows, and one row's end would precede the next one's begin.
+    # The last column is −1 because JAX joins rows: one row's end would precede the next begin.
     there, sizes = segment_sizes > 0, segment_sizes.astype(jnp.int32)
     starts = jnp.where(there, jnp.cumsum(sizes, axis=1) - sizes, -1)
     return jnp.where(there, sizes, -1), jnp.pad(starts, ((0, 0), (0, 1)), constant_values=-1)

@@ -1,8 +1,7 @@
-"""Table of the parameters: one row each, from which shapes, sharding and HF's names follow.
+"""Table of the parameters, one row each: shapes, sharding and HF's names follow from it.
 
-A row gives the path in the pytree, logical axes and sizes, HF's tensor name and layout, for
-initialisation, sharding and HF files. Parameters are a nested dict, stacked over layers on axis 0
-and over experts on axis 1. JAX is imported only by what makes arrays.
+Parameters are a nested dict, stacked over layers on axis 0 and over experts on axis 1. JAX is
+imported only by functions that make arrays.
 """
 
 import dataclasses
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     import jax
 
 Params = dict[str, Any]
-# Of an expert the names in the pytree are `expert_gate` and so on.
+# Experts' names in the pytree are `expert_gate` and so on.
 MLP = {"gate": ("model", "mlp"), "up": ("model", "mlp"), "down": ("mlp", "model")}
 
 
@@ -29,10 +28,10 @@ class Row(NamedTuple):
       axes: logical axis names, the layer axis first where there is one.
       hf: HF's name, with `{}` for the layer's index, and for the expert's.
       transposed: HF stores the matrix as [out, in]; here it is [in, out].
-      kind: how it starts: `matrix` (normal), `ones`, `zeros`.
+      kind: initialisation: `matrix` (normal), `ones`, `zeros`.
       shape: in the pytree, the size of each axis.
-      begin, joined_size: where HF joins several matrices in one tensor, this one's first row, and
-        the tensor's rows; joined_size 0: the tensor is only this matrix.
+      begin, joined_size: in a tensor where HF joins several matrices, this one's first row and the
+        tensor's rows; joined_size 0: the tensor is only this matrix.
     """
 
     path: tuple[str, ...]
@@ -46,22 +45,22 @@ class Row(NamedTuple):
 
     @property
     def stacked(self) -> bool:
-        """Whether it is a parameter of the layers."""
+        """Whether it is stacked over layers."""
         return self.axes[0] == "layers"
 
     @property
     def depth(self) -> int:
-        """How many axes of the array are HF's tensors side by side: of layers, of their experts."""
+        """Number of stacked axes: layers, and experts."""
         return sum(axis in ("layers", "experts") for axis in self.axes)
 
     @property
     def places(self) -> list[tuple[int, ...]]:
-        """Where in the array each of `names` stands: its layer, or its layer and expert."""
+        """Index in the array of each of `names`: its layer, or its layer and expert."""
         return list(product(*map(range, self.shape[: self.depth])))
 
     @property
     def names(self) -> list[str]:
-        """HF's tensors: one, one a layer, or one an expert of each layer."""
+        """Names of HF's tensors: one in all, one a layer, or one an expert of each layer."""
         return [self.hf.format(*place) for place in self.places]
 
     @property
@@ -73,7 +72,7 @@ class Row(NamedTuple):
 
     @property
     def part(self) -> slice:
-        """Rows of each of HF's tensors that are of this parameter."""
+        """Rows of each of HF's tensors that belong to this parameter."""
         return slice(self.begin, self.begin + self.shape[-1]) if self.joined_size else slice(None)
 
     def sized(self, sizes: Mapping[str, int]) -> "Row":
@@ -102,12 +101,12 @@ def table(config: ModelConfig) -> tuple[Row, ...]:
             for x, axis in zip("qk", heads, strict=True)
         ]
     if config.value_head:
-        # Zero, so that all values are at first.
+        # Zeros, so that all values are 0 at first.
         rows += [Row(("value_head",), ("values", "model"), "score.weight", False, "zeros")]
     elif not config.tie_embeddings:
         rows += [Row(("lm_head",), ("vocab", "model"), "lm_head.weight", False, "matrix")]
     sizes = axis_sizes(config)
-    if config.norm_offset:  # a norm of weight 0 then is one of scale 1
+    if config.norm_offset:  # weight 0 then means scale 1
         rows = [row._replace(kind="zeros") if row.kind == "ones" else row for row in rows]
     rows = [row.sized(sizes) for row in rows]
     return tuple(_fused(rows) if config.fused else rows)
@@ -128,8 +127,8 @@ def _fused(rows: list[Row]) -> list[Row]:
     return list(found.values())
 
 
-# Where blocks have norms → name of the norm of a layer, HF's. Ours of what a block reads are
-# input_norm (attention) and post_norm (MLP), of what it gives mixed_norm and mlp_norm.
+# ModelConfig.norms → our name of a norm → HF's. Attention reads input_norm and is followed by
+# mixed_norm; the MLP reads post_norm and is followed by mlp_norm.
 NORMS = {
     "before": {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"},
     "after": {"mixed_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
@@ -238,12 +237,12 @@ def leaf(params: Params, row: Row) -> Any:
 
 
 def count(config: ModelConfig) -> int:
-    """Return how many numbers the model has (tied embeddings once)."""
+    """Return the number of parameters, tied embeddings once."""
     return config.numbers or sum(math.prod(row.shape) for row in table(config))
 
 
-# How much longer attention takes than its arithmetic says, against matrix products. Measured on a
-# CPU: a 4-layer model 256 wide takes 1.35 times as long per token in rows of 512 as in rows of 128.
+# Time of attention per FLOP over that of matrix products. Measured on a CPU: a 4-layer model 256
+# wide takes 1.35 times as long per token in rows of 512 as in rows of 128.
 ATTENTION_SLOWDOWN = {"cpu": 2.0}
 
 

@@ -1,4 +1,4 @@
-"""PEFT directories: read and write (LoraConfig, adapters), as `peft.PeftModel` does.
+"""PEFT directories: reading and writing (LoraConfig, adapters), as `peft.PeftModel` does.
 
     adapter_config.json           rank, alpha, targets
     adapter_model.safetensors     base_model.model.….q_proj.lora_A.weight [rank, in], and lora_B
@@ -27,7 +27,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 # Initialisations that leave the base as it is; the others (PiSSA, OLoRA, …) subtract from it.
 _INITS = ("default", "gaussian", "eva", "orthogonal")
-# Options of PEFT that, once set, make another function of the same matrices.
+# Options of PEFT that change the adapter's function.
 _REFUSED = (
     "use_rslora", "use_dora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern",
     "modules_to_save", "layers_to_transform", "layers_pattern", "exclude_modules",
@@ -54,12 +54,12 @@ def from_peft(
     if missing := sorted(names - set(tensors)):
         raise UserError(
             f"{len(missing)} adapter tensors are missing, first {missing[0]!r}; {CONFIG} names "
-            "other targets, or the adapter is of another model"
+            "other targets, or the adapter belongs to another model"
         )
     if extra := sorted(set(tensors) - names):
         raise UserError(
             f"{len(extra)} adapter tensors have no place in {config.architecture} with the targets "
-            f"of {CONFIG}, first {extra[0]!r}; the adapter is of another model"
+            f"of {CONFIG}, first {extra[0]!r}; the adapter belongs to another model"
         )
     leaves = {}
     for row in rows:
@@ -75,25 +75,18 @@ def from_peft(
 
 
 def save(
-    path: str | Path,
-    config: ModelConfig,
-    settings: LoraConfig,
-    adapters: Params,
-    base: str = "",
+    path: str | Path, config: ModelConfig, settings: LoraConfig, adapters: Params, base: str = ""
 ) -> None:
     """Write a PEFT directory of adapters; see `write`."""
     write(path, settings, to_peft(adapters, config, settings), base)
 
 
 def write(path: str | Path, settings: LoraConfig, tensors: Buckets, base: str = "") -> None:
-    """Write a PEFT directory, whole or not at all.
+    """Write a PEFT directory in one step; on UserError nothing is left behind.
 
     Args:
-      tensors: as `to_peft` has them.
-      base: directory or hub name of the model that the adapters belong to, for PEFT to find.
-
-    Raises:
-      UserError: it cannot be written; nothing is left behind.
+      tensors: with PEFT's names, as `to_peft` returns them.
+      base: directory or hub name of the model that the adapters belong to.
     """
     with atomic_directory(Path(path)) as fresh:
         adapted = list(dict.fromkeys(name.split(".")[-3] for name in tensors.tensors))
@@ -131,20 +124,20 @@ def load(path: str | Path, config: ModelConfig) -> tuple[LoraConfig, Params]:
 
 
 def load_config(path: str | Path) -> LoraConfig:
-    """Return the settings of a PEFT directory; UserError for an option that rlx does not have."""
+    """Return the settings of a PEFT directory; UserError for an unsupported option."""
     file = Path(path) / CONFIG
     if not file.exists():
         raise UserError(f"{file} is missing; give a directory that PEFT or rlx wrote")
     record = read_json(file)
     if record.get("peft_type") != "LORA":
-        raise UserError(f"{file} has peft_type={record.get('peft_type')!r}; rlx reads LORA alone")
+        raise UserError(f"{file} has peft_type={record.get('peft_type')!r}; rlx reads only LORA")
     if record.get("bias", "none") != "none":
         raise UserError(f"{file} has bias={record['bias']!r}; rlx reads adapters without biases")
     for key in _REFUSED:
         if record.get(key):
             raise UserError(
-                f"{file} sets {key}={record[key]!r}, which rlx does not have; merge that adapter "
-                "with PEFT and give the merged model as model.path"
+                f"{file} sets {key}={record[key]!r}, which rlx does not support; merge that "
+                "adapter with PEFT and give the merged model as model.path"
             )
     start = record.get("init_lora_weights", True)
     if isinstance(start, str) and start not in _INITS:
@@ -162,6 +155,6 @@ def load_config(path: str | Path) -> LoraConfig:
         raise UserError(
             f"{file} has target_modules={targets!r}; rlx reads a list of names such as 'q_proj'"
         )
-    # PEFT writes 'all-linear' of a small model as whole names of modules.
+    # For a small model PEFT writes 'all-linear' as full names of modules.
     short = dict.fromkeys(str(name).rpartition(".")[2] for name in targets)
     return LoraConfig(rank, float(alpha), tuple(short))

@@ -1,7 +1,7 @@
-"""What of a layer is kept for the backward pass; the rest of it is computed again there.
+"""Rematerialisation: parts of a layer that are kept for the backward pass, which recomputes others.
 
-A token's floats that a layer keeps, and its products that are computed again (2 FLOPs a weight;
-the attention of a token to T/2 others on average):
+Floats kept for each token and layer, and products computed again (2 FLOPs a weight; a token attends
+to T/2 others on average):
 
     remat      kept besides the input (D)                            computed again
     none       every intermediate: about 7 D + 4 q + 2 kv + 3 F      nothing
@@ -9,14 +9,14 @@ the attention of a token to T/2 others on average):
     attention  q + 2 kv, attention's q                               o's 2 q D, gate and up's 4 D F
     full       nothing                         these, 2 D (q + 2 kv), and attention's 2 q T
 
-D model width, q and kv the width of all query and key heads, F MLP width. Beside attention's
-output stands a float32 log-normaliser a head (one a head and segment bucket for cuDNN).
+D model width, q and kv the width of all query and key heads, F MLP width. Attention's output comes
+with a float32 log-normaliser a head (for cuDNN, a head and segment bucket).
 """
 
 from collections.abc import Callable
 from typing import Any
 
-KEPT: dict[str, tuple[str, ...]] = {  # names that the decoder and attention give their results
+KEPT: dict[str, tuple[str, ...]] = {  # remat → names of results in the decoder and attention
     "dots": ("qkv", "attention", "o", "mlp"),
     "attention": ("qkv", "attention"),
     "full": (),
@@ -24,14 +24,14 @@ KEPT: dict[str, tuple[str, ...]] = {  # names that the decoder and attention giv
 
 
 def policy(remat: str) -> Callable[..., Any]:
-    """Return JAX's policy of a key of KEPT."""
+    """Return JAX's checkpoint policy for a key of KEPT."""
     import jax
 
     from rlx.model.packed_attention import KERNEL
 
     named = jax.checkpoint_policies.save_only_these_names(*KEPT[remat])
 
-    def kernel(primitive: Any, *_: Any, **__: Any) -> bool:  # has no name of ours inside
+    def kernel(primitive: Any, *_: Any, **__: Any) -> bool:  # results inside it have no names
         return "attention" in KEPT[remat] and primitive.name == KERNEL
 
     return jax.checkpoint_policies.save_from_both_policies(named, kernel)

@@ -1,7 +1,7 @@
-"""Rotary position embeddings: angles from positions. Pure.
+"""Rotary position embeddings: angles from positions.
 
-Source: Su et al., RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071; LongRoPE, arXiv 2402.13753;
-`llama3` and `linear` as transformers computes them, in float32 like it.
+RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071; LongRoPE, arXiv 2402.13753; `llama3` and
+`linear` as in transformers, in float32.
 """
 
 import math
@@ -14,7 +14,7 @@ from rlx.model.rope_config import Rope
 
 
 def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
-    """Return angular frequencies [head_dim / 2] float32, radians per token; cos and sin's scale."""
+    """Return angular frequencies [head_dim / 2] float32, radians a token; scale of cos and sin."""
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     plain = (np.float32(1.0) / np.float32(rope.theta) ** exponent).astype(np.float32)
     if rope.kind == "linear":
@@ -75,14 +75,7 @@ def _long_scale(rope: Rope) -> float:
 
 
 def tables(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return cosine and sine of every position and pair.
-
-    Args:
-      positions: [...] int32, tokens from the start of the segment.
-
-    Returns:
-      Two [..., head_dim / 2] float32.
-    """
+    """Return cos and sin of positions [...] int32 in a segment: two [..., head_dim / 2] float32."""
     frequency, scale = frequencies(rope, head_dim)
     angles = positions[..., None].astype(jnp.float32) * frequency
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale

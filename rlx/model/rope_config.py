@@ -8,7 +8,7 @@ from rlx.base import UserError
 from rlx.model.config_forms import NotOurs, check, need
 
 KINDS = ("default", "linear", "llama3", "yarn")
-LAYER_KINDS = ("full_attention", "sliding_attention")  # of layers: without and with a window
+LAYER_KINDS = ("full_attention", "sliding_attention")  # layers without and with a window
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class Rope:
       theta: base of the geometric series of wavelengths.
       factor: how many times the context is stretched.
       original_max_position_embeddings: tokens the model was trained on before stretching.
-      short_factor, long_factor: of longrope, what divides each pair's frequency where sequences are
-        within these tokens, and where some may be longer (`long`; see `ModelConfig.within`).
+      short_factor, long_factor: for longrope, divisors of each pair's frequency; the second where
+        sequences may be longer than these tokens (`long`; see `ModelConfig.within`).
     """
 
     kind: str = "default"
@@ -51,7 +51,7 @@ _REQUIRED = {
 
 
 def local_from_hf(hf: Mapping[str, Any]) -> Rope:
-    """Return the RoPE of layers with a window, whose base is a key of its own (Gemma 3)."""
+    """Return the RoPE of layers with a window, which has its own base (Gemma 3)."""
     local = (hf.get("rope_parameters") or {}).get(LAYER_KINDS[1])
     other = {"rope_theta": hf["rope_local_base_freq"], "rope_scaling": None}
     return from_hf({**hf, **other, "rope_parameters": local})
@@ -62,7 +62,7 @@ def from_hf(hf: Mapping[str, Any], kinds: tuple[str, ...] = KINDS) -> Rope:
     check(hf, "rope_scaling", "rope_parameters")
     given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     check(given)
-    given = dict(given.get(LAYER_KINDS[0]) or given)  # newer files have one for each kind of layer
+    given = dict(given.get(LAYER_KINDS[0]) or given)  # newer files have one a kind of layer
     check(given)
     kind = given.pop("rope_type", None) or given.get("type") or "default"
     kind = "longrope" if kind == "su" else kind
@@ -75,7 +75,7 @@ def from_hf(hf: Mapping[str, Any], kinds: tuple[str, ...] = KINDS) -> Rope:
     if kind in ("llama3", "yarn"):
         given.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
     if kind == "longrope":
-        # The model's own key comes before the one among RoPE's, as in HF.
+        # As in HF, the model's own key wins over the one among RoPE's.
         original = need(hf, "original_max_position_embeddings")
         given |= {"original_max_position_embeddings": original}
         given.setdefault("factor", hf["max_position_embeddings"] / original)

@@ -1,17 +1,16 @@
 """Layout of parameters and activations on a mesh of devices.
 
-    replica   rows of the batch are cut; parameters are whole on each (across slow links)
-    fsdp      rows of the batch are cut, and so are parameters, which are gathered where they are
-              used and whose gradients are scattered back (ZeRO-3, arXiv 1910.02054)
-    expert    the same, but of a mixture each device has some experts, see experts.py
-    context   tokens of a row are cut, see context_attention. Every device of a row needs the same
-              weights, so they are cut over `fsdp` and `context` together: that sends as many bytes
-              as over `fsdp` alone, and keeps `context` times fewer
-    tensor    heads, MLP and vocabulary are cut (Megatron, arXiv 1909.08053); between the blocks the
-              tokens of the residual stream are (sequence parallelism, arXiv 2205.05198)
+    replica   cuts rows of the batch; each device has all parameters (for slow links)
+    fsdp      cuts rows of the batch, and parameters, which are gathered for each use, their
+              gradients scattered back (ZeRO-3, arXiv 1910.02054)
+    expert    as fsdp; each device has some experts of a mixture, see experts.py
+    context   cuts tokens of a row, see context_attention. The devices of a row need the same
+              weights, which are cut over `fsdp` and `context` together
+    tensor    cuts heads, MLP and vocabulary (Megatron, arXiv 1909.08053), and between blocks the
+              tokens of the residual stream (sequence parallelism, arXiv 2205.05198)
 
-mesh.RULES place parameters, where the axis divides the size. `Layout` constrains activations: else
-XLA's partitioner spreads the cut of a weight over them, and reduces all tokens in every layer.
+`mesh.RULES` place parameters where the axis divides the size. `Layout` constrains activations;
+else XLA applies the cut of a weight to them, and reduces all tokens in every layer.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -38,11 +37,11 @@ from rlx.model.mesh import (
 )
 from rlx.model.model_config import ModelConfig
 
-BATCH = PartitionSpec(ROWS)  # of a batch's arrays, whose tokens the decoder cuts by itself
+BATCH = PartitionSpec(ROWS)  # of a batch's arrays; the decoder cuts the tokens
 
 
 def make_mesh(text: str) -> Mesh | None:
-    """Return the mesh of `text` over all devices, None for one device and no text."""
+    """Return the mesh of `text` over all devices; None for one device and no text."""
     devices = jax.device_count()
     if not parse_mesh(text) and devices == 1:
         return None
@@ -70,11 +69,11 @@ def named_shardings(
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one weight, of one layer, stays and where it is used; hashable.
+    """Shardings of one weight of one layer; hashable.
 
     Attributes:
-      own: as it is stored, and where its gradient goes.
-      used: the same with WEIGHTS gathered.
+      own: in storage, also of its gradient.
+      used: in use, with WEIGHTS gathered.
     """
 
     own: NamedSharding
@@ -82,7 +81,7 @@ class Placement:
 
     @property
     def transposed(self) -> "Placement":
-        """The place of the transposed matrix."""
+        """Placement of the transposed matrix."""
         own, used = (
             NamedSharding(place.mesh, PartitionSpec(*reversed(place.spec)))
             for place in (self.own, self.used)
@@ -91,7 +90,7 @@ class Placement:
 
 
 def used(weight: Array, dtype, place: Placement | None) -> Array:
-    """Return a weight in `dtype`, gathered over WEIGHTS; what travels is already cast."""
+    """Return a weight cast to `dtype`, then gathered over WEIGHTS."""
     weight = weight.astype(dtype)
     if place:
         weight = jax.lax.with_sharding_constraint(weight, place.own)
@@ -99,8 +98,8 @@ def used(weight: Array, dtype, place: Placement | None) -> Array:
 
 
 def scattered(gradient: Array, place: Placement | None) -> Array:
-    """Return a weight's gradient, added up over devices and cut as the weight is stored."""
-    # Cut at once, XLA may send it the columns of all tokens; replicas add up parts only.
+    """Return a weight's gradient, summed over devices and cut as the weight is stored."""
+    # Cutting at once could make XLA send the columns of all tokens; replicas sum only parts.
     if place is None:
         return gradient
     if place.own.mesh.shape["replica"] == 1:
@@ -109,7 +108,7 @@ def scattered(gradient: Array, place: Placement | None) -> Array:
 
 
 def full(weight: Array, place: Placement | None) -> Array:
-    """Return a weight or its gradient with what WEIGHTS cut in one piece."""
+    """Return a weight or its gradient gathered over WEIGHTS."""
     return weight if place is None else jax.lax.with_sharding_constraint(weight, place.used)
 
 
@@ -126,7 +125,7 @@ scattered_gradient.defvjp(
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _moved(x: Array, there: NamedSharding, back: NamedSharding) -> Array:
-    """Return x laid out as `there`; its gradient is laid out as `back`."""
+    """Return x laid out as `there`, and lay out its gradient as `back`."""
     return jax.lax.with_sharding_constraint(x, there)
 
 
@@ -150,7 +149,7 @@ class Layout:
 
     @classmethod
     def of(cls, config: ModelConfig, mesh: Mesh | None, rows: Iterable[parameters.Row]) -> "Layout":
-        """Return the layout of a model, with the places of these rows of its tables."""
+        """Return the layout of a model, with placements of these rows of its tables."""
         if mesh is None:
             return cls()
         places = {}
@@ -165,12 +164,12 @@ class Layout:
 
     @property
     def row_shards(self) -> int:
-        """Into how many parts the rows of a batch are cut."""
+        """Number of parts into which the rows of a batch are cut."""
         return 1 if self.mesh is None else num_row_shards(self.mesh.shape)
 
     @property
     def context(self) -> int:
-        """Into how many parts the tokens of a row are cut."""
+        """Number of parts into which the tokens of a row are cut."""
         return 1 if self.mesh is None else self.mesh.shape["context"]
 
     def balanced(self, x: Array) -> Array:
@@ -196,13 +195,13 @@ class Layout:
 
     def stream(self, x: Array) -> Array:
         """Lay out the residual stream [B, T, D]: rows cut, tokens over `context` and `tensor`."""
-        # Gradients arrive with all tokens that `context` leaves to a device.
+        # Gradients arrive with all of the device's tokens under `context`.
         if self.mesh is None:
             return x
         return _moved(x, self._tokens_cut(x), self._cut(ROWS, "context"))
 
     def rows(self, x: Array) -> Array:
-        """Lay out [B, T, D] as looked up or as a head reads it: rows and `context`'s tokens cut."""
+        """Lay out [B, T, D] for lookups and heads, cut over rows and `context`."""
         return self._laid_out(x, ROWS, "context")
 
     def tokens(self, x: Array) -> Array:
@@ -217,7 +216,7 @@ class Layout:
         return self._laid_out(x, ROWS, "context", axis)
 
     def heads_axis(self, count: int) -> str | None:
-        """Return the axis of a mesh that cuts so many heads: `tensor`, where it divides them."""
+        """Return the axis of a mesh that cuts `count` heads: `tensor` if it divides them."""
         assert self.mesh is not None
         return "tensor" if count % self.mesh.shape["tensor"] == 0 else None
 
@@ -227,7 +226,7 @@ class Layout:
 
     def flat(self, x: Array) -> Array:
         """Return x [..., D] as a product's rows, [N, D], or [shards, N, D] under `context`."""
-        # One axis cannot show that rows and tokens are cut; with two, XLA adds gradients twice.
+        # One axis cannot express that rows and tokens are cut; with two, XLA sums gradients twice.
         return self._split(x) if self.context > 1 else x.reshape(-1, x.shape[-1])
 
     def unflat(self, x: Array, shape: tuple[int, ...]) -> Array:
@@ -235,14 +234,11 @@ class Layout:
         return self._joined(x, shape) if self.context > 1 else x.reshape(*shape, x.shape[-1])
 
     def per_shard(self, function: Callable[..., Any], *arrays: Array) -> Any:
-        """Return function(*arrays) with the tokens of each shard of rows and tokens by themselves.
+        """Return function(*arrays), computed separately for the tokens of each shard.
 
         Args:
-          function: of arrays [N, …], N tokens, to a pytree of [N] arrays.
+          function: of arrays [N, …], N tokens, to a pytree of [N] arrays, returned as [B, T].
           arrays: [B, T, …] each.
-
-        Returns:
-          the pytree, of [B, T] arrays.
         """
         shape = arrays[0].shape[:2]
         if self.mesh is None:
@@ -252,7 +248,7 @@ class Layout:
         return jax.tree.map(lambda x: self._joined(x, shape), out)
 
     def _split(self, x: Array) -> Array:
-        """Return [B, T, …] as [shards, N, …]: the tokens of each shard of rows and of tokens."""
+        """Return [B, T, …] as [shards, N, …], N tokens of each shard."""
         shards = self.row_shards, self.context
         x = x.reshape(shards[0], -1, shards[1], x.shape[1] // shards[1], *x.shape[2:])
         return self._by_shard(x.swapaxes(1, 2).reshape(prod(shards), -1, *x.shape[4:]))
@@ -265,7 +261,7 @@ class Layout:
         return x.swapaxes(1, 2).reshape(*shape, *x.shape[4:])
 
     def _by_shard(self, x: Array) -> Array:
-        """Lay out [shards, N, …]; what follows the tokens stays as it is."""
+        """Lay out [shards, N, …]; axes after the tokens stay as they are."""
         others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 2)
         return self._laid_out(x, (*ROWS, "context"), None, *others)
 

@@ -1,4 +1,4 @@
-"""Tensors of safetensors files: read one when it is asked for, written bucket by bucket. No JAX."""
+"""Tensors of safetensors files, read on access and written bucket by bucket. No JAX."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from rlx.model.config_forms import read_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-BUCKET = 1 << 30  # bytes of tensors on the host at a time, on the way to or from a device
+BUCKET = 1 << 30  # bytes of tensors on the host at a time, while they move to or from a device
 _DTYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -41,11 +41,11 @@ class LazyTensors(Mapping):
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """Return a tensor's dtype in safetensors' words (F32, BF16, …), without reading it."""
+        """Return safetensors' name of a tensor's dtype (F32, BF16, …), without reading it."""
         return self._files[name].get_slice(name).get_dtype()
 
     def part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Return a slice of a tensor; nothing else of it is read."""
+        """Return a slice of a tensor, reading only the slice."""
         return self._files[name].get_slice(name)[index]
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -95,11 +95,11 @@ def shards(path: Path) -> list[Path]:
 
 @dataclass(frozen=True, eq=False)
 class Buckets:
-    """Tensors that come in buckets, once, so that no more than one bucket needs to be in memory.
+    """Tensors that are iterated once, bucket by bucket, to keep only one bucket in memory.
 
     Attributes:
-      tensors: name → what has its shape and dtype, of all, in the order in which they come.
-      buckets: name → array, or what np.asarray makes one of.
+      tensors: name → an object with its shape and dtype, in the order of the buckets.
+      buckets: name → array, or an argument of np.asarray.
     """
 
     tensors: Mapping[str, Any]
@@ -110,11 +110,11 @@ class Buckets:
 
     @classmethod
     def of(cls, source: "Mapping[str, Any] | Buckets") -> "Buckets":
-        """Return `source`, a mapping as one bucket."""
+        """Return `source`, wrapping a mapping as one bucket."""
         return source if isinstance(source, Buckets) else cls(source, [source])
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return all of them, on the host."""
+        """Return all tensors, on the host."""
         return {k: np.asarray(v) for bucket in self for k, v in bucket.items()}
 
     def header(self) -> tuple[bytes, int]:
@@ -135,14 +135,9 @@ class Buckets:
         return len(text).to_bytes(8, "little") + text, 8 + len(text) + start
 
     def write(self, file: BinaryIO) -> int:
-        """Write a safetensors file and return the CRC-32 of its bytes, in one pass over them.
+        """Write a safetensors file to an unbuffered `file`; return the CRC-32 of its bytes.
 
-        Args:
-          file: unbuffered.
-
-        Raises:
-          ValueError: a dtype does not exist in safetensors files, or the tensors that came are not
-            those of `tensors`.
+        ValueError if safetensors lacks a dtype, or the buckets do not match `tensors`.
         """
         crc = _write(file, memoryview(self.header()[0]), 0)
         due = iter(self.tensors.items())

@@ -15,7 +15,7 @@ from rlx.base import UserError
 from rlx.fleet import adapter
 from rlx.fleet.publish import Adapter
 from rlx.model import directory as directories
-from rlx.model import hf_files, peft
+from rlx.model import peft
 from rlx.model.model_config import ModelConfig
 from rlx.model.tensors import Buckets
 from rlx.run import checkpoint_tensors
@@ -92,7 +92,7 @@ class Export:
         model, source, template = self._update.model, self._source, self._template
         return hand_over(
             self._update.weights(state),
-            lambda tensors: submit(hf_files.write, path, model, tensors, source, template),
+            lambda tensors: submit(directories.write, path, model, tensors, source, template),
             last,
         )
 
@@ -181,7 +181,7 @@ def checkpoint_to_hf(
         raise UserError(f"{path} has no LoRA adapters; remove --adapter")
     if not lora:
         tensors = checkpoint_tensors.policy_of(path, config, dtype)
-        hf_files.write(target, config, tensors, source=directory)
+        directories.write(target, config, tensors, source=directory)
         return f"{path} -> {target} (HF)"
     if config.foreign:
         raise UserError(f"{path} has adapters of a model that rlx does not have; use its run's hf/")

@@ -24,7 +24,7 @@ from rlx.run.room_options import as_json
 from rlx.system import atomic_directory
 from rlx.system.jsonl import has_step, read_json, read_jsonl, sweep, write_atomically
 from rlx.train import checkpoint
-from rlx.train.optimizer_options import OptimizerOptions, rate_at
+from rlx.train.train_options import OptimizerOptions, rate_at
 
 # Keys that may change while the run stays the same.
 _FREE = (

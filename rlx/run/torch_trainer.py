@@ -8,8 +8,8 @@ from ml_collections import ConfigDict
 
 from rlx.base import UserError, install
 from rlx.doctor.machine import Devices
-from rlx.model import hf_files, mesh
-from rlx.model.directory import load_config, resolve
+from rlx.model import mesh
+from rlx.model.directory import load_config, resolve, write
 from rlx.model.tensors import Buckets
 from rlx.run.inputs import Inputs
 from rlx.train.contract import Update
@@ -60,7 +60,7 @@ def random_weights(config: ConfigDict, directory: Path, inputs: Inputs) -> None:
     model = packed_model.Valued(model) if inputs.model_config.value_head else model
     dtype = np.dtype(config.model.publish_dtype)
     tensors = {name: p.detach().numpy().astype(dtype) for name, p in model.named_parameters()}
-    hf_files.write(directory, inputs.model_config, Buckets.of(tensors), inputs.model_dir)
+    write(directory, inputs.model_config, Buckets.of(tensors), inputs.model_dir)
 
 
 def make(config: ConfigDict, path: str) -> Update:

@@ -1,4 +1,4 @@
-"""Write groups of trajectories to two files and read them: .npz arrays, .json rest. No pickle."""
+"""Groups of trajectories as files: arrays in .npz, the rest in .json. No pickle."""
 
 import io
 import json
@@ -17,18 +17,12 @@ _PER_TOKEN = {
     "behaviour_logprobs": np.float32,
     "versions": np.int32,
 }
-_OPTIONAL = {"turn_ids": np.int32, "reference_logprobs": np.float32}  # some trajectories' alone
+_OPTIONAL = {"turn_ids": np.int32, "reference_logprobs": np.float32}  # of some trajectories
 
 
 def write_groups(stem: Path, groups: Sequence[Group]) -> None:
-    """Write `{stem}.npz` and `{stem}.json`.
-
-    Reading gives back equal groups. Rows must be JSON.
-
-    Raises:
-      TypeError: a row holds something that JSON cannot.
-    """
-    arrays, text = _taken_apart(groups)
+    """Write groups to `{stem}.npz` and `{stem}.json`; TypeError for a row that is not JSON."""
+    arrays, text = _disassemble(groups)
     with open(f"{stem}.npz", "wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
     Path(f"{stem}.json").write_text(text, encoding="utf-8")
@@ -36,21 +30,21 @@ def write_groups(stem: Path, groups: Sequence[Group]) -> None:
 
 def dumps(groups: Sequence[Group]) -> bytes:
     """Return groups as bytes, for `loads`; TypeError for a row that is not JSON."""
-    arrays, text = _taken_apart(groups)
+    arrays, text = _disassemble(groups)
     file = io.BytesIO()
     np.savez(file, allow_pickle=False, text=np.frombuffer(text.encode(), np.uint8), **arrays)
     return file.getvalue()
 
 
 def loads(data: bytes) -> list[Group]:
-    """Return the groups that `dumps` made bytes of, bit for bit."""
+    """Return the groups in bytes of `dumps`, bit for bit."""
     with np.load(io.BytesIO(data), allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
-    return _put_together(arrays, json.loads(arrays.pop("text").tobytes()))
+    return _assemble(arrays, json.loads(arrays.pop("text").tobytes()))
 
 
-def _taken_apart(groups: Sequence[Group]) -> tuple[dict[str, np.ndarray], str]:
-    """Return the arrays of all trajectories, one after the other, and the rest as JSON."""
+def _disassemble(groups: Sequence[Group]) -> tuple[dict[str, np.ndarray], str]:
+    """Return the concatenated arrays of all trajectories, and the rest as JSON."""
     trajectories = [t for g in groups for t in g.trajectories]
     arrays = {
         name: np.concatenate(
@@ -96,10 +90,10 @@ def read_groups(stem: Path) -> list[Group]:
         raise ValueError(f"{stem}.json has format {described['format']}, want {FORMAT}")
     with np.load(f"{stem}.npz", allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
-    return _put_together(arrays, described)
+    return _assemble(arrays, described)
 
 
-def _put_together(arrays: dict[str, np.ndarray], described: Mapping[str, Any]) -> list[Group]:
+def _assemble(arrays: dict[str, np.ndarray], described: Mapping[str, Any]) -> list[Group]:
     ends = np.cumsum(arrays.pop("sizes"))
     optional = {name: arrays.pop(name) for name in _OPTIONAL}
     taken = dict.fromkeys(_OPTIONAL, 0)

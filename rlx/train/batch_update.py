@@ -1,10 +1,10 @@
-"""One train batch, as the trainers in JAX and torch do it alike; imports neither library.
+"""One train batch, by steps that the trainers in JAX and torch share; imports neither library.
 
     groups ─▶ flatten ─▶ plan, pack ─▶ (proximal, reference logprobs; values) ─▶ advantages, loss
            weights ─▶ for each minibatch: one optimizer update (and one of the critic) ─▶ end of
            the batch
 
-SFT, reward models and DPO come the same way: what differs is the row of the preset table.
+SFT, reward models and DPO differ only in their row of the preset table.
 Shapes: F tokens of the flat axis, B rows of a microbatch, T tokens of a row.
 """
 
@@ -18,16 +18,15 @@ from rlx.algorithms import losses
 from rlx.algorithms.algorithm import Algorithm
 from rlx.base import Group, UserError
 from rlx.train import objective, packing, step_metrics
-from rlx.train.optimizer_options import rate_at
 from rlx.train.step_metrics import Metrics
-from rlx.train.train_options import TrainOptions
+from rlx.train.train_options import TrainOptions, rate_at
 
 State = Any  # has `critic`, or None, and `reference`, where that follows the policy
 Arrays = dict[str, Any]  # on the trainer's devices
 
 
 class BatchUpdate:
-    """What the `Update` contract says of batches, of primitives that each trainer has.
+    """The batch methods of the `Update` contract, made of primitives of a trainer.
 
     Args:
       options: of the run.
@@ -39,33 +38,33 @@ class BatchUpdate:
         self._options = options
         self._algorithm: Algorithm = options.algorithm
         self._row_shards, self._token_budget = row_shards, options.token_budget * context
-        self._attention_cost = 0.0  # of what looks at each segment alone
-        self._reference: Any = None  # a frozen one; None with LoRA: the base without adapters
+        self._attention_cost = 0.0  # as of `packing.plan`
+        self._reference: Any = None  # the frozen one; None with LoRA: the base without adapters
 
-    # What a trainer has of its own: each returns what is said of it.
+    # The primitives, which each trainer defines.
 
-    _put: Callable[[Any], Arrays]  # flat arrays, on every device
-    _put_rows: Callable[[Any], Arrays]  # a packed microbatch, on the devices that share its rows
-    _to_host: Callable[[Any], Any]  # dicts and sequences of arrays, as numpy's; waits for them
-    _policy: Callable[[State], Any]  # what `_logprobs_of` takes of the policy that is trained
-    _logprobs_of: Callable[[Any, Arrays], Any]  # a policy's of a microbatch, [B, T] float32
-    _values_of: Callable[[Any, Arrays], tuple]  # a critic's V before and after each token, same
-    _scatter: Callable[..., Any]  # flat_F, given up, with values_BT at flat_index_BT < F
+    _put: Callable[[Any], Arrays]  # move flat arrays to every device
+    _put_rows: Callable[[Any], Arrays]  # move a packed microbatch to the devices that share it
+    _to_host: Callable[[Any], Any]  # wait for arrays in dicts and sequences; return numpy's
+    _policy: Callable[[State], Any]  # the trained policy, for `_logprobs_of`
+    _logprobs_of: Callable[[Any, Arrays], Any]  # (policy, microbatch) → [B, T] float32, nats
+    _values_of: Callable[[Any, Arrays], tuple]  # (critic, microbatch) → V before, V after, [B, T]
+    _scatter: Callable[..., Any]  # (flat_F, flat_index_BT, values_BT) → flat_F, which is donated
     _prepare: Callable[..., tuple]  # `objective.prepare`, of (state, flat, minibatch_of, count)
-    _gather: Callable[..., Arrays]  # `objective.gather`, and what else the model takes
-    _waits: Callable[[Any], Any]  # whether the policy waits for its critic at a step; bool
-    # (state, microbatches, denominator, held, critic=False) → the state after an update of the
-    # policy or critic by a minibatch, unless held, and summed stats.
+    _gather: Callable[..., Arrays]  # `objective.gather`, with other inputs of the model
+    _waits: Callable[[Any], Any]  # step → bool: the policy waits for its critic
+    # (state, microbatches, denominator, held, critic=False) → state after one update of the policy
+    # or critic, unless held; summed stats.
     _learn: Callable[..., tuple[State, Arrays]]
-    _stats: Callable[[State, Arrays], Arrays]  # summed, of a microbatch that is not trained on
-    # The state one version on, with β and the reference policy that follow, of (state, summed KL to
-    # the reference, the tokens it is of, trajectories).
+    _stats: Callable[[State, Arrays], Arrays]  # summed, of a microbatch without training on it
+    # (state, summed KL to the reference, its tokens, trajectories) → state of the next version,
+    # with its β and reference policy.
     _end_batch: Callable[..., State]
 
     def _pack(
         self, flat: packing.FlatBatch, ids: np.ndarray
     ) -> tuple[packing.PackPlan, list[Arrays]]:
-        """Return the plan and the devices' microbatches of some sequences."""
+        """Return the plan for sequences `ids` [N'], and their microbatches on the devices."""
         plan = packing.plan(
             flat.sizes[ids],
             self._token_budget,
@@ -79,7 +78,7 @@ class BatchUpdate:
     def _on_flat_axis(
         self, batches: Sequence[Arrays], size: int, count: int, function: Callable[[Arrays], tuple]
     ) -> tuple:
-        """Return the `count` [B, T] that function(microbatch) gives of all, [size] float32 each."""
+        """Return the `count` results [B, T] of function(microbatch) as flat [size] float32."""
         zeros = np.zeros(size, np.float32)
         out = [self._put({"zeros": zeros})["zeros"] for _ in range(count)]
         for batch in batches:
@@ -88,11 +87,16 @@ class BatchUpdate:
         return tuple(out)
 
     def _score(self, policy: Any, batches: Sequence[Arrays], size: int) -> Any:
-        """Return log-probabilities under a policy of all the microbatches' tokens, [F] float32."""
+        """Return the log-probabilities of all tokens under a policy, [F] float32, nats."""
         return self._on_flat_axis(batches, size, 1, lambda b: (self._logprobs_of(policy, b),))[0]
 
     def _begin(self, state: State, groups: Sequence[Group], minibatches: int) -> tuple:
-        """Pack groups, score them by other networks; return flat, plans, batches, `prepare`'s."""
+        """Pack groups and score them by the other networks.
+
+        Returns:
+          The flat batch; for each minibatch its plan and its microbatches on the devices; the
+          result of `objective.prepare`.
+        """
         flat, algorithm = packing.flatten(groups), self._algorithm
         objective.require(groups, flat, algorithm)
         parts = packing.minibatch_ids(flat, minibatches)
@@ -108,12 +112,8 @@ class BatchUpdate:
             arrays["values"], arrays["values_after"] = self._on_flat_axis(
                 batches, size, 2, lambda b: self._values_of(state.critic, b)
             )
-        return (
-            flat,
-            plans,
-            packed,
-            self._prepare(state, arrays, flat.minibatch_of(parts), len(parts)),
-        )
+        prepared = self._prepare(state, arrays, flat.minibatch_of(parts), len(parts))
+        return flat, plans, packed, prepared
 
     def update(self, state: State, groups: Sequence[Group]) -> tuple[State, Mapping[str, Any]]:
         """Train on groups; return the new state and lazy `Metrics`; raises for unfit groups."""
@@ -155,7 +155,7 @@ class BatchUpdate:
         return state, Metrics(compute)
 
     def evaluate(self, state: State, groups: Sequence[Group]) -> dict[str, float]:
-        """Return the loss's metrics on groups that are not trained on; raises as `update` does."""
+        """Return the loss's metrics on groups, without training; raises as `update` does."""
         _, _, packed, (per_token, divisors, sums) = self._begin(state, groups, 1)
         inputs = (self._gather(per_token, batch, sums, np.float32(0.0)) for batch in packed[0])
         made = [self._stats(state, batch) for batch in inputs]
@@ -172,7 +172,7 @@ class BatchUpdate:
 
 
 def require_same(path: Path, have: Mapping[str, str], want: Mapping[str, str]) -> None:
-    """Raise UserError unless a checkpoint's state has the leaves of this run's, as described."""
+    """Raise UserError unless a checkpoint's state has this run's leaves, by name → description."""
     for name in [*want, *have]:
         if have.get(name) != want.get(name):
             raise UserError(

@@ -1,13 +1,13 @@
-"""Checkpoints: everything a run needs to go on, written to a fresh directory and renamed.
+"""Checkpoints: everything a run needs to resume, written to a fresh directory and renamed.
 
     DIRECTORY/step_00000012/
       state/                     parameters, optimizer, step (orbax, sharded)
-      host.json                  what the host program wants back
+      host.json                  state of the host program
       groups.npz, groups.json    groups finished but not yet trained on
       manifest.json              size and blake2b of every other file; written last
 
-A directory named step_* is complete: it is written under a temporary name and then renamed. The
-next save removes what a killed one left.
+A directory named step_* is complete, because it is renamed when it is. The next save removes the
+remains of a killed one.
 """
 
 import hashlib
@@ -30,11 +30,11 @@ from rlx.train.archive import read_groups, write_groups
 _NAME = re.compile(r"step_(\d{8,})")
 _TEMPORARY = ".writing-"
 _REPLACED = f"{_TEMPORARY}replaced-"
-_SPACE_MARGIN = 1 << 20  # bytes left for metadata and the host's files, beside the state
+_SPACE_MARGIN = 1 << 20  # bytes for metadata and the host's files
 
 
 class Restored(NamedTuple):
-    """What a checkpoint held."""
+    """The content of a checkpoint."""
 
     state: Any
     host: dict
@@ -62,21 +62,21 @@ def begin(
     keep: int = 2,
     beside: int = 0,
 ) -> Callable[[], Path]:
-    """Begin to write a checkpoint, of the state and the rest as they are now.
+    """Begin to write a checkpoint of the present state.
 
     Args:
       directory: where checkpoints live; made if missing.
       step: train batches done; a checkpoint of the same step is replaced.
-      begin_state: begins to put the train state into a directory, as `Update.save` does.
+      begin_state: begins to write the train state into a directory, as `Update.save` does.
       size: bytes of the state.
       host: JSON-able; the dataset's cursor, staleness counters, seeds, config.
       groups: finished but unconsumed.
-      keep: how many to keep, ≥ 1.
-      beside: bytes that must be free as well, for what is written after it.
+      keep: how many checkpoints to keep, ≥ 1.
+      beside: bytes that must also be free, for files written after the checkpoint.
 
     Returns:
-      What does the rest, in any thread, before anything else is saved there, and returns the
-      checkpoint's directory when it is whole. It raises DiskFull too.
+      A function that finishes the checkpoint, in any thread, and returns its directory. Call it
+      before the next save. It raises DiskFull too.
 
     Raises:
       DiskFull: there is no space for it. Nothing is left behind; older checkpoints stay.
@@ -102,7 +102,7 @@ def begin(
             flush([*temporary.rglob("*"), temporary])
             _rename(temporary, final)
         written = [path for path in checkpoints(directory) if step_of(path) <= step]
-        for old in written[: -max(keep, 1)]:  # a later one is damaged, or was not continued
+        for old in written[: -max(keep, 1)]:  # later ones are damaged or were abandoned
             shutil.rmtree(old)
         return final
 
@@ -111,7 +111,7 @@ def begin(
 
 @contextmanager
 def _whole_or_nothing(temporary: Path, size: int) -> Iterator[None]:
-    """Remove a checkpoint that could not be written; raise DiskFull where that was why."""
+    """Remove a checkpoint that could not be written; raise DiskFull if the disk is full."""
     try:
         yield
     except Exception as error:
@@ -143,15 +143,13 @@ def restore_latest(
     read_state: Callable[[Path], Any],
     say: Callable[[str], None] | None = None,
 ) -> Restored | None:
-    """Read the newest checkpoint that is whole; None where there is none.
+    """Read the newest checkpoint that matches its manifest; None where there are no checkpoints.
 
-    Skips one whose bytes do not match its manifest, with a line to `say` or a warning.
+    UserError if every checkpoint is damaged, or the state has other shapes.
 
     Args:
-      read_state: gives the train state of a checkpoint, as `Update.restore` does.
-
-    Raises:
-      UserError: checkpoints exist but none is whole, or the state is of another shape.
+      read_state: returns the train state of a checkpoint, as `Update.restore` does.
+      say: reports a damaged checkpoint that is skipped; None: a warning.
     """
     _remove_temporary(Path(directory))
     path = _newest_whole(directory, say)
@@ -167,7 +165,7 @@ def _newest_whole(directory: str | Path, say: Callable[[str], None] | None = Non
         problem = verify(path)
         if problem is None:
             return path
-        say(f"passing over checkpoint {path}: {problem}")
+        say(f"skipping damaged checkpoint {path}: {problem}")
     if found:
         raise UserError(
             f"none of the {len(found)} checkpoints in {directory} is whole; move them away or set "
@@ -182,13 +180,12 @@ def is_one(path: Path) -> bool:
 
 
 def find(source: str | Path) -> Path | None:
-    """Return the checkpoint that a path is, or the newest whole one of a run, or None.
+    """Return `source` if it is a checkpoint, else the newest whole one in it, or None.
+
+    UserError if the checkpoint, or every one there, is damaged.
 
     Args:
       source: a checkpoint, a directory of them, or a run's directory with `checkpoints` in it.
-
-    Raises:
-      UserError: the checkpoint, or every one there, is damaged.
     """
     source = Path(source)
     if is_one(source):
@@ -199,12 +196,12 @@ def find(source: str | Path) -> Path | None:
 
 
 def read_host(path: Path) -> dict:
-    """Return the host's part alone, without touching a device."""
+    """Return only the host's part of a checkpoint, without touching a device."""
     return json.loads((Path(path) / "host.json").read_text())
 
 
 def verify(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint's files by its manifest, or None."""
+    """Return the first difference between a checkpoint's files and its manifest, or None."""
     path = Path(path)
     try:
         manifest = json.loads((path / "manifest.json").read_text())
@@ -222,7 +219,7 @@ def verify(path: Path) -> str | None:
 
 
 def _manifest(path: Path) -> dict[str, list]:
-    """Return [bytes, blake2b] of every file below, the manifest itself excepted."""
+    """Return [bytes, blake2b] of every file below `path`, except the manifest."""
 
     def described(file: Path) -> list:
         with open(file, "rb") as opened:
@@ -235,7 +232,7 @@ def _manifest(path: Path) -> dict[str, list]:
 
 
 def _rename(temporary: Path, final: Path) -> None:
-    """Put the new checkpoint in place; one of the same step makes way first, by a rename too."""
+    """Rename a new checkpoint, and first one of the same step that it replaces."""
     if final.exists() and exchange(temporary, final):
         _remove(temporary)
     elif final.exists():
@@ -249,7 +246,7 @@ def _rename(temporary: Path, final: Path) -> None:
 
 
 def _remove_temporary(directory: Path) -> None:
-    """Undo a replacement killed between its two renames; remove what else a killed save left."""
+    """Undo a replacement killed between its two renames; remove other remains of killed saves."""
     for path in directory.glob(f"{_TEMPORARY}*"):
         final = directory / path.name.removeprefix(_REPLACED)
         if path.name.startswith(_REPLACED) and not final.exists():
@@ -259,7 +256,7 @@ def _remove_temporary(directory: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory, or a stray file in the place of one."""
+    """Remove a directory, or a file in its place."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -267,8 +264,8 @@ def _remove(path: Path) -> None:
 
 
 def _remove_failed(temporary: Path, patience: float = 10.0) -> None:
-    """Remove what a failed save wrote; the other leaves' writers may go on for a while."""
-    # tensorstore's threads make files meanwhile: only a directory gone twice in a row stays away.
+    """Remove the files of a failed save, whose other writers may continue for a while."""
+    # tensorstore's threads recreate files: a directory is gone when it is gone twice in a row.
     deadline, gone = time.monotonic() + patience, 0
     while gone < 2 and time.monotonic() < deadline:
         gone = 0 if temporary.exists() else gone + 1

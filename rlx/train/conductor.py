@@ -3,8 +3,8 @@
     process 0    update.update(state, groups) ─▶ (name, groups) to all ─▶ its own trainer's call
     the others   worker_loop: receive ─▶ the same call of their trainer, with a state of their own
 
-Names, paths and groups of trajectories are sent; each process keeps its part of the state. Calls,
-and so their collectives, have one order everywhere.
+Messages hold names, paths and groups of trajectories; each process keeps its part of the state.
+Calls, and therefore their collectives, have one order everywhere.
 """
 
 import json
@@ -29,13 +29,9 @@ Make = Callable[..., Update]
 
 
 def driver(hosts: Hosts, make: Make, **arguments: Any) -> Update:
-    """Return the trainer `make(**arguments)` of all processes, which all make each of its calls.
+    """Return the trainer `make(**arguments)` that repeats its calls on all processes.
 
-    Args:
-      arguments: JSON-able.
-
-    Raises:
-      UserError: it cannot be made on one of them.
+    UserError if `make` fails on one of them. Arguments are JSON-able.
     """
     return _Driver(hosts, make, arguments) if hosts.count > 1 else make(**arguments)
 
@@ -110,7 +106,7 @@ class _Driver:
         )
 
     def save(self, path: Path, state: State) -> Future[None]:
-        """Begin to save; the future fails at once where another process could not write."""
+        """Begin to save; the future fails at once if another process cannot write."""
         given = {"path": str(path)}
         with self._lock:
             saved = self._saves[self._hosts.sent + 1] = Future[None]()
@@ -123,8 +119,8 @@ class _Driver:
             _finish(saved, _error(f"{name}: {error}"))
 
     def _of(self, state: State, *call: Any, **more: Any) -> Any:
-        """Make a call that is about a state; the other processes have only the last one."""
-        assert state is self._state, "a state that the other processes have no more"
+        """Make a call about a state; the other processes have only the last one."""
+        assert state is self._state, "a state that the other processes no longer have"
         return self._all(*call, **more)
 
     def _all(
@@ -135,7 +131,7 @@ class _Driver:
         groups: Sequence[Group] | None = None,
         wait: bool = False,
     ) -> Any:
-        """Make a call on all processes; `wait`: until all have made it, and all went well."""
+        """Make a call on all processes; with `wait`, return when it has succeeded on all."""
         with self._lock:
             self._hosts.send(_encode(name, given or {}, groups), name)
             try:
@@ -171,7 +167,7 @@ class _Worker:
         self._buckets: Iterator[Any] = iter(())
 
     def call(self, name: str, given: dict, groups: Sequence[Group]) -> Future[None] | None:
-        """Make one call, as `_Driver` sent it; return the future of a save."""
+        """Make a call that `_Driver` sent; return the future of a save."""
         update, state = self._update, self._state
         match name:
             case "make":

@@ -1,4 +1,4 @@
-"""What a run asks of its trainer: one interface, whoever computes. Neither JAX nor torch here."""
+"""The interface between a run and its trainer. No JAX or torch here."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -15,14 +15,14 @@ State = Any  # a trainer's own: parameters, optimizer, counters, on its devices
 
 
 class Update(Protocol):
-    """A trainer. Calls are made in one order, by one thread at a time.
+    """A trainer, called by one thread at a time.
 
-    On many hosts every process makes the same calls in the same order (rlx/train/conductor.py), the
-    iteration over `weights` included.
+    On many hosts every process makes the same calls in the same order (rlx/train/conductor.py),
+    including the iteration over `weights`.
 
     Attributes:
-      model: of what is trained; a reward model's has a value head.
-      devices: how many there are and of which kind, for the run's records.
+      model: the trained model's config, with a value head for a reward model.
+      devices: number and kind of devices, for the run's records.
       state_bytes: of the whole state, on all devices together.
     """
 
@@ -34,35 +34,35 @@ class Update(Protocol):
         """Return the state before the first update, with the weights that the run begins with."""
 
     def restore(self, path: Path) -> State:
-        """Return the state that `save` wrote to `path`; UserError where it is of another model."""
+        """Return the state that `save` wrote to `path`; UserError if another model did."""
 
     def update(self, state: State, groups: Sequence[Group]) -> tuple[State, Mapping[str, Any]]:
         """Begin to train on a batch; return the new state, and metrics that wait when read.
 
-        `state` is donated. Metrics may be read in any thread, also after the new state was donated.
+        `state` is donated. Metrics may be read in any thread and at any time.
         """
 
     def evaluate(self, state: State, groups: Sequence[Group]) -> dict[str, float]:
-        """Return the metrics of the loss on groups that are not trained on; waits for them."""
+        """Return the metrics of the loss on groups, without training; waits for them."""
 
     def logprobs(self, state: State, groups: Sequence[Group]) -> list[np.ndarray]:
-        """Return one [tokens] float32 array a trajectory, in the groups' order; waits for them.
+        """Return log-probabilities, one [tokens] float32 array a trajectory; waits for them.
 
-        Those of the tempered policy, nats; tokens that are not trained on may have 0.
+        Their policy is tempered, their unit nats; tokens that are not trained on may have 0.
         """
 
     def weights(self, state: State, adapters: bool = False) -> Buckets:
-        """Return the policy with HF's names, in the dtype that is published.
+        """Return the policy's tensors with HF's names, in the published dtype.
 
-        Each bucket is computed when it is asked for: take all before the next call of the trainer.
-        `np.asarray` of a tensor waits for it, in any thread, also after `state` was donated.
+        Buckets are computed on iteration: take all before the next call of the trainer.
+        `np.asarray` of a tensor waits for it, in any thread, even after `state` was donated.
 
         Args:
-          adapters: of LoRA alone, with PEFT's names, float32; else they are merged.
+          adapters: return only LoRA's adapters, with PEFT's names, float32; else merge them.
         """
 
     def save(self, path: Path, state: State) -> Future[None]:
-        """Begin to write the state below `path`, on shared storage; it may be donated then.
+        """Begin to write the state below `path`, on shared storage; it may be donated afterwards.
 
-        The future ends when all hosts have written theirs.
+        The future ends when all hosts have written their parts.
         """

@@ -1,4 +1,4 @@
-"""Try a user's own loss and advantage on a few tokens, before anything is started."""
+"""Trial of a user's own loss and advantage on a few tokens, before a run starts."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,14 +18,10 @@ LOGPROBS = ("behaviour_logprobs", "proximal_logprobs", "reference_logprobs")
 def check(algorithm: Algorithm, trainer: str = "jax") -> None:
     """Compute a user's own advantage and loss, with its gradient, as a train step does, on the CPU.
 
-    Servers that start after this may want all of an accelerator.
+    UserError gives file and line of a failure, a wrong shape or type, or non-finite numbers.
 
     Args:
-      trainer: jax | torch; whose arrays they are given.
-
-    Raises:
-      UserError: it fails, or gives something of another shape or type, or what is not finite; with
-        the user's file and line.
+      trainer: jax | torch, which decides the type of the arrays.
     """
     if algorithm.advantage_function:
         function = algorithm.advantage_function
@@ -106,7 +102,7 @@ def _tensors(arrays: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _of_user(what: str, function: Callable) -> Iterator[str]:
-    """Tell a failure in one line, by the user's file and line."""
+    """Raise a failure as a UserError in one line, with the user's file and line."""
     try:
         yield what
     except UserError:

@@ -1,11 +1,11 @@
-"""The processes of one run on many hosts: their places, connections, and the watch over them.
+"""The trainer's processes on many hosts: discovery, connections and failure detection.
 
     process 0    listens, waits for the others, sends them each call (rlx/train/conductor.py)
     the others   connect, send their identity (config, code), repeat each call
 
-Plain TCP without JAX or torch, whose collectives wait for ever for a lost process. If a process
-disconnects, falls silent, or does not begin or finish a call in time, every process exits at once
-and names it: the main thread may be deep in a collective.
+Plain TCP without JAX or torch, whose collectives would wait for a lost process forever. If a
+process disconnects, falls silent, or does not begin or finish a call in time, all processes exit
+and name it.
 """
 
 import json
@@ -30,26 +30,26 @@ from rlx.cli.user_code import words
 # Kinds of messages.
 _CALL, _BEGUN, _DONE, _STOP, _ALIVE = b"C", b"B", b"D", b"S", b"A"
 _FAILED, _UNSAVED, _ENDED = b"F", b"U", b"E"
-_HELLO_SECONDS, _HELLO_BYTES = 10.0, 1 << 20  # for who connects to say who it is
-_MOST_STRANGERS = 256  # that may be about to do so
-_ALIKE_SECONDS = 5.0  # between the failures of two processes that fail alike
-_NEWS_SECONDS = 2.0  # between the ends of two connections of a process that is gone
+_HELLO_SECONDS, _HELLO_BYTES = 10.0, 1 << 20  # limits of the first message of a connection
+_MOST_STRANGERS = 256  # connections that may be about to send it
+_ALIKE_SECONDS = 5.0  # within which failures of two processes count as the same failure
+_NEWS_SECONDS = 2.0  # within which all connections of a dead process close
 _SLURM = ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
-_ALONE = "--config.cluster.processes=1"
+_SINGLE = "--config.cluster.processes=1"
 _RANKS = ("MASTER_ADDR", "WORLD_SIZE", "RANK")  # Ray's, torchrun's
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where this process stands among those of the run.
+    """The place of this process among those of the run, and the limits of waiting, in seconds.
 
     Attributes:
-      coordinator: host:port on which process 0 waits for the others; empty where it is alone.
-      count, index: of processes, and this one's number from 0.
-      timeout: seconds of silence, or in one call after process 0 has made it, until one is lost.
-      join: seconds in which all have to come, or to load or compile what only they have to.
-      call: seconds in one call that process 0 is in too, until it hangs.
-      source: variables of the environment that say so, as `NAME=value, …`; "": the config does.
+      coordinator: host:port on which process 0 listens; "" for a single process.
+      count, index: number of processes, and this one's index from 0.
+      timeout: of silence, and of a call after process 0 has finished it.
+      join: of start-up, and additionally of the first call of a kind, which may compile.
+      call: of a call that process 0 has not finished either.
+      source: the environment variables that gave this, as `NAME=value, …`; "": the config.
     """
 
     coordinator: str = ""
@@ -71,7 +71,18 @@ class Cluster:
         join_seconds: float,
         call_seconds: float,
     ) -> "Cluster":
-        """Return the place by config.cluster, else by Slurm, Ray or torchrun; UserError if bad."""
+        """Return the place by the keys of config.cluster, else by Slurm, Ray or torchrun.
+
+        Args:
+          environ: environment variables.
+          coordinator: host:port of process 0; "": by the environment.
+          processes: their number; 0: by the environment; 1: ignore the environment.
+          process: index of this process; −1: by the environment.
+          timeout_seconds, join_seconds, call_seconds: fields `timeout`, `join`, `call`.
+
+        Raises:
+          UserError: keys or variables are incomplete or malformed.
+        """
         found = ("", 1, -1, "") if processes == 1 else _found(environ)
         coordinator, count = coordinator or found[0], processes or found[1]
         index = found[2] if process < 0 else process
@@ -91,7 +102,7 @@ class Cluster:
 
     @staticmethod
     def found(environ: Mapping[str, str]) -> bool:
-        """Return whether Slurm, Ray or torchrun has started this process as one of several."""
+        """Return whether Slurm, Ray or torchrun started this process as one of several."""
         return _found(environ)[1] > 1
 
     def __str__(self) -> str:
@@ -99,14 +110,14 @@ class Cluster:
 
 
 def _found(environ: Mapping[str, str]) -> tuple[str, int, int, str]:
-    """Return coordinator, count, index, source by the environment; ("", 1, −1, "") by none."""
+    """Return coordinator, count, index, source by the environment, else ("", 1, −1, "")."""
 
     def number(name: str, unset: str = "") -> int:
         text = environ.get(name) or unset
         if not re.fullmatch("[0-9]+", text):
             raise UserError(
-                f"{name}={text!r} is no number, and it says where this process stands among "
-                f"several; unset it, or for a run of this process alone give {_ALONE}"
+                f"{name}={text!r} is no number, and Slurm's or torchrun's variables name several "
+                f"processes; unset it, or for a single process give {_SINGLE}"
             )
         return int(text)
 
@@ -128,26 +139,26 @@ def _found(environ: Mapping[str, str]) -> tuple[str, int, int, str]:
 
 @dataclass
 class _Call:
-    """A call that not all have made: when it was sent, and when process 0 had made it itself."""
+    """A call that some process has not made yet; times are monotonic."""
 
     name: str
-    sent: float
-    made: float = math.inf
+    sent: float  # by process 0
+    made: float = math.inf  # by process 0 itself
 
 
 @dataclass(eq=False)
 class _Peer:
-    """Another process: when it was last seen, the calls it has made, why the last one failed."""
+    """Another process, and the calls that it has made."""
 
     link: Connection
     name: str = "process 0"
-    last_seen: float = 0.0
+    last_seen: float = 0.0  # monotonic
     begun: int = 0  # calls
     done: int = 0
-    error: str = ""
-    place: str = ""  # where it was when it was heard
-    ended: float = 0.0  # when it had made the last one
-    longest: dict[str, float] = field(default_factory=dict)  # seconds that a call took, by name
+    error: str = ""  # of the last call
+    place: str = ""  # in the code, at its last heartbeat
+    ended: float = 0.0  # when the last call was done; monotonic
+    longest: dict[str, float] = field(default_factory=dict)  # call → seconds that it took at most
     lock: Any = field(default_factory=threading.Lock)
 
     @classmethod
@@ -160,10 +171,10 @@ class _Peer:
             self.link.send_bytes(kind + payload)
 
     def first(self, seconds: float) -> tuple[bytes, Any]:
-        """Return kind and JSON of the first message; OSError, EOFError, ValueError if none is."""
+        """Return kind and JSON of the first message; OSError, EOFError, ValueError without one."""
         if not self.link.poll(seconds):
             raise TimeoutError(f"no answer in {seconds:g} s")
-        cut = threading.Timer(seconds, self.cut)  # who sends a byte and no more is not waited for
+        cut = threading.Timer(seconds, self.cut)  # for a peer that sends half a message
         cut.daemon = True
         cut.start()
         try:
@@ -173,7 +184,7 @@ class _Peer:
         return message[:1], json.loads(message[1:])
 
     def cut(self) -> None:
-        """End the connection under whoever reads from it."""
+        """Close the connection while another thread reads from it."""
         with suppress(OSError), socket.socket(fileno=os.dup(self.link.fileno())) as own:
             own.shutdown(socket.SHUT_RDWR)
 
@@ -184,17 +195,17 @@ def _end_process(text: str) -> None:
 
 
 class Hosts:
-    """The processes of a run, as one of them sees the others; made by `join`.
+    """The connections of one process to the others; made by `join`.
 
     Attributes:
       on_stop: called on process 0 when another one asks to end the run.
       on_unsaved: called with (name, call, error) when another could not write its part.
-      sent: calls that process 0 has sent, or that have come from it.
+      sent: number of calls that process 0 has sent, or that this one has received.
 
     Args:
-      peers: on process 0 all others, on these process 0.
-      service: host:port where the trainer's own library may meet; process 0 listens there.
-      end: called with a line when another process is lost; does not return, but in tests.
+      peers: on process 0 all others, on the others process 0.
+      service: host:port for the trainer's own library; process 0 listens there.
+      end: called with a line when another process is lost; returns only in tests.
     """
 
     def __init__(
@@ -223,14 +234,14 @@ class Hosts:
             threading.Thread(target=self._watch, daemon=True).start()
 
     def send(self, message: bytes, name: str = "") -> None:
-        """Send a call to all others; process 0 alone does."""
+        """Send a call from process 0 to all others."""
         self.sent, self._caller = self.sent + 1, threading.get_ident()
         self._open[self.sent] = call = _Call(name, time.monotonic())
         self._send_all(_CALL, message)
         call.sent = time.monotonic()  # a batch takes a while
 
     def made(self) -> None:
-        """Note that process 0 has made the last call itself and waits for the others."""
+        """Note that process 0 has finished the last call itself."""
         with self._news:
             if call := self._open.get(self.sent):
                 call.made = time.monotonic()
@@ -240,7 +251,7 @@ class Hosts:
         self._caller = threading.get_ident()
         message = self._calls.get()
         self.sent += 1
-        with suppress(OSError):  # process 0 may have gone well, after its last call
+        with suppress(OSError):  # process 0 may have exited after its last call
             self._peers[0].send(_BEGUN)
         return message
 
@@ -249,27 +260,27 @@ class Hosts:
         self._send_all(_DONE, error.encode())
 
     def unsaved(self, call: int, error: str) -> None:
-        """Report to process 0 that the save begun by that call could not be written here."""
+        """Report to process 0 that this process could not write the save begun by `call`."""
         self._send_all(_UNSAVED, json.dumps([call, error]).encode())
 
     def failed(self) -> None:
-        """Report a local failure; all continue if they fail alike, and end if one is gone."""
+        """Note a local failure of the last call; wait briefly in case a lost process caused it."""
         self._failed.add(self.sent)
         if self._closing.wait(_NEWS_SECONDS):
             self._ended.wait(_NEWS_SECONDS)
 
     def outcome(self) -> str:
-        """Wait until all have made the last call; return which of them it failed on, and how."""
+        """Wait until all have made the last call; return the processes it failed on and why."""
         with self._news:
             self._news.wait_for(lambda: all(peer.done == self.sent for peer in self._peers))
         return "; ".join(f"{peer.name}: {peer.error}" for peer in self._peers if peer.error)
 
     def stop(self) -> None:
-        """Ask process 0 to end the run well; see `on_stop`. A signal's handler may, at any time."""
-        self._sign = _STOP  # another thread tells it: the one interrupted may be sending
+        """Ask process 0 to end the run, see `on_stop`; safe in a signal handler."""
+        self._sign = _STOP  # the heartbeat thread sends it: the interrupted one may be sending
 
     def close(self, error: str = "") -> None:
-        """Leave the run; with an `error` the other processes end too, and print it."""
+        """Leave the run; with an `error`, end the other processes too, which print it."""
         self._closing.set()
         self._send_all(_FAILED if error else _ENDED, error.encode())
 
@@ -292,7 +303,7 @@ class Hosts:
             _FAILED: lambda payload: self._lose(f"{peer.name} ended: {payload.decode()}"),
         }
         try:
-            while True:  # to the very end, so that the other one may read all that was sent
+            while True:  # until the peer closes, so that it can read everything that was sent
                 message = peer.link.recv_bytes()
                 peer.last_seen = time.monotonic()
                 take[message[:1]](message[1:])
@@ -332,7 +343,7 @@ class Hosts:
             threading.Thread(target=self._send_all, args=sign, daemon=True).start()
 
     def _place(self) -> str:
-        """Return where in its call this process is: `file.py:12 function`, at most three, or ""."""
+        """Return the innermost frames of the call, at most three: `file.py:12 function > …`."""
         frame, found = sys._current_frames().get(self._caller), list[str]()
         while frame and len(found) < 3:
             name = Path(frame.f_code.co_filename).name
@@ -343,11 +354,9 @@ class Hosts:
         return " > ".join(found)
 
     def _hangs(self, peer: _Peer) -> str:
-        """Return the message about a process that is stuck in a call; "" while it is in time.
-
-        After process 0 has made the call, another may still compile: its limit is its longest such
-        call, or `join` for the first one. Until then process 0 may wait in a collective for it.
-        """
+        """Return the message about a process that is stuck in a call; "" while it is in time."""
+        # After process 0 has finished the call, another may still compile, for as long as its
+        # longest such call, or `join` for the first. Before, process 0 may wait for it.
         limits, here = self._cluster, ""
         with self._news:
             if not (call := self._open.get(peer.done + 1)):
@@ -376,25 +385,24 @@ class Hosts:
         )
 
     def _lose(self, text: str) -> None:
-        """End all the others and this process, for one of them is gone."""
+        """End all processes because one is lost."""
         if self._closing.is_set() or not self._ending.acquire(blocking=False):
             return  # already ending
         self._closing.set()
         tell = threading.Thread(target=self._send_all, args=(_FAILED, text.encode()), daemon=True)
         tell.start()
         tell.join(1.0)  # one that hangs reads nothing
-        self._end(f"{text}; the same command goes on after the last checkpoint")
+        self._end(f"{text}; run the same command again to resume from the last checkpoint")
         self._ended.set()
 
 
 def join(cluster: Cluster, identity: Mapping[str, Any], end: Any = _end_process) -> Hosts:
-    """Meet the run's other processes; return at once where there are none.
+    """Connect to the run's other processes, if there are any.
+
+    UserError, on all of them, if one does not connect in time or belongs to another run.
 
     Args:
-      identity: what has to be equal on all of them, name → JSON-able: the config, the code.
-
-    Raises:
-      UserError: some do not come in time, or are not of this run; on all of them.
+      identity: name → JSON-able, which must be equal on all of them: the config, the code.
     """
     if cluster.count == 1:
         return Hosts(cluster, [])
@@ -405,7 +413,7 @@ def join(cluster: Cluster, identity: Mapping[str, Any], end: Any = _end_process)
 
 
 def _accept(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer], str]:
-    """Wait for all others on process 0; refuse them all when one is wrong."""
+    """Wait for all others on process 0; refuse all of them if one does not fit."""
     deadline, found = time.monotonic() + cluster.join, dict[int, _Peer]()
     host, port = _address(cluster.coordinator)
     bind = host if host in ("localhost", "127.0.0.1", "::1") else ""
@@ -417,12 +425,10 @@ def _accept(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer],
             f"cannot listen on cluster.coordinator={cluster.coordinator}: {error.strerror}; give "
             "the host of process 0 and a port of it that is free"
         ) from error
-    alone = f"for a run of this process alone give {_ALONE} ({cluster.source})" * bool(
-        cluster.source
-    )
+    hint = f"for a single process give {_SINGLE} ({cluster.source})" if cluster.source else ""
     print(
         f"waiting up to {cluster.join:g} s for the other {cluster.count - 1} processes at "
-        f"{cluster.coordinator}{alone and '; '}{alone}", file=sys.stderr, flush=True,
+        f"{cluster.coordinator}{hint and '; '}{hint}", file=sys.stderr, flush=True,
     )  # fmt: skip
     hellos: queue.SimpleQueue[tuple[_Peer, bytes, Any]] = queue.SimpleQueue()
     threading.Thread(target=_read_hellos, args=(listener, hellos), daemon=True).start()
@@ -434,8 +440,8 @@ def _accept(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer],
                 late = ", ".join(str(n) for n in range(1, cluster.count) if n not in found)
                 how = "start each with the same command and its own cluster.process"
                 _refuse(found, f"process {late} of {cluster.count} did not come to "
-                        f"{cluster.coordinator} in {cluster.join:g} s; {alone or how}")  # fmt: skip
-            with suppress(ValueError, KeyError, TypeError):  # of somebody else
+                        f"{cluster.coordinator} in {cluster.join:g} s; {hint or how}")  # fmt: skip
+            with suppress(ValueError, KeyError, TypeError):  # not a process of rlx
                 _admit(peer, kind, hello, identity, found)
     finally:
         with listener, suppress(OSError):
@@ -466,7 +472,7 @@ def _read_hellos(listener: socket.socket, hellos: queue.SimpleQueue) -> None:
 def _admit(
     peer: _Peer, kind: bytes, hello: Any, own: Mapping[str, str], found: dict[int, _Peer]
 ) -> None:
-    """Add who has connected to `found`; raise UserError, on all, where it is not of this run."""
+    """Add a connected process to `found`; refuse all if it belongs to another run."""
     if kind == _FAILED:
         _refuse(found, str(hello))
     index, peer.name, theirs = int(hello["index"]), str(hello["name"]), dict(hello["identity"])
@@ -480,11 +486,12 @@ def _admit(
     found[-1 if wrong else index] = peer
     if wrong:
         more = f" (and {len(wrong) - 1} more)" * (len(wrong) > 1)
-        _refuse(found, f"{peer.name} is not of this run: {wrong[0]}{more}; start each process with "
-                "the same code and flags, but for cluster.process")  # fmt: skip
+        _refuse(found, f"{peer.name} belongs to another run: {wrong[0]}{more}; start each process "
+                "with the same code and flags, except cluster.process")  # fmt: skip
 
 
 def _refuse(found: Mapping[int, _Peer], why: str) -> None:
+    """Raise UserError here and on the connected processes."""
     for peer in found.values():
         with suppress(OSError):
             peer.send(_FAILED, json.dumps(why).encode())
@@ -492,7 +499,7 @@ def _refuse(found: Mapping[int, _Peer], why: str) -> None:
 
 
 def report_end(coordinator: str, why: str, done: threading.Event) -> None:
-    """Report to a process 0 that still waits for others that one has ended, until `done`."""
+    """Report to a process 0 that still waits for others that one has ended; retry until `done`."""
     while not done.wait(0.1):
         with suppress(OSError):
             peer = _Peer.at(socket.create_connection(_address(coordinator), timeout=5.0))
@@ -501,7 +508,7 @@ def report_end(coordinator: str, why: str, done: threading.Event) -> None:
 
 
 def _connect(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer], str]:
-    """Connect to process 0, which may begin to listen later than this one to connect."""
+    """Connect to process 0, which may begin to listen later."""
     deadline, refused = time.monotonic() + cluster.join, ""
     hello = {"index": cluster.index, "name": str(cluster), "identity": identity}
     while time.monotonic() < deadline:
@@ -509,7 +516,7 @@ def _connect(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer]
             address = _address(cluster.coordinator)
             peer = _Peer.at(socket.create_connection(address, timeout=5.0))
             peer.send(_CALL, json.dumps(hello).encode())
-            kind, answer = peer.first(cluster.join + _HELLO_SECONDS)  # when the last one has come
+            kind, answer = peer.first(cluster.join + _HELLO_SECONDS)  # sent when all have connected
         except (OSError, EOFError, ValueError) as error:
             refused = getattr(error, "strerror", "") or words(error)
             time.sleep(min(0.5, cluster.join / 10))
@@ -525,11 +532,9 @@ def _connect(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer]
 
 
 def relay(target: str) -> str:
-    """Forward a loopback port to `target`, host:port; return its address.
-
-    A connection that `target` closes stays open on this side: JAX's client would abort with a stack
-    trace when process 0 is gone.
-    """
+    """Forward a loopback port to `target`, host:port; return its address."""
+    # A connection that `target` closes stays open on this side, because JAX's client would abort
+    # with a stack trace when process 0 is gone.
     listener = socket.create_server(("127.0.0.1", 0))
 
     def pump(source: socket.socket, sink: socket.socket) -> None:
@@ -542,7 +547,7 @@ def relay(target: str) -> str:
             near, _ = listener.accept()
             try:
                 far = socket.create_connection(_address(target), timeout=5.0)
-            except OSError:  # not there yet: who came tries again
+            except OSError:  # not listening yet: the client tries again
                 near.close()
                 continue
             far.settimeout(None)

@@ -1,10 +1,10 @@
-"""Gradient descent in JAX: the state that it changes, a learner's pure functions, optimizers.
+"""Gradient descent in JAX: the state, pure functions of a learner, optimizers.
 
     minibatch of one microbatch     step = gradient + apply, in one program
     of several                      accumulate each, into a donated accumulator, then apply
 
-Losses and gradients are sums over tokens; the minibatch's denominator divides once, in `apply`.
-A run has a learner for the policy (or reward model), and with PPO another for its critic.
+Losses and gradients are sums over tokens; `apply` divides once by the minibatch's denominator.
+A run has a learner for the policy (or reward model), and with PPO another for the critic.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ import optax
 from jax import Array
 
 from rlx.model.params import Params
-from rlx.train.optimizer_options import OptimizerOptions, rate_at
+from rlx.train.train_options import OptimizerOptions, rate_at
 
 Batch = Mapping[str, Array]
 Stats = dict[str, Array]
@@ -35,15 +35,15 @@ class Critic(flax.struct.PyTreeNode):
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """The arrays that an update changes; what a checkpoint holds.
+    """The arrays that an update changes and a checkpoint holds.
 
     Attributes:
-      params: the parameters that are trained.
-      opt_state: the optimizer's; float32, whatever the parameters are.
+      params: the trained parameters.
+      opt_state: the optimizer's; float32, whatever the parameters' dtype.
       step: int32; train batches done, which is the policy version of `params`.
       updates: int32; optimizer updates done; skipped ones do not count.
-      kl_coefficient: float32; β of the KL term, where it adapts.
-      reference: the reference policy, where it follows the trained one; None where it is frozen.
+      kl_coefficient: float32; β of the KL term, which may adapt.
+      reference: a reference policy that follows the trained one; None: frozen.
       critic: of algorithms that have one.
     """
 
@@ -73,8 +73,8 @@ class Learner:
     """Gradient descent on one loss.
 
     Attributes:
-      loss: (params, frozen, batch) → (summed loss, summed stats). `frozen` are parameters that are
-        needed and not trained, or None.
+      loss: (params, frozen, batch) → (summed loss, summed stats). `frozen` are other parameters,
+        which are not trained, or None.
       optimizer: gradients to updates, in float32.
       clip_norm: largest global gradient norm; 0 is no limit.
     """
@@ -85,7 +85,7 @@ class Learner:
 
     @cached_property
     def gradient(self) -> Callable[[Params, Params | None, Batch], tuple[Params, Stats]]:
-        """Arguments of `loss` → the summed loss's gradient, in the parameters' dtype; stats."""
+        """Arguments of `loss` → gradient of the summed loss, in the parameters' dtype; stats."""
         return jax.grad(self.loss, has_aux=True)
 
     def empty(self, params: Params, frozen: Params | None, batch: Batch) -> tuple[Params, Stats]:
@@ -107,11 +107,10 @@ class Learner:
         A non-finite gradient norm changes nothing.
 
         Args:
-          learned: before the update.
           grads: summed over the minibatch.
           denominator: float32 scalar, of the whole minibatch.
-          held: bool scalar; true leaves everything as it was too (a policy that waits for its
-            critic), and is not counted as skipped.
+          held: bool scalar; true changes nothing either, for a policy that waits for its critic,
+            and does not count as skipped.
 
         Returns:
           `learned` after it; grad_norm (before clipping), skipped_updates (0 or 1) and updates
@@ -144,17 +143,17 @@ class Learner:
     def step(
         self, learned: Learned, frozen: Params | None, batch: Batch, denominator: Array, held: Array
     ) -> tuple[Learned, Stats]:
-        """Update by a minibatch that is one microbatch: `gradient` and `apply` in one program."""
+        """Make one update with a minibatch of one microbatch: `gradient`, then `apply`."""
         grads, stats = self.gradient(learned.params, frozen, batch)
         learned, applied = self.apply(learned, grads, denominator, held)
         return learned, {**stats, **applied}
 
     def compiled(self, places: Any = None, everywhere: Any = None) -> LearnerPrograms:
-        """Return the jitted programs; those that take `learned` or sums donate them.
+        """Return the jitted programs; they donate `learned` and accumulators.
 
         Args:
-          places: shardings of what learns; None keeps everything on one device.
-          everywhere: the sharding of scalars.
+          places: shardings of `learned`; None: everything is on one device.
+          everywhere: sharding of scalars.
         """
         sums = None if places is None else (places.params, everywhere)
         both = None if places is None else (places, everywhere)
@@ -182,13 +181,8 @@ OPTIMIZERS: dict[str, Callable[[OptimizerOptions, Schedule], optax.GradientTrans
 }
 
 
-def make_schedule(options: OptimizerOptions, total_steps: int) -> Schedule:
-    """Return the learning rate by update, as `rate_at` has it: of a host or device integer."""
-    return lambda updates: rate_at(options, total_steps, updates, jnp)
-
-
 def decayed(params: Any) -> Any:
-    """Return a bool pytree: weight decay pulls on matrices, not on norms and biases."""
+    """Return a bool pytree, true for matrices, which decay, and false for norms and biases."""
 
     def is_matrix(path, _):
         name = path[-1].key
@@ -199,4 +193,4 @@ def decayed(params: Any) -> Any:
 
 def make_optimizer(options: OptimizerOptions, total_steps: int) -> optax.GradientTransformation:
     """Return the optimizer without clipping, for a run of `total_steps` updates."""
-    return OPTIMIZERS[options.name](options, make_schedule(options, total_steps))
+    return OPTIMIZERS[options.name](options, lambda n: rate_at(options, total_steps, n, jnp))

@@ -1,7 +1,7 @@
-"""From a flat batch to what each microbatch's loss is given, and the loss: for JAX and torch.
+"""The inputs of each microbatch's loss, computed from a flat batch, and the loss.
 
+For JAX and torch, without importing either.
 Shapes: F tokens of the flat axis, N trajectories, B rows of a microbatch, T tokens of a row.
-Imports neither library.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ def require(groups: Sequence[Group], flat: FlatBatch, algorithm: Algorithm) -> N
         )
     if algorithm.peers == "turn" and "turn_ids" not in flat.tokens:
         raise UserError(
-            "algorithm.peers=turn and the trajectories tell no turns; use a workflow of "
+            "algorithm.peers=turn and the trajectories have no turns; use a workflow of "
             "several turns, or set peers=prompt"
         )
 
@@ -50,15 +50,15 @@ def prepare(
     num_minibatches: int,
     algorithm: Algorithm,
 ) -> tuple[Batch, tuple[tuple[Array, Array], ...], Stats]:
-    """Compute what the loss needs of each token of a flat batch.
+    """Compute the loss's inputs for each token of a flat batch.
 
     Args:
-      flat: as `advantages.advantages` takes it, but `values_after` [F] (V of the state after
-        each token) in place of bootstrap_values.
-      minibatch_of: [N] int32; the minibatch each sequence belongs to, −1 at padding.
+      flat: as of `advantages.advantages`, with `values_after` [F] (V of the state after each token)
+        in place of bootstrap_values.
+      minibatch_of: [N] int32; the minibatch of each sequence, −1 at padding.
       step: int32, the version before the batch.
       kl_coefficient: float32, β of this batch.
-      num_minibatches: M.
+      num_minibatches: number of minibatches.
 
     Returns:
       [F] float32 arrays to gather from (advantages, loss_weights, and where they exist
@@ -114,7 +114,7 @@ def prepare(
 def _trained(flat: Batch, algorithm: Algorithm) -> Array:
     """Return the tokens that are trained on: [F] bool."""
     mask, ids = flat["loss_mask"], flat["sequence_ids"]
-    if algorithm.kind.scores:  # one score: of the whole answer
+    if algorithm.kind.scores:  # the score of an answer is at its last token
         return mask & ~next_trained(mask, ids)[1]
     if algorithm.overlong_filter:
         return mask & ~ops_of(mask).take(flat["truncated"], ids, False)
@@ -122,7 +122,7 @@ def _trained(flat: Batch, algorithm: Algorithm) -> Array:
 
 
 def _last(x_F: Array, sequence_ids_F: Array, size: int) -> Array:
-    """Return x at the last token of each sequence; [size] float32, 0 for none."""
+    """Return x at the last token of each sequence; [size] float32, 0 if it has none."""
     ops = ops_of(x_F)
     after = ops.lib.concatenate([sequence_ids_F[1:], ops.lib.full_like(sequence_ids_F[:1], size)])
     last = sequence_ids_F != after
@@ -132,12 +132,12 @@ def _last(x_F: Array, sequence_ids_F: Array, size: int) -> Array:
 def gather(per_token: Batch, batch: Batch, sums: Stats, progress: Array) -> Batch:
     """Return the microbatch with its rows of the flat arrays, and the minibatch's scalars.
 
-    A token whose weight is 0 (filtered, or dropped by M2PO) is not trained on.
+    `loss_mask` loses tokens of weight 0 (filtered, or dropped by M2PO).
 
     Args:
       per_token: [F] float32 arrays; 0 is gathered at padding.
       batch: [B, T] arrays with `flat_index`.
-      sums: of `prepare`. progress: float32, share of the batch's minibatches done.
+      sums: from `prepare`. progress: float32, share of the batch's minibatches done.
     """
     index, ops = batch["flat_index"], ops_of(batch["flat_index"])
     rows = {name: ops.take(values, index, 0.0) for name, values in per_token.items()}
@@ -161,9 +161,9 @@ def loss(
     """Return the microbatch's summed loss and its summed stats.
 
     Args:
-      batch: of `gather`.
-      logprobs: gives the target's log-probabilities and entropies, [B, T] float32 each; called for
-        all but reward models. scores: gives the value head's numbers, [B, T] float32.
+      batch: from `gather`.
+      logprobs: returns the target's log-probabilities and entropies, [B, T] float32 each; called
+        except for reward models. scores: returns the value head's output, [B, T] float32.
     """
     if algorithm.kind.scores:
         return supervised.pair_loss(scores(), batch, algorithm)

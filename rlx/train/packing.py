@@ -1,9 +1,9 @@
-"""From groups to packed rows: flat arrays, full rows, few shapes. Numpy only.
+"""Packing of groups into rows: flat arrays, full rows, few shapes. Numpy only.
 
 Shapes: F tokens of the flat axis, N trajectories, B rows of a microbatch, T tokens of a row.
 
-*Flat*: every trajectory one after the other on one axis, for advantages and loss weights.
-*Packed*: [B, T] rows for the model, each slot pointing into the flat axis by `flat_index`.
+*Flat*: trajectories end to end on one axis, for advantages and loss weights.
+*Packed*: [B, T] rows for the model; `flat_index` points from each slot into the flat axis.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from rlx.base import Group, UserError, malformed, turn_starts
 
 Arrays = dict[str, np.ndarray]
 
-MIN_FLAT = 1024  # smallest flat bucket, tokens
-MIN_SEQUENCES = 8  # smallest sequence bucket
-MIN_SEGMENTS = 4  # smallest bucket of segments in a row
-ROW_CANDIDATES = 3  # row buckets weighed against each other
-SPLIT_GAIN = 0.9  # rows of several lengths must cost so much less: each microbatch has its own cost
-NEAR_TIE = 1.03  # of plans that cost the same but for this, the longest rows: shapes change less
-FILL_CANDIDATES = 64  # sizes tried for the rest of a row
+MIN_FLAT = 1024  # tokens of the smallest flat bucket.
+MIN_SEQUENCES = 8  # sequences of the smallest bucket.
+MIN_SEGMENTS = 4  # segments of a row in the smallest bucket.
+ROW_CANDIDATES = 3  # row lengths that are compared.
+SPLIT_GAIN = 0.9  # several row lengths must cost less than this share: microbatches cost extra.
+NEAR_TIE = 1.03  # of plans within this factor, longer rows win, because shapes change less.
+FILL_CANDIDATES = 64  # sizes tried for the rest of a row.
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,15 @@ class FlatBatch:
     """All trajectories of a train batch on one axis, padded to powers of two.
 
     Attributes:
-      tokens: per-token arrays [F]: `tokens`, `positions`, `sequence_ids` (N_padded − 1 at most; the
-        padded number of sequences itself marks padding), `versions` int32, `loss_mask` bool,
-        `behaviour_logprobs` float32; where the trajectories have them `turn_ids` int32 and
-        `reference_logprobs` float32.
-      sequences: arrays [N_padded] of what has a reward, a trajectory or a turn with its own, end to
-        end as `sequence_ids` has them: `rewards` float32, `group_ids`, `run_ids` int32 (dense, from
-        0 in order; padding has the last one's id + 1), `agent_ids` int32 (dense), `truncated`,
-        `valid` bool.
-      starts, sizes, groups: of each trajectory where it begins on F, its tokens, its group; int64.
-      owners: [N] int64; the trajectory of each that has a reward.
-      num_groups: how many groups there are.
+      tokens: per-token arrays [F]: `tokens`, `positions`, `sequence_ids` (N_padded at padding),
+        `versions` int32, `loss_mask` bool, `behaviour_logprobs` float32; if all trajectories have
+        them, `turn_ids` int32 and `reference_logprobs` float32.
+      sequences: arrays [N_padded], an entry for each reward: of a trajectory, or of its turns.
+        `rewards`, `baselines` float32; `group_ids`, `run_ids` int32 (dense, from 0 in order;
+        padding has the last one's id + 1), `agent_ids` int32 (dense); `truncated`, `valid` bool.
+      starts, sizes, groups: of each trajectory its first token on F, its tokens, its group; int64.
+      owners: int64; the trajectory of each reward.
+      num_groups: number of groups.
     """
 
     tokens: Arrays
@@ -53,7 +51,7 @@ class FlatBatch:
 
     @property
     def num_sequences(self) -> int:
-        """Trajectories, of however many rewards."""
+        """Number of trajectories."""
         return len(self.sizes)
 
     @property
@@ -62,16 +60,19 @@ class FlatBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens, prompts included."""
+        """Number of tokens without padding, prompts included."""
         return int(self.sizes.sum())
 
     def pairs(self, ids: np.ndarray) -> np.ndarray:
-        """Return which of these sequences share a group: [N'] int64 from 0, in their order."""
+        """Return the groups of sequences `ids` as indices from 0: [N'] int64."""
         return np.unique(self.groups[ids], return_inverse=True)[1]
 
     def minibatch_of(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the minibatch of each of `sequences`, [N_padded] int32, −1 at padding."""
-        # `parts` are of `minibatch_ids`.
+        """Return the minibatch of each reward, [N_padded] int32, −1 at padding.
+
+        Args:
+          parts: indices of each minibatch's trajectories, from `minibatch_ids`.
+        """
         own = np.empty(self.num_sequences, np.int32)
         for index, ids in enumerate(parts):
             own[ids] = index
@@ -80,7 +81,7 @@ class FlatBatch:
         return out
 
     def arrays(self) -> Arrays:
-        """Return all that advantages are computed from, in one dict."""
+        """Return the inputs of advantages in one dict."""
         return {**self.tokens, **self.sequences}
 
 
@@ -89,7 +90,7 @@ class PackPlan:
     """The row of each sequence, and how rows make microbatches.
 
     Attributes:
-      rows: [N] int64; the row of each sequence, counted through the microbatches.
+      rows: [N] int64; the row of each sequence, counted over all microbatches.
       shapes: (rows, tokens of a row) of each microbatch, the longest rows first.
     """
 
@@ -118,15 +119,7 @@ def power_of_two(n: int, least: int) -> int:
 
 
 def flatten(groups: Sequence[Group]) -> FlatBatch:
-    """Lay the groups' trajectories one after the other.
-
-    Args:
-      groups: of one train batch; their order fixes the order of everything.
-
-    Raises:
-      ValueError: a trajectory is empty, its per-token arrays differ in length, or its first token
-        is trained on.
-    """
+    """Concatenate the trajectories of a train batch, in order; ValueError for a malformed one."""
     trajectories = [t for g in groups for t in g.trajectories]
     for t in trajectories:
         if wrong := malformed(t):
@@ -193,9 +186,7 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
 
 
 def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Return rows of sequences: each, longest first, in the first row with room.
-
-    Places equal sizes in one go, without a loop over sequences. Ties keep their order.
+    """Put each sequence, longest first, into the first row with room.
 
     Args:
       sizes: [N] integers, tokens, in [1, capacity].
@@ -204,6 +195,7 @@ def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
     Returns:
       [N] int64, rows from 0 without gaps.
     """
+    # Equal sizes are placed together, without a loop over sequences; ties keep their order.
     order = np.argsort(-sizes, kind="stable")
     distinct, counts = np.unique(sizes, return_counts=True)
     rows = np.empty(len(sizes), np.int64)
@@ -221,18 +213,12 @@ def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def fullest_rows(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Return rows filled one by one: the longest sequence left, and what fills its row best.
+    """Fill rows one by one with the longest sequence left and the sizes that fill its row best.
 
-    On GSM8K's lengths in rows of 1024 tokens: 99.9 % full, first-fit decreasing 97.8 %. First fit
-    is better where about two sequences share a row.
-
-    Args:
-      sizes: [N] integers, tokens, in [1, capacity].
-      capacity: tokens a row holds.
-
-    Returns:
-      [N] int64, rows from 0 without gaps.
+    Args and result are those of `first_fit_decreasing`.
     """
+    # On GSM8K's lengths in rows of 1024 tokens, rows are 99.9 % full, by first fit 97.8 %. First
+    # fit is better where about two sequences share a row.
     waiting: dict[int, list[int]] = {}  # size → its sequences, longest sizes first
     for index in np.argsort(-sizes, kind="stable").tolist():
         waiting.setdefault(int(sizes[index]), []).append(index)
@@ -248,7 +234,7 @@ def fullest_rows(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def _best_filling(waiting: dict[int, list[int]], taken: int, room: int) -> list[int]:
-    """Return sizes whose sum is nearest to `room` from below, of at most FILL_CANDIDATES sizes."""
+    """Return sizes with the largest sum up to `room`, chosen from FILL_CANDIDATES sizes."""
     # Subset sums are the bits of an integer.
     fitting = [size for size in waiting if size <= room]
     sums, history = 1, []  # bit n: some subset sums to n
@@ -268,8 +254,7 @@ def _best_filling(waiting: dict[int, list[int]], taken: int, room: int) -> list[
 
 def _microbatch_rows(num_rows: int, full: int, shards: int) -> tuple[int, ...]:
     """Return the rows of each microbatch: full ones, and ½, ¼ and ⅛ ones at most once each."""
-    # A batch that fits in one microbatch gets the least fourth of a full one that holds it.
-    # A batch that fits in one microbatch gets the least fourth of a full one that holds it.
+    # A batch that fits in one microbatch gets as few fourths of a full one as hold it.
     eighth = -(-full // (8 * shards)) * shards
     fourth = min(2 * eighth, full)
     if num_rows <= full:
@@ -290,18 +275,18 @@ def plan(
     shards: int = 1,
     row_mates: np.ndarray | None = None,
 ) -> PackPlan:
-    """Choose the row length of each microbatch and pack, as cheaply as `PackPlan.cost` counts it.
+    """Choose the row length of each microbatch and pack, at the least `PackPlan.cost`.
 
-    Short rows waste tokens, long rows waste attention, which is quadratic in T. Where few sequences
-    are much longer than the rest, these get microbatches of their own.
+    Short rows waste tokens; long rows waste attention, which is quadratic in T. A few sequences
+    that are much longer than the others get their own microbatches.
 
     Args:
       sizes: [N] tokens of each sequence.
-      budget: tokens a microbatch may hold of each row shard, on its `context` devices together.
+      budget: tokens of a microbatch on each row shard, on its `context` devices together.
       buckets: row lengths to choose from, tokens.
-      attention_cost: work of attention per token and key, over the other work per token; 0 where
-        attention does not look beyond a segment.
-      shards: of rows over devices; every microbatch has a multiple of it in rows.
+      attention_cost: work of attention per token and key, over the other work per token; 0 if
+        attention skips other segments.
+      shards: row shards; the rows of each microbatch are a multiple of it.
       row_mates: [N] int64 from 0; sequences of equal number share a row (the two of a pair).
 
     Raises:
@@ -322,7 +307,7 @@ def plan(
     if not lengths or lengths[-1] < longest:
         lengths.append(budget)
     whole = _in_rows_of_one_length(sizes, budget, lengths, attention_cost, shards)
-    coarse = lengths[::-2][::-1]  # every other one: twice as long and few shapes
+    coarse = lengths[::-2][::-1]  # every other length, for few shapes
     bounds = _length_classes(sizes, budget, coarse, attention_cost, shards)
     of_class = np.searchsorted(bounds, sizes)
     rows = np.empty(len(sizes), np.int64)
@@ -340,7 +325,7 @@ def plan(
 def _in_rows_of_one_length(
     sizes: np.ndarray, budget: int, lengths: list[int], attention_cost: float, shards: int
 ) -> PackPlan:
-    """Return the cheapest plan, or nearly, with rows of one of the shortest lengths that fit."""
+    """Return the cheapest plan, within NEAR_TIE, among the shortest row lengths that fit."""
     plans = []
     for length in [n for n in lengths if n >= sizes.max(initial=1)][:ROW_CANDIDATES]:
         rows = min((pack(sizes, length) for pack in _PACKERS), key=lambda r: r.max(initial=-1))
@@ -353,14 +338,14 @@ def _in_rows_of_one_length(
 def _length_classes(
     sizes: np.ndarray, budget: int, lengths: list[int], attention_cost: float, shards: int
 ) -> list[int]:
-    """Return the longest sequence of each class of lengths, such that classes cost least."""
-    # An estimate: over half a row a sequence has its own, and the others leave no gaps.
+    """Return the upper bounds of the cheapest classes of lengths, a row length for each."""
+    # An estimate: a sequence over half a row gets its own row, and the others leave no gaps.
     ordered = np.sort(sizes)
     before = np.concatenate([[0], np.cumsum(ordered)])
     ends, halves = (
         np.searchsorted(ordered, np.array(lengths) // part, side="right") for part in (1, 2)
     )
-    best: list[tuple[float, int, list[int]]] = []  # of what ends at each length
+    best: list[tuple[float, int, list[int]]] = []  # (cost, classes, bounds) up to each length
     for length, end, half in zip(lengths, ends, halves, strict=True):
         options = []
         for start, (cost, count, bounds) in [
@@ -381,13 +366,13 @@ def microbatches(flat: FlatBatch, ids: np.ndarray, packed: PackPlan) -> list[Arr
 
     Args:
       flat: the batch.
-      ids: [N'] which sequences, in the order that `packed` was planned for.
+      ids: [N'] indices of sequences, in the order of `packed`'s plan.
 
     Returns:
-      A dict of [B, T] arrays a microbatch: `tokens`, `positions`, `segment_ids` (from 1 in each
-      row, 0 = padding), `sequence_ids`, `loss_mask`, `behaviour_logprobs`, `versions`, and
-      `flat_index` int32 into the flat axis (its size at padding, so that a gather with fill and a
-      scatter with drop ignore it).
+      [B, T] arrays of each microbatch: `tokens`, `positions`, `sequence_ids`, `loss_mask`,
+      `behaviour_logprobs`, `versions` as in `flat.tokens`; int32 `segment_ids`, from 1 in each row
+      and 0 at padding; int32 `flat_index` into the flat axis. At padding the index is the axis's
+      size, which a gather with fill and a scatter with drop ignore.
     """
     lengths = np.repeat([length for _, length in packed.shapes], [n for n, _ in packed.shapes])
     total, beginnings = int(lengths.sum()), np.cumsum(lengths) - lengths
@@ -420,7 +405,7 @@ def microbatches(flat: FlatBatch, ids: np.ndarray, packed: PackPlan) -> list[Arr
 
 
 def segment_sizes(segment_ids: np.ndarray) -> np.ndarray:
-    """Return the tokens of each segment: [B, M] int32, 0 for none; of [B, T] as `microbatches` has.
+    """Return the tokens of each segment of `segment_ids` [B, T] as [B, M] int32, 0 for none.
 
     M is the least of 4, 16, 64, … that holds the segments of every row.
     """
@@ -445,13 +430,10 @@ _PADDING = {
 
 
 def minibatch_ids(flat: FlatBatch, count: int) -> list[np.ndarray]:
-    """Return the sequences of each minibatch: whole groups, in order, equally many up to one.
+    """Return the indices of each minibatch's sequences: whole groups, in order, split evenly.
 
     Args:
-      count: minibatches wanted; no more are made than there are groups.
-
-    Returns:
-      Index arrays into the real sequences.
+      count: number of minibatches, at most the number of groups.
     """
     parts = np.array_split(np.arange(flat.num_groups), min(count, flat.num_groups))
     return [np.flatnonzero(np.isin(flat.groups, part)) for part in parts]

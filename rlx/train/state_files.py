@@ -1,11 +1,11 @@
 """The train state in a checkpoint, by orbax: every host writes and reads its own shards.
 
-    CHECKPOINT/state/ocdbt.process_I/       the shards of host I, as they are: numbers hardly shrink
+    CHECKPOINT/state/ocdbt.process_I/       the shards of host I, uncompressed
     CHECKPOINT/state/host_I.written         host I = 1, 2, … has written them
-    CHECKPOINT/state/{manifest.ocdbt, …}    what there is and where, by host 0 when all have written
+    CHECKPOINT/state/{manifest.ocdbt, …}    index, by host 0 when all have written
 
-A host that cannot write may be unable to leave word of it there: the conductor tells host 0. A
-state may be restored to other shardings than it was saved with, on fewer or more hosts.
+The conductor reports a host that cannot write to host 0. A state may be restored to other
+shardings than it was saved with, on fewer or more hosts.
 """
 
 import asyncio
@@ -27,38 +27,36 @@ from rlx.model.tensors import BUCKET
 from rlx.system.atomic_directory import flush, is_full
 from rlx.train.batch_update import require_same
 
-POLL_SECONDS = 0.05  # how often host 0 looks whether the others have written
+POLL_SECONDS = 0.05  # how often host 0 checks that the others have written
 
 
 def begin(path: Path, state: Any) -> Future[None]:
-    """Begin to write a pytree of arrays, which may be given up then, into a checkpoint's directory.
+    """Begin to write a pytree of arrays, which may be donated then, into a checkpoint's directory.
 
-    The future ends when this host has written its shards, and on host 0 when all have.
-
-    Raises:
-      UserError: this host does not see the directory that host 0 has made.
+    The future ends when this host has written its shards, and on host 0 when all have. UserError if
+    this host does not see host 0's directory.
     """
     import orbax.checkpoint as ocp  # takes a second
 
-    logging.getLogger("absl").addFilter(_shows_no_stack)  # what orbax raises is told in a line
+    logging.getLogger("absl").addFilter(_shows_no_stack)  # rlx reports orbax's errors in a line
     place = _place(path)
     if not place.parent.is_dir():
         raise UserError(
-            f"{path} is not there on host {jax.process_index()}, but on host 0; give a --workdir "
-            "on storage that all hosts share"
+            f"{path} exists on host 0, not on host {jax.process_index()}; give a --workdir on "
+            "storage that all hosts share"
         )
     handler = ocp.PyTreeCheckpointHandler(use_compression=False)
     arguments = ocp.args.PyTreeSave(_named_leaves(state))
-    with _told_by_name(path), ThreadPoolExecutor(1) as fresh:  # the caller may run an event loop
+    with _disk_full_by_name(path), ThreadPoolExecutor(1) as fresh:  # the caller may run a loop
         place.mkdir(exist_ok=True)
         parts = fresh.submit(asyncio.run, handler.async_save(place, args=arguments)).result() or []
 
     def finish() -> None:
-        with _told_by_name(path):
+        with _disk_full_by_name(path):
             for part in parts:
                 part.result()
             if jax.process_index():
-                _say_written(Path(place))
+                _mark_written(Path(place))
         if not jax.process_index():
             _wait_for_others(Path(place))
             handler.finalize(place)
@@ -74,8 +72,8 @@ def _shows_no_stack(record: logging.LogRecord) -> bool:
 
 
 @contextmanager
-def _told_by_name(path: Path) -> Iterator[None]:
-    """Raise DiskFull for an error of a host that host 0 is told by its name and words alone."""
+def _disk_full_by_name(path: Path) -> Iterator[None]:
+    """Raise DiskFull on hosts other than 0, which get only an error's class and message."""
     try:
         yield
     except Exception as error:
@@ -84,36 +82,33 @@ def _told_by_name(path: Path) -> Iterator[None]:
         raise
 
 
-def _say_written(place: Path) -> None:
-    """Tell host 0 that this host's shards are on disk."""
+def _mark_written(place: Path) -> None:
+    """Flush this host's shards and mark them as written, for host 0."""
     flush(place.glob(f"*process_{jax.process_index()}/**/*"))
     Path(place, f"host_{jax.process_index()}.written").touch()
 
 
 def _wait_for_others(place: Path) -> None:
-    """Return when all other hosts have written; raise where the save is given up meanwhile."""
+    """Wait until all other hosts have written; FileNotFoundError if the save is abandoned."""
     for index in range(1, jax.process_count()):
         written = place / f"host_{index}.written"
         while not written.exists():
-            if not place.is_dir():  # host 0 has removed it: another one could not write
-                raise FileNotFoundError(errno.ENOENT, "the save was given up", str(place))
+            if not place.is_dir():  # host 0 removed it because another host could not write
+                raise FileNotFoundError(errno.ENOENT, "the save was abandoned", str(place))
             time.sleep(POLL_SECONDS)
         written.unlink()
 
 
 def read(path: Path, abstract: Any) -> Any:
-    """Read the state of a checkpoint, to where `abstract` has it.
+    """Read the state of a checkpoint; UserError if its parameters or shapes differ from `abstract`.
 
     Args:
       abstract: pytree of arrays or `jax.ShapeDtypeStruct`, with shardings or for one device.
-
-    Raises:
-      UserError: the state has other parameters or shapes than `abstract`.
     """
     import orbax.checkpoint as ocp
 
-    wanted, stored, reader = _named_leaves(abstract), _stored(path), ocp.PyTreeCheckpointHandler()
-    require_same(path, *map(_described, (stored, wanted)))
+    wanted, reader = _named_leaves(abstract), ocp.PyTreeCheckpointHandler()
+    require_same(path, *map(_described, (reader.metadata(_place(path)).tree, wanted)))
     leaves: dict[str, Any] = {}
     for part in _buckets(wanted):
         places = {
@@ -126,7 +121,7 @@ def read(path: Path, abstract: Any) -> Any:
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
-    """Return leaves by path: orbax sees one flat dict, whatever containers the optimizer uses."""
+    """Return leaves by path, for orbax in one flat dict whatever the optimizer's containers."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
@@ -136,20 +131,13 @@ def _described(leaves: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _place(path: Path) -> Any:
-    from etils import epath  # what orbax takes
+    from etils import epath  # orbax's paths
 
     return epath.Path(Path(path).absolute() / "state")
 
 
-def _stored(path: Path) -> dict[str, Any]:
-    """Return shape and dtype of each leaf that a checkpoint's state has, by name."""
-    import orbax.checkpoint as ocp
-
-    return ocp.PyTreeCheckpointHandler().metadata(_place(path)).tree
-
-
 def _buckets(wanted: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the leaves together of which this host reads at most BUCKET bytes and a leaf."""
+    """Yield leaves in parts, of which this host reads at most BUCKET bytes and a leaf each."""
 
     def size(leaf: Any) -> int:
         sharding = sharding_of(leaf)

@@ -1,4 +1,4 @@
-"""The statistics of one train step, computed when they are first read."""
+"""The metrics of one train step, computed when they are first read."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from rlx.algorithms import losses
 from rlx.base import Group, info_means
 from rlx.train.packing import FlatBatch, PackPlan
 
-# Sums over a microbatch's tokens, of L layers and E experts: see model.experts.Routing.
+# Sums over a microbatch's tokens, of L layers and E experts; see model.experts.Routing.
 ROUTING = ("router_load", "router_chance", "router_entropy")
 
 
@@ -39,13 +39,12 @@ class Metrics(Mapping[str, Any]):
 
 
 def host_metrics(groups: Sequence[Group], flat: FlatBatch, plans: Sequence[PackPlan]) -> dict:
-    """Return what is known without the device: sizes and shares.
+    """Return the metrics that need no device: sizes and shares.
 
     task_reward: mean over the samples, as the environment gave it. avg_seq_len, avg_prompt_len:
-    tokens (a prompt ends where the first sampled token stands). n_seqs, n_prompts, n_tokens
-    (prompts included), n_microbatches: counts. no_eos_ratio: share that ended by length.
-    pad_ratio: share of the computed tokens that is padding. info/*, reward/*: means of the
-    trajectories' own scalars.
+    tokens (a prompt ends before the first sampled token). n_tokens: prompts included.
+    no_eos_ratio: share that ended by length. pad_ratio: share of padding in the computed tokens.
+    info/*, reward/*: means of the trajectories' own scalars.
     """
     count = flat.num_sequences
     mask = flat.tokens["loss_mask"][: flat.num_tokens]
@@ -72,7 +71,7 @@ def host_metrics(groups: Sequence[Group], flat: FlatBatch, plans: Sequence[PackP
 
 
 def count_versions(flat: FlatBatch) -> dict[int, int]:
-    """Return how many trained tokens each policy version made; a dataset's have no version."""
+    """Return the number of trained tokens by policy version; a dataset's tokens have none."""
     trained = flat.tokens["versions"][flat.tokens["loss_mask"]]
     trained = trained[trained >= 0]
     versions, counts = np.unique(trained, return_counts=True)
@@ -93,17 +92,17 @@ def staleness(tokens_per_version: Mapping[int, int], version: int) -> dict[str, 
 
 
 def totals(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the sums of microbatches' or minibatches' stats, but for ROUTING."""
+    """Return the sums of microbatches' or minibatches' stats, except ROUTING."""
     return {k: float(sum(part[k] for part in parts)) for k in parts[0] if k not in ROUTING}
 
 
 def routing_metrics(minibatches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return how a mixture's routers chose; nothing for a model without experts.
+    """Return metrics of a mixture's routers; {} for a model without experts.
 
-    expert_load: each expert's share of the choices, the mean over layers. expert_max_share: the
-    largest share that an expert has of a layer's choices; 1 / E were even. expert_balance: as
-    `experts.balance_loss` has it, of the whole batch; 1 were even. router_entropy: of the
-    probabilities before the choice, nats a token and layer.
+    expert_load: each expert's share of the choices, mean over layers. expert_max_share: largest
+    share of an expert in a layer; 1 / E if even. expert_balance: `experts.balance_loss` of the
+    whole batch; 1 if even. router_entropy: of the probabilities before the choice, nats a token and
+    layer.
     """
     if ROUTING[0] not in minibatches[0]:
         return {}
@@ -127,13 +126,12 @@ def device_metrics(
     num_runs: int,
     schedule: Callable[[Any], Any],
 ) -> dict[str, Any]:
-    """Return metrics of the sums that the device made, which are on the host by now.
+    """Return the metrics of the device's sums, which are on the host by now.
 
-    kl_reward: mean per trained token.
-    n_left_out: tokens that a filter (overlong_filter, M2PO) took out. kl_coefficient: β.
-    final_reward: mean of the shaped reward and the summed KL penalty. grad_norm: mean over the
-    minibatches, before clipping. lag_kl: of the first minibatch (`losses.lag_stats`). The rest as
-    `losses.summarise` has it.
+    kl_reward: mean per trained token. n_left_out: tokens removed by a filter (overlong_filter,
+    M2PO). kl_coefficient: β. final_reward: mean of the shaped reward and the summed KL penalty.
+    grad_norm: mean over the minibatches, before clipping. lag_kl: of the first minibatch
+    (`losses.lag_stats`). For others see `losses.summarise`.
     """
     total = totals(minibatches)
     skipped, norms = total.pop("skipped_updates"), total.pop("grad_norm")
@@ -142,7 +140,7 @@ def device_metrics(
         critic["critic_skipped_updates"] = total.pop("critic_skipped_updates")
         critic["critic_grad_norm"] = total.pop("critic_grad_norm") / len(minibatches)
     del total["updates"]
-    for name in losses.LAG:  # later minibatches have moved on
+    for name in losses.LAG:  # later minibatches see an updated policy
         if name in total:
             total[name] = float(minibatches[0][name])
     metrics = losses.summarise(total, float(np.sum(denominators)))

@@ -1,6 +1,7 @@
-"""What the trainer takes from a run's config: one frozen dataclass, made and checked once."""
+"""The settings of a trainer and its optimizer, read from a run's config and checked once."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +11,53 @@ from rlx.base import UserError
 from rlx.cli.user_code import find
 from rlx.model.lora_config import LoraConfig
 from rlx.model.mesh import parse_mesh
-from rlx.option import option, read_options
-from rlx.train.optimizer_options import OptimizerOptions
+from rlx.option import check_value, option, options_of, read_options
+
+OPTIMIZERS = {"adamw": 2, "lion": 1, "sgd": 0}  # name → float32 moments for each parameter
+# Share of the peak rate by the completed fraction of the run, 0 to 1.
+SCHEDULES: dict[str, Callable[[Any, Any], Any]] = {
+    "constant": lambda done, lib: 1.0,
+    "linear": lambda done, lib: 1.0 - done,
+    "cosine": lambda done, lib: 0.5 * (1.0 + lib.cos(math.pi * done)),
+}
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """The keys of `config.optimizer`; UserError for an unknown name or a value out of range."""
+
+    name: str = option("adamw", "rule of an update", tuple(OPTIMIZERS))
+    learning_rate: float = option(1e-6, "the peak, after warm-up", "[0, inf)")
+    schedule: str = option("constant", "of the rate after warm-up", tuple(SCHEDULES))
+    warmup_steps: int = option(0, "optimizer updates of linear warm-up from 0", "[0, inf)")
+    b1: float = option(0.9, "share of the first moment kept at each update", "[0, 1)")
+    b2: float = option(0.999, "share of the second moment kept", "[0, 1)")
+    eps: float = option(1e-8, "added to the root of the second moment", "[0, inf)")
+    weight_decay: float = option(0.0, "decoupled, of matrices; times the learning rate", "[0, inf)")
+    clip_norm: float = option(1.0, "largest norm of the whole gradient; 0: no limit", "[0, inf)")
+
+    def __post_init__(self):
+        for name, declared in options_of(OptimizerOptions).items():
+            check_value(f"optimizer.{name}", getattr(self, name), declared.metadata["values"])
+
+
+def rate_at(options: OptimizerOptions, total_steps: int, updates: Any, lib: Any) -> Any:
+    """Return the learning rate of an update: linear warm-up from 0, then the named schedule.
+
+    With w warm-up steps the first update has learning_rate / w.
+
+    Args:
+      total_steps: optimizer updates of the whole run, at which the schedule ends.
+      updates: index of the update, from 0; a number or an array. lib: numpy, or jax.numpy.
+    """
+    warmup = options.warmup_steps
+    done = lib.clip((updates - warmup) / max(total_steps - warmup, 1), 0.0, 1.0)
+    after = options.learning_rate * SCHEDULES[options.schedule](done, lib)
+    if not warmup:
+        return after
+    ramp = options.learning_rate * (updates + 1) / warmup
+    return lib.where(updates < warmup, ramp, after)
+
 
 _ROW_BUCKETS = (
     64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384,
@@ -21,16 +67,17 @@ _ROW_BUCKETS = (
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The settings of a trainer; fields without a word here are those of the same config key.
+    """The settings of a trainer, each with the config key that sets it.
 
     Attributes:
       token_budget: train.max_tokens_per_microbatch; tokens on each device, which is all of its
         rows or, under `context`, its share of them.
+      row_buckets: row lengths, tokens.
       dtype, compute_dtype, publish_dtype: of parameters, of activations, of exported weights.
       chunk: model.logprob_chunk; tokens whose logits exist at one time.
       temperature: > 0, the one the tokens were sampled with.
-      critic_warmup: train batches in which the critic alone learns.
-      lora: the adapters, where they are trained in place of the model.
+      critic_warmup: train batches in which only the critic learns.
+      lora: the adapters; None: the whole model is trained.
     """
 
     algorithm: Algorithm
@@ -92,17 +139,17 @@ class TrainOptions:
 
     @property
     def row_budget(self) -> int:
-        """Tokens that a row may have: those of all devices that share it."""
+        """Largest row, tokens: the budget of all devices that share it."""
         return self.token_budget * parse_mesh(self.mesh).get("context", 1)
 
     @property
     def reference_moves(self) -> bool:
-        """Whether the reference policy follows the trained one and so belongs to the state."""
+        """Whether the reference policy follows the trained one, as a part of the state."""
         return self.algorithm.needs_reference and self.reference_mode != "frozen"
 
     @property
     def policy_updates(self) -> int:
-        """Optimizer updates of the policy in the whole run: none while it waits for its critic."""
+        """Optimizer updates of the policy in the whole run, without the critic's warm-up."""
         return (self.total_steps - self.critic_warmup) * self.minibatches
 
 
@@ -117,17 +164,17 @@ def _check(options: TrainOptions) -> None:
     if options.lora and (algorithm.critic or algorithm.kind.scores):
         what = "a critic" if algorithm.critic else "a reward model"
         raise UserError(
-            f"algorithm {algorithm.name} trains {what}, whose value head is no adapter's; set "
+            f"algorithm {algorithm.name} trains {what}, whose value head has no adapter; set "
             "lora.rank=0"
         )
     if options.reference_mode != "frozen" and not algorithm.needs_reference:
         raise UserError(
-            f"reference.mode={options.reference_mode} is of a reference policy and algorithm "
-            f"{algorithm.name} asks for none; set algorithm.kl_placement, or reference.mode=frozen"
+            f"reference.mode={options.reference_mode} needs a reference policy and algorithm "
+            f"{algorithm.name} has none; set algorithm.kl_placement, or reference.mode=frozen"
         )
     if warmup and not algorithm.critic:
         raise UserError(
-            f"critic.warmup_steps={warmup} is of a critic and algorithm {algorithm.name} has none; "
+            f"critic.warmup_steps={warmup} needs a critic and algorithm {algorithm.name} has none; "
             "set algorithm.critic=True, or critic.warmup_steps=0"
         )
     if warmup and warmup >= options.total_steps:

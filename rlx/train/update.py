@@ -1,6 +1,5 @@
-"""The trainer in JAX: pure functions of arrays, jitted, under a thin host loop.
+"""The trainer in JAX: jitted pure functions under a host loop that never waits for the device.
 
-The host only arranges arrays and dispatches; nothing here waits for the device.
 Shapes: F tokens of the flat axis, N trajectories, B rows of a microbatch, T tokens of a row.
 """
 
@@ -37,19 +36,18 @@ ParamsSource = Callable[[Params], Params]  # sharding of each parameter → all 
 
 
 class JaxUpdate(BatchUpdate):
-    """The trainer in JAX, an `Update` of rlx/train/contract.py; holds nothing that changes.
+    """The trainer in JAX, an `Update` of rlx/train/contract.py without mutable state.
 
     Args:
       model_config: the model, without a value head.
       options: of the run.
-      source: called once, in the constructor or by `init`, for the weights that the run begins
-        with; the first update deletes these arrays. They are also the frozen policy of KL terms
-        and the base of LoRA's adapters.
-      mesh: devices to use; made from `options.mesh` when None.
+      source: returns the run's first weights, which are also the frozen policy of KL terms and the
+        base of LoRA; called once, here or by `init`. The first update deletes these arrays.
+      mesh: devices to use; None: made from `options.mesh`.
 
     Attributes:
       abstract_state: shapes, dtypes and shardings of the state, for restoring a checkpoint.
-      lora: settings of the adapters, which then are all that `state.params` holds; None without.
+      lora: settings of the adapters, with which `state.params` holds only adapters; or None.
       learner: of the policy or the reward model. critic_learner: of `state.critic`.
 
     Raises:
@@ -104,7 +102,7 @@ class JaxUpdate(BatchUpdate):
         self._compile(places)
 
     def _compile(self, places: Any) -> None:
-        """Declare what each program donates, and where its results go."""
+        """Declare the arguments that each program donates and the shardings of its results."""
         policy, critic, everywhere = places, None, self._everywhere()
         # Committed to the device as restored arrays are: a resumed run finds the same programs.
         home = SingleDeviceSharding(jax.devices()[0]) if places is None else places
@@ -118,10 +116,10 @@ class JaxUpdate(BatchUpdate):
         self._prepare_step = jax.jit(objective.prepare, static_argnums=(4, 5))
         self._gather, self._waits = jax.jit(objective.gather), jax.jit(self.policy_waits)
         self._end_batch = jax.jit(self.end_batch, donate_argnums=0, out_shardings=places)
-        # Every host has all scores: it may have to read them.
+        # Every host gets all scores because it may have to read them.
         self._scatter = jax.jit(_scatter, donate_argnums=0, out_shardings=everywhere)
 
-    # What the device computes: pure functions.
+    # Pure functions, which run on the device.
 
     def first_state(self, params: Params, critic_params: Params | None = None) -> TrainState:
         """Return the state before the first update; its arrays are those of the parameters."""
@@ -147,7 +145,7 @@ class JaxUpdate(BatchUpdate):
         )
 
     def full_params(self, params: Any, frozen: Any) -> Params:
-        """Return all that the decoder reads: `params`; with LoRA `frozen`, and adapters if any."""
+        """Return the decoder's parameters: `params`, or with LoRA `frozen` and any adapters."""
         if self.lora is None:
             return params
         return frozen if params is None else lora_lib.attach(frozen, params, self.lora)
@@ -183,7 +181,7 @@ class JaxUpdate(BatchUpdate):
         return decoder.shift(after_BT, batch["segment_ids"]), after_BT
 
     def loss(self, params: Params, frozen: Params | None, batch: Batch) -> tuple[Array, Stats]:
-        """Return the microbatch's summed loss, experts' balance loss included; summed stats."""
+        """Return the microbatch's summed loss, with the experts' balance loss; summed stats."""
         full = self.full_params(params, frozen)
         x, routing = self._states(full, self.model, batch)
         total, stats = objective.loss(
@@ -208,12 +206,12 @@ class JaxUpdate(BatchUpdate):
     def end_batch(
         self, state: TrainState, reference_kl: Array, trained: Array, trajectories: Array
     ) -> TrainState:
-        """Return the state after a train batch: one version on, with β and the reference policy.
+        """Return the state after a train batch: the next version, β and reference policy.
 
         Args:
           state: after the last minibatch.
           reference_kl: summed over the batch's trained tokens, nats. trained: their number.
-          trajectories: number of them in the batch.
+          trajectories: number of trajectories in the batch.
         """
         o, algorithm, coefficient = self._options, self._algorithm, state.kl_coefficient
         step, reference = state.step + 1, state.reference
@@ -247,7 +245,7 @@ class JaxUpdate(BatchUpdate):
         return None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
 
     def _learned_shardings(self, model: ModelConfig, optimizer, rows=None) -> tuple[Any, Any]:
-        """Return shardings of what is trained (adapters by their table, `rows`) and its moments."""
+        """Return shardings of the trained parameters (`rows`: of adapters) and their moments."""
         params = sharding.named_shardings(model, self._mesh, rows)
         shapes = parameters.shapes(model)
         if self.lora and rows:
@@ -301,7 +299,7 @@ class JaxUpdate(BatchUpdate):
         return jax.tree.map(lambda _: home, parameters.shapes(model))
 
     def _load(self, given: Params | None = None) -> Params:
-        """Return the source's weights, each device's slices read by itself, or a copy of others."""
+        """Return the source's weights, or a copy of `given` ones, in the run's dtype and places."""
         places, dtype = self._places(self._base), jnp.dtype(self._options.dtype)
         params = given or (self._source and self._source(places))
         assert params, "params or a source of them"
@@ -314,7 +312,7 @@ class JaxUpdate(BatchUpdate):
         place = NamedSharding(self._mesh, spec)
         if place.is_fully_addressable:
             return jax.device_put(arrays, place)
-        # Each host has the whole batch; device_put would send it round to see that they agree.
+        # Each host has the whole batch; device_put would send it around to compare.
         return jax.tree.map(
             lambda x: jax.make_array_from_callback(x.shape, place, lambda index: x[index]), arrays
         )
@@ -324,8 +322,8 @@ class JaxUpdate(BatchUpdate):
     def init(self, params: Params | None = None) -> TrainState:
         """Return the state before the first update, with a copy of params, or those of `source`.
 
-        A critic begins as a copy of them, a reward model is one, both with a value head of zeros.
-        With LoRA the state begins with adapters that add nothing, and params are not looked at.
+        A critic or reward model begins as a copy of them with a value head of zeros. With LoRA the
+        state begins with adapters that add nothing, and params are ignored.
         """
         model, critic = self._base, None
         if self.lora:
@@ -347,7 +345,7 @@ class JaxUpdate(BatchUpdate):
         return jax.device_put(valued, self._places(model))
 
     def weights(self, state: TrainState, adapters: bool = False) -> Buckets:
-        """Return the policy's tensors, as the device computes them; see the contract."""
+        """Return the policy's tensors, computed on iteration; see the contract."""
         if adapters:
             assert self.lora, "a run without adapters has none to give"
             rows = lora_lib.table(self._base, self.lora)

@@ -178,10 +178,10 @@ def test_an_unknown_choice_names_its_key(field):
         ),
         (
             {"kl_coefficient": 0.04},
-            r"kl_coefficient=0.04 acts on nothing \(grpo\); it needs .*"
+            r"kl_coefficient=0.04 has no effect \(grpo\); it needs .*"
             "kl_placement=reward|loss: set that, or leave",
         ),
-        ({"kl_target": 0.1}, r"kl_target=0.1 acts on nothing \(grpo\); .*kl_placement=reward"),
+        ({"kl_target": 0.1}, r"kl_target=0.1 has no effect \(grpo\); .*kl_placement=reward"),
         ({"weight_upper": 1.0}, "weight_upper=1.0 masks every token that is on policy"),
         ({"weight_statistic": "k2", "weight_upper": 0.0}, "whose k2 is 0; set it above 0"),
         ({"weight_statistic": "k1", "weight_upper": -0.5}, "whose k1 is 0; set it above 0"),
@@ -251,7 +251,7 @@ def test_an_override_that_acts_on_nothing_names_what_would_make_it_act(values, n
     field, value = list(values.items())[-1]
     with pytest.raises(UserError) as raised:
         resolve(overrides(**values), 8)
-    begin, _, end = str(raised.value).partition(" acts on nothing (")
+    begin, _, end = str(raised.value).partition(" has no effect (")
     assert begin == f"algorithm.{field}={value}"
     assert f"; it needs algorithm.{needs}" in end
 

@@ -155,7 +155,7 @@ def test_an_algorithm_with_the_same_function_is_the_same_static_argument():
 def test_any_field_may_be_read_by_a_loss_of_ones_own():
     algorithm = own(lambda i, a: (i.target, {}), clip_high=0.3, sapo_positive=2.0, dual_clip=3.0)
     assert algorithm.clip_high == 0.3
-    with pytest.raises(UserError, match=r"pair_beta=0.3 acts on nothing"):
+    with pytest.raises(UserError, match=r"pair_beta=0.3 has no effect"):
         own(lambda i, a: (i.target, {}), pair_beta=0.3)
 
 

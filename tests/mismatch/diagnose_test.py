@@ -106,7 +106,7 @@ def test_another_temperature(first, trained, now, temperature):
     report, explanations = found(case(first, trained, answers(now, temperature=temperature)))
     assert not report.ok
     assert explanations[0].cause == "temperature"
-    assert f"logprobs are of {temperature:.3g}, the trainer's of 0.7" in explanations[0].words
+    assert f"logprobs are at {temperature:.3g}, the trainer's at 0.7" in explanations[0].words
     assert explanations[0].exact
     assert len({finding.cause for finding in explanations}) == 1
 

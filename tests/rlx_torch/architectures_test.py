@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlx.base import UserError
 from rlx.config import default
-from rlx.model import directory, hf, hf_files
+from rlx.model import directory, hf
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
 from rlx.run.model_checks import check_context
@@ -154,7 +154,7 @@ def test_layers_are_compiled_whatever_the_decoder_calls_them(tmp_path, monkeypat
 def test_what_no_packed_row_can_enter_is_refused(tmp_path, made):
     config = AutoConfig.for_model("mamba", vocab_size=128, hidden_size=32, num_hidden_layers=2)
     config.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"MambaForCausalLM has layers of .*attention alone"):
+    with pytest.raises(UserError, match=r"MambaForCausalLM has layers of .*only attention"):
         packed_model.empty(tmp_path)
     model = packed_model.load(made("granite")[0], "cpu", "float32")
     model.config.logits_scaling = 1.0  # as of a model that scales in a way of its own
@@ -162,7 +162,7 @@ def test_what_no_packed_row_can_enter_is_refused(tmp_path, made):
         lambda self, **k: _halved(forward(self, **k)), type(model).forward,
     )  # fmt: skip
     try:
-        with pytest.raises(UserError, match="something else of packed sequences than of each"):
+        with pytest.raises(UserError, match="other log-probabilities to packed sequences than"):
             packed_model.require_packed(model)
     finally:
         type(model).forward = forward
@@ -181,7 +181,7 @@ def test_a_foreign_model_is_for_torch_and_vllm_alone(made):
     with pytest.raises(UserError, match=r"unsupported .*trainer=torch with fleet.engine=vllm"):
         model.require_ours("trainer=jax")
     with pytest.raises(UserError, match="unsupported"), hf.open_tensors(path) as tensors:
-        hf_files.check_tensors(tensors, model)
+        directory.check_tensors(tensors, model)
 
 
 def test_mlps_and_mixtures_by_turns_are_for_torch_and_vllm_alone(tmp_path):

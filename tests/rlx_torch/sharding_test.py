@@ -78,10 +78,13 @@ def test_what_tensor_cuts_is_what_transformers_plan_says():
 
 @pytest.mark.parametrize(
     ("plan", "why"),
-    [({"model.layers.*.mlp.experts": "moe_tp_experts"}, "has 'moe_tp_experts'"), ({}, "no plan")],
+    [
+        ({"model.layers.*.mlp.experts": "moe_tp_experts"}, "unknown style 'moe_tp_experts'"),
+        ({}, "no plan"),
+    ],
 )
 def test_a_model_that_tensor_cannot_cut_is_one_line(plan, why):
     config = SimpleNamespace(tie_word_embeddings=False, architectures=["Some"])
     model = SimpleNamespace(tp_plan=plan, config=config)
-    with pytest.raises(UserError, match=f"{why}.*use fsdp alone"):
+    with pytest.raises(UserError, match=f"{why}.*use only fsdp"):
         sharding.check_plan(model)

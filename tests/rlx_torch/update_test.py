@@ -18,8 +18,7 @@ from rlx.model import hf
 from rlx.model import params as parameters
 from rlx.run.export import Export
 from rlx.train.learner import make_optimizer as make_jax_optimizer
-from rlx.train.optimizer_options import OptimizerOptions
-from rlx.train.train_options import TrainOptions
+from rlx.train.train_options import OptimizerOptions, TrainOptions
 from rlx.train.update import JaxUpdate
 from rlx_torch.optimizers import make_optimizer, step_offloaded
 from rlx_torch.update import TorchUpdate
@@ -368,7 +367,7 @@ def test_offloaded_moments_come_back_from_every_step():
 
 def test_offloading_asks_for_a_gpu(tiny_model_dir):
     given = options(**{"train.offload_optimizer": True})
-    with pytest.raises(UserError, match="of one process with a GPU and this is 1 × cpu"):
+    with pytest.raises(UserError, match="needs a single process with a GPU, got 1 × cpu"):
         TorchUpdate(hf.load_config(tiny_model_dir), given, tiny_model_dir)
 
 

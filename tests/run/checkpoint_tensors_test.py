@@ -96,7 +96,7 @@ def test_a_description_that_would_run_code_is_refused_before_it_does(
     path = saved("torch", ours, tmp_path)
     (path / ".metadata").write_bytes(pickle.dumps(Evil()))
     assert ".metadata has changed since it was written" in checkpoint.verify(path)
-    with pytest.raises(UserError, match=r"names builtins\.print, which no state has"):
+    with pytest.raises(UserError, match=r"names builtins\.print, which rlx never writes"):
         ours.restore(path)
     assert "executed" not in capsys.readouterr().out
 

@@ -113,7 +113,7 @@ def test_two_processes_equal_one_and_go_on_after_the_death_of_either(
     assert pair[0].wait(120) == 2
     assert all(ended(pid) for pid in pids)
     assert last_line(tmp_path / "0").startswith("error: process 1 of 2 on ")
-    assert "the same command goes on" in last_line(tmp_path / "0")
+    assert "run the same command again" in last_line(tmp_path / "0")
 
     pair = cluster()
     wait_for_step(run, 4, pair)
@@ -147,5 +147,5 @@ def test_processes_of_two_minds_are_refused_in_one_line_before_anything_is_made(
     for log in ("0", "1"):
         line = last_line(tmp_path / log)
         assert line.startswith("error: process 1 of 2 on ")
-        assert "is not of this run: config.seed: 7 there, 0 on process 0; start each" in line
+        assert "belongs to another run: config.seed: 7 there, 0 on process 0; start each" in line
     assert not (tmp_path / "run").exists()

@@ -22,8 +22,7 @@ from rlx.base import DiskFull, Group, Trajectory, UserError
 from rlx.model.tensors import Buckets
 from rlx.train import archive, conductor, hosts
 from rlx.train.hosts import Cluster, Hosts
-
-SECONDS = 60.0  # that a test waits for what must come at once
+from tests.train.hosts_test import SECONDS, free_port, leave
 
 
 def groups(seed):
@@ -127,10 +126,7 @@ class Pair:
         assert self.told.get(timeout=SECONDS) == {"step": 7}
 
     def close(self):
-        for each in (self.lead, self.follower):
-            each.close()
-        for each in (self.lead, self.follower):
-            each._peers[0].cut()
+        leave(self.lead, self.follower)
 
 
 _calls = st.lists(
@@ -174,7 +170,7 @@ def test_a_state_that_the_others_have_no_more_is_refused():
     pair = Pair()
     first = pair.update.init()
     pair.update.update(first, groups(0))
-    with pytest.raises(AssertionError, match="no more"):
+    with pytest.raises(AssertionError, match="no longer have"):
         pair.update.logprobs(first, groups(0))
     pair.stop()
     pair.close()
@@ -269,8 +265,7 @@ threading.Event().wait()
     ],
 )
 def test_a_process_that_hangs_in_a_call_ends_all_in_one_line_that_names_it(how, count, wanted):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     all_ = [
         subprocess.Popen(
             [sys.executable, "-c", HUNG, address, str(index), str(count), how],

@@ -12,7 +12,7 @@ from rlx.base import UserError
 from rlx.train import hosts
 from rlx.train.hosts import Cluster, Hosts, join, relay
 
-SECONDS = 60.0
+SECONDS = 60.0  # limit of waiting for what must happen at once
 
 
 def of(environ=(), coordinator="", processes=0, process=-1):
@@ -81,7 +81,7 @@ def test_a_place_that_is_incomplete_or_no_number_is_refused(given, words):
 def test_process_0_says_at_once_for_whom_it_waits_and_why(capsys):
     """Of four tasks of `srun --pty` one is typed into, and runs this alone."""
     step = Cluster.of(slurm("localhost", index=0), f"127.0.0.1:{free_port()}", 0, -1, 60, 0.3, 60)
-    with pytest.raises(UserError, match=r"run of this process.*processes=1.*SLURM_NTASKS=4"):
+    with pytest.raises(UserError, match=r"for a single process.*processes=1.*SLURM_NTASKS=4"):
         join(step, {})
     said = capsys.readouterr().err
     assert "waiting up to 0.3 s for the other 3 processes" in said
@@ -180,7 +180,7 @@ def test_one_process_needs_no_other():
     ("identities", "indices", "words"),
     [
         ([{"config.seed": 1}, {"config.seed": 2}], [0, 1],
-         "process 1 of 2 on .* is not of this run: config.seed: 2 there, 1 on process 0"),
+         "process 1 of 2 on .* belongs to another run: config.seed: 2 there, 1 on process 0"),
         ([{"a": 1}, {"a": 1, "b": 1}], [0, 1], "b: 1 there, None on process 0"),
         ([{"a": 1, "b": 1}, {"a": 2, "b": 2}], [0, 1], r"a: 2 there, 1 on process 0 \(and 1 more"),
         ([{}, {}, {}], [0, 1, 1], "cluster.process=1, as process 1 of 3 on .* has"),
@@ -229,7 +229,7 @@ def test_a_closed_connection_ends_all_the_others():
     assert found[0].startswith("process 2 of 3 on ")
     assert "is lost: " in found[0]
     assert "process 2 of 3 on " in found[1]
-    assert "the same command goes on" in found[1]
+    assert "run the same command again" in found[1]
     leave(lead, first, second)
 
 

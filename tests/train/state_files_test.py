@@ -73,7 +73,7 @@ def test_a_save_and_a_restore_take_no_second_state(tmp_path):
 def test_a_save_that_was_given_up_waits_for_no_other_host(tmp_path, monkeypatch):
     """What fails at once on another host leaves no word; host 0 removes the directory."""
     monkeypatch.setattr(state_files.jax, "process_count", lambda: 2)
-    with pytest.raises(FileNotFoundError, match="the save was given up"):
+    with pytest.raises(FileNotFoundError, match="the save was abandoned"):
         state_files._wait_for_others(tmp_path / "gone")
 
 

@@ -346,7 +346,7 @@ def test_kl_without_a_reference_is_an_error(model_config, make_config):
 
 
 def test_a_reference_that_follows_needs_a_term_that_asks_for_one(model_config, make_config):
-    with pytest.raises(UserError, match=r"reference.mode=ema .* grpo asks for none"):
+    with pytest.raises(UserError, match=r"reference.mode=ema .* grpo has none"):
         TrainOptions.of(make_config(**{"reference.mode": "ema"}))
 
 

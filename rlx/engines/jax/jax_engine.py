@@ -34,7 +34,7 @@ from rlx.engines.jax.slots import MAX_STOPS, LiveRequest, Slots, SlotStart
 from rlx.engines.kv_memory import make_plan, out_of_memory
 from rlx.engines.model_engine import ModelEngine
 from rlx.fleet.requests import Chunk, EngineStatus, Request, ScoreRequest, Scores
-from rlx.model import compile_cache, hf, hf_files
+from rlx.model import compile_cache, directory, hf
 
 _T = TypeVar("_T")
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -231,7 +231,7 @@ class JaxEngine(ModelEngine):
         """
         try:
             with hf.open_tensors(path) as tensors:
-                hf_files.check_tensors(tensors, self._config)
+                directory.check_tensors(tensors, self._config)
                 params = serving_params(tensors, self._config, self._dtype)
         except UserError as error:
             raise ValueError(str(error)) from error

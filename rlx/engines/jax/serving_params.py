@@ -38,7 +38,7 @@ def serving_params(
     """Return HF's tensors in the serving layout.
 
     Args:
-      tensors: HF name → [out, in], checked by hf_files.check_tensors; each is read once.
+      tensors: HF name → [out, in], checked by directory.check_tensors; each is read once.
       dtype: dtype of the result.
 
     Raises:
