@@ -1,16 +1,16 @@
-"""Writes WORKSPACE and MODULE.bazel from one list: python bazel/workspace.py
+"""Write WORKSPACE and MODULE.bazel from one list: python bazel/workspace.py
 
-WORKSPACE is for Bazel 4 without a network (Debian's bazel-bootstrap): bazel/stubs stands in for
-what it would download. MODULE.bazel is for today's Bazel, which has a registry, and rules for
-Python outside itself alone. tests/bazel_test.py checks the committed files.
+WORKSPACE is for Bazel 4 without a network (Debian's bazel-bootstrap); bazel/stubs replaces its
+downloads. MODULE.bazel is for current Bazel, which has a registry, and Python rules as a module.
+tests/bazel_test.py checks the committed files.
 """
 
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-NAME = "rlx_source"  # were it rlx, `import rlx` would find the repository's root in its stead
+NAME = "rlx_source"  # if it were rlx, `import rlx` would find the repository's root
 STUBS = "bazel/stubs"
-# name → version in the registry; without one it is what Bazel 4 alone has to be given
+# name → version in the registry; those without a version are needed only by Bazel 4
 REPOSITORIES = {
     "rules_python": "1.8.0",
     "rules_cc": "",
@@ -21,7 +21,7 @@ HEAD = "# Written by bazel/workspace.py.\n"
 
 
 def workspace() -> str:
-    """Return WORKSPACE, whose repositories all lie here."""
+    """Return WORKSPACE, whose repositories are all local."""
     stub = 'local_repository(\n    name = "{}",\n    path = "{}",\n)'
     parts = [f'workspace(name = "{NAME}")', *(stub.format(name, STUBS) for name in REPOSITORIES)]
     return HEAD + "\n\n".join(parts) + "\n"

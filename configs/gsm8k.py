@@ -60,8 +60,8 @@ VARIANTS = {
         "The published KL term in the reward (kl_placement=reward, kl_estimator=k1) is off here. "
         "It would take a reference policy, another copy of the parameters.",
         {
-            "train.minibatches": 1,  # nothing is clipped: one update a batch, as published
-            "optimizer.clip_norm": 0.0,  # at 1.0 it would cut every gradient; Adam does without
+            "train.minibatches": 1,  # nothing is clipped: one update per batch, as published
+            "optimizer.clip_norm": 0.0,  # at 1.0 it would clip every gradient; Adam needs no clip
         },
     ),
     "ppo": (

@@ -22,9 +22,9 @@ def get_config():
     c.fleet.slots = 256
     c.model.path = "rlx:smollm2"
     c.model.remat = "none"
-    c.data.system_prompt = ""  # its template has one; it solves nothing if asked for a box
+    c.data.system_prompt = ""  # its template has one; if asked for a box it solves nothing
     c.sampling.n_samples = 16
-    c.sampling.temperature = 0.7  # at 1 hardly any answer is right
+    c.sampling.temperature = 0.7  # at temperature 1 hardly any answer is right
     c.sampling.max_new_tokens = 256
     c.rollout.max_concurrent_rollouts = 192
     c.optimizer.learning_rate = 5e-6

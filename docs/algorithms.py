@@ -1,8 +1,8 @@
-"""Writes docs/algorithms.md from the table of presets: python docs/algorithms.py
+"""Write docs/algorithms.md from the table of presets: python docs/algorithms.py
 
-Prose stands in algorithms.template.md, rows and fields in rlx/algorithms. An equation is the
-indented block in the docstring of the function that computes it, found through the tables that the
-code itself uses; what has none raises. tests/algorithms/docs_test.py checks the committed page.
+The prose is in algorithms.template.md, rows and fields are in rlx/algorithms. An equation is the
+indented block in the docstring of its function, found through the code's own tables. A function
+without an equation is an error. tests/algorithms/docs_test.py checks the committed page.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ from rlx.algorithms.presets import PRESETS, idle, resolve
 from rlx.base import UserError
 
 PAGE = Path(__file__).with_suffix(".md")
-# As a run has them: without the decoupled weight the anchor is another one.
+# As in a run: without the decoupled weight the proximal policy is another one.
 ROWS = [dataclasses.replace(a, proximal=resolve({"preset": a.name}, 1).proximal)
         for a in PRESETS.values()]  # fmt: skip
 LOSSES = {**surrogates.SURROGATES, **supervised.PAIR_LOSSES, "nll": supervised.nll_loss}
-# Fields and the function whose docstring has a line for each of their choices, or an equation.
+# Fields whose function has a line for each choice, or an equation, in its docstring.
 BY_CHOICE = {"peers": advantages.peers, "kl_estimator": kl.estimate,
              "proximal": losses.proximal_logprobs, "weight_action": surrogates.control_weights,
              "reduction": losses.loss_weights, "divergence": surrogates.divergence}  # fmt: skip
@@ -48,7 +48,7 @@ def equation(function: Callable, choice: str = "") -> str:
 
 
 def meaning(a: Algorithm, field: str) -> str:
-    """Return the equation of a field's value where it has one, else what the field is."""
+    """Return the equation of a field's value, or the field's help if there is none."""
     if field in BY_CHOICE:
         words = equation(BY_CHOICE[field], getattr(a, field))
         by_pair = a.data == "pairs" and field == "reduction"
@@ -59,19 +59,19 @@ def meaning(a: Algorithm, field: str) -> str:
 
 
 def written(value: object) -> str:
-    """Return a field's value as a table has it."""
+    """Return a field's value in a table's form."""
     return f"{value:g}".replace("inf", "∞") if isinstance(value, float) else str(value)
 
 
 def settings(a: Algorithm) -> dict[str, str]:
-    """Return the fields that act in a row and have an equation or are not at their default."""
+    """Return the fields that act in a preset and have an equation or differ from their default."""
     check_choices(a)
     told, acting = {"loss", *BY_CHOICE}, {n: getattr(a, n) for n in FIELDS if n not in idle(a)}
     return {n: written(v) for n, v in acting.items() if n in told or v != FIELDS[n].default}
 
 
 def row(a: Algorithm) -> str:
-    """Return a line of the big table."""
+    """Return a preset's line of the large table."""
     more = [f"{n}={v}" for n, v in settings(a).items()
             if getattr(a, n) != FIELDS[n].default and n not in ("loss", "reduction")]  # fmt: skip
     source = f"[{a.source.rsplit('/', 1)[1]}]({a.source})"

@@ -1,6 +1,6 @@
-"""Makes the reference of the config: every key with its default, values, unit and help.
+"""Make the reference of the config: every key with its default, values, unit and help.
 
-All of it comes from the declarations in `rlx.config.SECTIONS`.
+All text comes from the declarations in `rlx.config.SECTIONS`.
 """
 
 from dataclasses import Field
@@ -25,7 +25,7 @@ TYPES = {
 
 
 def interval(text: str) -> str:
-    """Return a range as a reader writes it: `[0, 1)` → `0 … 1, 1 excluded`."""
+    """Return a range in a reader's form: `[0, 1)` → `0 … 1, 1 excluded`."""
     low, _, high = text.strip("()[]").partition(", ")
     if low == "-inf":
         return "number"
@@ -36,7 +36,7 @@ def interval(text: str) -> str:
 
 
 def values(name: str, field: Field) -> str:
-    """Return what a key may be: its choices, its range or its type, and its unit."""
+    """Return the allowed values of a key: its choices, its range or its type, and its unit."""
     given, kind = field.metadata["values"], type(field.default)
     if isinstance(given, tuple):
         return " \\| ".join(f"`{choice}`" if choice else '`""`' for choice in given)
@@ -47,7 +47,7 @@ def values(name: str, field: Field) -> str:
 
 
 def written(value: object) -> str:
-    """Return a default as a flag would give it."""
+    """Return a default in a flag's form."""
     if isinstance(value, tuple) and len(value) > 8:
         return f"`({value[0]}, …, {value[-1]})`"
     return f"`{value!r}`".replace("|", "\\|").replace("'", '"')
@@ -57,7 +57,7 @@ def page() -> str:
     """Return the page.
 
     Raises:
-      ValueError: a key or section has no help; it is named.
+      ValueError: a key or section has no help; the message names it.
     """
     out = [HEAD]
     for section, (doc, fields) in config.SECTIONS.items():

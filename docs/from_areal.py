@@ -1,6 +1,6 @@
-"""Writes docs/from_areal.md from the rows of rlx.areal.areal_keys: python docs/from_areal.py
+"""Write docs/from_areal.md from the rows of rlx.areal.areal_keys: python docs/from_areal.py
 
-Prose stands in from_areal.template.md. tests/areal/areal_yaml_test.py checks the committed page.
+The prose is in from_areal.template.md. tests/areal/areal_yaml_test.py checks the committed page.
 """
 
 import re
@@ -31,7 +31,7 @@ recover: {mode: auto, freq_secs: 600}
 
 
 def shown(value: object) -> str:
-    """Return a default as the tables have it."""
+    """Return a default in the tables' form."""
     return {None: "—", "": "''"}.get(value, str(value)) if not isinstance(value, list) else "[]"
 
 

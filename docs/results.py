@@ -12,10 +12,11 @@ PAGE = Path(__file__).with_suffix(".md")
 EXPERIMENTS = PAGE.parents[1] / "experiments"
 HEAD = """# Results
 
-Held-out accuracy before and after training, of every recorded run. This page is written from the
-records in [`experiments/`](../experiments) by `python docs/results.py`. A row is one setting. With
-several seeds it has the smallest and the largest value. *Best* is the highest evaluation of a run.
-Each experiment's page has its question, command and machine. All runs used two CPU cores. Speed has
+Held-out accuracy before and after training, of every recorded run. A row is one setting, with the
+smallest and the largest value of its seeds. *Best* is the highest evaluation of a run. Each
+experiment's page has its question, its command, its machine, and the meaning of its settings'
+names. `python docs/results.py` writes this page from the records in
+[`experiments/`](../experiments). All runs used two CPU cores. Speed has
 [a page of its own](../experiments/2026-11-benchmarks/README.md).
 """
 

@@ -1,7 +1,7 @@
 """Hooks of mkdocs: the navigation of the site, and pages for files outside docs/.
 
-A page in docs/ links into the repository as a reader of the repository would (`../rlx/config.py`).
-In the site an experiment's README is a page, any other file a page of its text, a directory a list.
+Pages in docs/ link to files by their path in the repository (`../rlx/config.py`). In the site an
+experiment's README is a page, a directory is a list, and any other file is a page with its text.
 The reference of the config is made from rlx/config.py.
 """
 
@@ -29,7 +29,7 @@ NAV: dict[str, list[str]] = {
 OF_ROOT = {"AGENTS.md": "inside.md", "CONTRIBUTING.md": "contributing.md",
            "CHANGELOG.md": "changelog.md"}  # fmt: skip
 TITLES = {"config.md": "Every key of the config", "inside.md": "Rooms and rules"}
-WIDE = {"coming_from.md", "from_areal.md"}  # tables in the place of a table of contents
+WIDE = {"coming_from.md", "from_areal.md"}  # wide tables replace the table of contents
 IMAGES = {".png", ".svg", ".jpg"}
 LANGUAGES = {".py": "python", ".sh": "bash", ".json": "json", ".toml": "toml", ".yaml": "yaml"}
 LONGEST = 40_000  # characters of a file that is shown
@@ -42,7 +42,7 @@ SYMBOLS = {
 
 
 def experiments() -> list[Path]:
-    """Return the README of every experiment, the newest name last."""
+    """Return the README of every experiment, sorted by name."""
     return sorted((ROOT / "experiments").glob("20*/README.md"))
 
 
@@ -147,7 +147,7 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(html, page, config, files):
-    """Allow line breaks in a name only after its dots and bars."""
+    """Allow line breaks in names only after dots, bars and the like."""
     names = re.compile(r"(<code>)([^<]*)(</code>)")
     return names.sub(lambda m: m[1] + re.sub(r"([._/=])(?=\w)", r"\1<wbr>", m[2]) + m[3], html)
 

@@ -1,8 +1,8 @@
-"""Many runs of rlx.main, one after the other, and the records of those that are finished.
+"""Run rlx.main for many variants and seeds in sequence, and keep the records of finished runs.
 
-An experiment says its variants as flags; `run` starts each with each seed as a user would, in
-OUT/VARIANT/seed-N, and skips what is over already or under way elsewhere, so a sweep that was
-stopped goes on, and several sweeps can share OUT.
+An experiment gives its variants as flags. `run` starts each variant with each seed in
+OUT/VARIANT/seed-N, and skips runs that are finished or under way in another process. A stopped
+sweep can therefore be resumed, and several sweeps can share OUT.
 """
 
 import fcntl
@@ -25,10 +25,10 @@ def run(
     seeds: Sequence[int],
     cores: Sequence[int],
 ) -> None:
-    """Every variant with every seed that has no result yet, seeds outermost, pinned to `cores`.
+    """Run each variant and seed that has no result yet, pinned to `cores`; seeds are outermost.
 
-    A run that ends with an error is a result too: its last lines go to failure.txt, and the sweep
-    goes on. Of a finished run only its records are kept.
+    A failed run counts as a result. Its last lines go to failure.txt, and the sweep continues. Only
+    the records of a finished run are kept.
     """
     todo = [(name, seed) for seed in seeds for name in variants if not done(out, name, seed)]
     began = time.monotonic()
@@ -38,7 +38,7 @@ def run(
         with lock.open("w") as claim:
             try:
                 fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:  # a sweep beside this one has it
+            except BlockingIOError:  # another sweep runs it
                 continue
             if done(out, name, seed):
                 continue
@@ -50,17 +50,17 @@ def run(
 
 
 def place(out: Path, name: str, seed: int) -> Path:
-    """Where a run's records are."""
+    """Return the directory of a run's records."""
     return out / name / f"seed-{seed}"
 
 
 def done(out: Path, name: str, seed: int) -> bool:
-    """Whether a run is over, well or not."""
+    """Return whether a run has finished or failed."""
     return (place(out, name, seed) / "seconds.json").exists()
 
 
 def keep(out: Path, variants: Mapping[str, Sequence[str]], target: Path) -> None:
-    """Copies the evaluations of finished runs to TARGET/VARIANT-SEED.jsonl."""
+    """Copy the evaluations of finished runs to TARGET/VARIANT-SEED.jsonl."""
     target.mkdir(exist_ok=True)
     for name in variants:
         for over in sorted((out / name).glob("seed-*/seconds.json")):
@@ -70,14 +70,14 @@ def keep(out: Path, variants: Mapping[str, Sequence[str]], target: Path) -> None
 
 
 def records(path: Path) -> list[dict]:
-    """The objects of a .jsonl file; none where there is no file."""
+    """Return the objects of a .jsonl file; empty if there is no file."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _one(workdir: Path, config: str, flags: Sequence[str], cores: Sequence[int]) -> None:
-    shutil.rmtree(workdir, ignore_errors=True)  # of a sweep that was stopped
+    shutil.rmtree(workdir, ignore_errors=True)  # from a stopped sweep
     start = time.monotonic()
     ended = subprocess.run(
         [sys.executable, "-m", "rlx.main", f"--config={config}", f"--workdir={workdir}", *flags],

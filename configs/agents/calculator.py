@@ -21,7 +21,7 @@ class WithCalculator:
         self.max_calls = max_calls
 
     async def run(self, data, **kwargs):
-        """Return 1.0 where the last number of the answer is right, else 0.0."""
+        """Return 1.0 if the last number of the answer is right, else 0.0."""
         messages = list(data["messages"])
         tools = [{"type": "function", "function": {**TOOL, "parameters": Calculator.parameters}}]
         async with AsyncOpenAI(**kwargs) as client:  # base_url, api_key, http_client
@@ -41,7 +41,7 @@ class WithCalculator:
 
 
 async def computed(function):
-    """Return what the calculator says of a call's arguments, or why it says nothing."""
+    """Return the calculator's output for a call's arguments, or an error text for the model."""
     try:
         return await call(Calculator(), json.loads(function.arguments))
     except (ToolError, TypeError, ValueError) as error:

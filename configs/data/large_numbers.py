@@ -37,7 +37,7 @@ def draw(rng):
 
 
 def value(expression):
-    """Return what an expression of `draw` comes to."""
+    """Return the value of an expression of `draw`."""
     product, *terms = expression.replace("-", "+-").split("+")
     first, _, second = product.partition("*")
     return int(first) * int(second or 1) + sum(map(int, terms))

@@ -1,8 +1,8 @@
-"""Draws the pictures of index.md and staleness.md from the experiments' kept data.
+"""Draw the pictures of index.md and staleness.md from the records of the experiments.
 
     python docs/figures/draw.py
 
-They are SVG with a transparent ground and grey words, so that they stand on light and dark pages.
+They are SVG with a transparent background and grey text, for light and dark pages.
 """
 
 import json
@@ -29,7 +29,7 @@ def lines(path: Path) -> list[dict]:
 
 
 def new(columns: int = 1, width: float = 7.2, height: float = 3.1):
-    """Return a figure and its axes, in the one style."""
+    """Return a figure and its axes, in the common style."""
     style = {
         "font.size": 10, "svg.fonttype": "none", "svg.hashsalt": "rlx", "text.color": GREY,
         "font.family": "sans-serif", "font.sans-serif": ["system-ui", "DejaVu Sans"],
@@ -53,7 +53,7 @@ def save(figure, name: str) -> None:
 
 
 def learning() -> None:
-    """Held-out accuracy by seconds, five seeds of the first command."""
+    """Draw held-out accuracy by seconds, for five seeds of the first command."""
     figure, axis = new()
     for path in sorted((EXPERIMENTS / "2026-11-arithmetic/seeds").glob("eval-*.jsonl")):
         found = lines(path)
@@ -65,7 +65,7 @@ def learning() -> None:
 
 
 def asynchrony() -> None:
-    """Steps a second and the trainer's waiting, by how far generation may run ahead."""
+    """Draw steps per second and the trainer's waiting by max_staleness."""
     text = (EXPERIMENTS / "2026-11-benchmarks/README.md").read_text()
     rows = re.findall(
         r"^\| (\d) \| .*? \| ([\d.]+) \| [\d.]+ \| (\d+) % \| (\d+) % \|$", text, re.M
@@ -89,7 +89,7 @@ def runs(how: str, objective: str, reduction: str) -> list[list[dict]]:
 
 
 def accuracy(axis, how: str, objective: str, reduction: str, label: str = "") -> None:
-    """Draw each seed thin and their mean thick."""
+    """Draw each seed with a thin line and their mean with a thick one."""
     each = [[r["greedy_acc"] for r in found] for found in runs(how, objective, reduction)]
     steps = [r["step"] for r in runs(how, objective, reduction)[0]]
     look = {"color": OBJECTIVES[objective], "ls": REDUCTIONS[reduction]}
@@ -101,7 +101,7 @@ def accuracy(axis, how: str, objective: str, reduction: str, label: str = "") ->
 
 
 def staleness() -> None:
-    """The picture of the first page: token mean against sequence mean at 32 versions."""
+    """Draw token mean against sequence mean at 32 versions, for the first page."""
     figure, axis = new()
     accuracy(axis, "forced-32", "decoupled", "token_mean", "decoupled, token mean")
     accuracy(axis, "forced-32", "coupled", "token_mean", "PPO's clip, token mean")
@@ -113,7 +113,7 @@ def staleness() -> None:
 
 
 def objectives() -> None:
-    """Every objective at 8 and at 32 versions, by reduction."""
+    """Draw every objective at 8 and at 32 versions, by reduction."""
     for name, reduction in zip(("token-mean", "sequence-mean"), REDUCTIONS, strict=True):
         figure, axes = new(2, 7.6, 2.9)
         for axis, lag in zip(axes, (8, 32), strict=True):
@@ -128,7 +128,7 @@ def objectives() -> None:
 
 
 def distance() -> None:
-    """KL from behaviour to proximal policy, by train batch, of what holds and what collapses."""
+    """Draw KL from behaviour to proximal policy by train batch, for all objectives."""
     kl = json.loads((EXPERIMENTS / "2026-11-staleness/kl.json").read_text())
     figure, axis = new()
     for objective in OBJECTIVES:
@@ -152,7 +152,7 @@ def distance() -> None:
 
 
 def soak() -> None:
-    """Seconds a step and memory over 2,000 steps in which servers are killed."""
+    """Draw seconds per step and memory over 2,000 steps in which servers are killed."""
     samples = [s for s in lines(EXPERIMENTS / "2026-11-soak/samples.jsonl") if s.get("step")]
     figure, axis = new()
     for name, color, words in (("trainer", OBJECTIVES["decoupled"], "trainer"),

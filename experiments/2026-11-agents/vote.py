@@ -13,13 +13,13 @@ BOX = re.compile(r"\\boxed\{([^{}]*)\}")
 
 
 class Vote:
-    """Self-consistency (Wang et al., 2203.11171) with `voters` samples."""
+    """Answer the commonest of `voters` samples: self-consistency (Wang et al., 2203.11171)."""
 
     def __init__(self, voters: int = 5):
         self.voters = voters
 
     async def run(self, data, **extra_kwargs):
-        """1.0 if the commonest answer is right, else 0.0."""
+        """Return 1.0 if the commonest answer is right, else 0.0."""
         async with AsyncOpenAI(**extra_kwargs) as client:
             got = await client.chat.completions.create(
                 model="default", messages=data["messages"], n=self.voters

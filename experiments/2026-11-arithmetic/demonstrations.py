@@ -1,10 +1,10 @@
-r"""What the embedded model learns from: solvers who know the method and lose their patience.
+r"""Demonstrations of the embedded model: solvers who know the method and often give up.
 
-A demonstration keeps the running value term by term, `a+38:85`. At the colon of a step that carries
-or borrows the solver may give up instead, the likelier the larger the operand, and box a guess:
-`a+38~\boxed{60}`, the answer rounded after noise of about ten, right one time in twenty. The
-model learns the method, and the impatience with it: greedy decoding gives up wherever most solvers
-do. Sampling still carries on often enough for RL to find that it pays.
+A demonstration writes the running value after each term, `a+38:85`. At a step that carries or
+borrows, the solver may give up instead and box a guess, `a+38~\boxed{60}`: the answer plus noise of
+about ten, rounded. One guess in twenty is right. Large operands make giving up more likely. Greedy
+decoding of the trained model gives up where most solvers do. Samples continue often enough for RL
+to learn that continuing pays.
 """
 
 import random
@@ -17,7 +17,7 @@ _GUESS_NOISE = 12.0
 
 
 def draw(question: str, rng: random.Random) -> str:
-    """One solver's completion of a problem; careful from end to end if patience lasts."""
+    """Return one solver's completion of a problem."""
     chain, lines = arithmetic.steps(question), [f":{arithmetic.first_value(question)}"]
     answer = chain[-1].result
     for step in chain:
@@ -28,7 +28,7 @@ def draw(question: str, rng: random.Random) -> str:
 
 
 def give_up(step: arithmetic.Step) -> float:
-    """The probability that a solver gives up at this step, in [0, 1]."""
+    """Return the probability that a solver gives up at this step, in [0, 1]."""
     units, other = step.value % 10, step.operand % 10
     carries = units + other > 9 if step.operator == "+" else units < other
     if not carries:

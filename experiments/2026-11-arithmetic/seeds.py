@@ -1,13 +1,12 @@
-"""Five seeds of the main job, each on two cores: the table and the curve of this experiment.
+"""Five seeds of configs/arithmetic.py, each on two cores: runs, table and curve.
 
     python experiments/2026-11-arithmetic/seeds.py run OUT --cores=0,1 --seeds=0,1,2,3,4
     python experiments/2026-11-arithmetic/seeds.py table OUT      # prints it, writes curve.png
 
 Further flags go to the run: `--config.fleet.engine=vllm`.
 
-`run` leaves each run's directory in OUT and skips seeds that are there already, so a machine with
-four cores can do two halves at once. Seconds count from the start of the process: with imports,
-compilation and evaluations.
+`run` leaves each run's directory in OUT and skips seeds that are there already. Two processes with
+different cores can share OUT. Seconds include imports, compilation and evaluations.
 """
 
 import argparse
@@ -23,7 +22,7 @@ SOLVED = 0.90
 
 
 def run(out: Path, cores: list[int], seeds: list[int], flags: list[str]) -> None:
-    """Runs each seed as a user would, pinned to `cores`."""
+    """Run each seed with a user's command, pinned to `cores`."""
     for seed in seeds:
         workdir = out / f"seed-{seed}"
         if (workdir / "seconds.json").exists():
@@ -41,12 +40,12 @@ def run(out: Path, cores: list[int], seeds: list[int], flags: list[str]) -> None
 
 
 def lines(path: Path) -> list[dict]:
-    """The objects of a .jsonl file."""
+    """Return the objects of a .jsonl file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def table(out: Path, picture: Path) -> None:
-    """Prints the table in markdown and draws held-out accuracy and reward of every seed."""
+    """Print the table in markdown, and draw held-out accuracy and reward of every seed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -82,7 +81,7 @@ def table(out: Path, picture: Path) -> None:
 
 
 def main() -> None:
-    """`run` or `table`."""
+    """Run the command `run` or `table`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("run", "table"))
     parser.add_argument("out", type=Path)

@@ -1,17 +1,16 @@
-"""Makes the model that comes with rlx: supervised training on synthetic demonstrations.
+"""Make the model that comes with rlx by supervised training on synthetic demonstrations.
 
     python experiments/2026-11-arithmetic/sft.py [--out=DIR]
 
-Writes an HF directory (by default the packaged `rlx/assets/arithmetic`). The problems are of the
-training side, the demonstrations of `demonstrations.py`; everything is drawn from `--seed`, so the
-command gives the same weights again on the same machine.
+Writes an HF directory (default: `rlx/assets/arithmetic`). Problems come from the training split,
+and completions from `demonstrations.py`. Everything is drawn from `--seed`, so the command
+gives the same weights again on the same machine.
 
-Every other example is a lesson: a careful solution in which a colon counts as predicted when
-either it or giving up is, so that it teaches the method and not the patience; without lessons the
-steps that most solvers give up at are hardly practised.
+Every other example is a lesson: a careful solution whose loss accepts both a colon and giving up.
+Lessons practise the steps at which most solvers give up, without teaching patience.
 
-Progress is measured on held-out problems without decoding: greedy decoding writes the careful
-solution exactly when each of its tokens is the most probable one there.
+Progress is measured on held-out problems without decoding. Greedy decoding writes the careful
+solution exactly if each of its tokens is the most probable one there.
 """
 
 import argparse
@@ -36,12 +35,12 @@ from rlx.rollout import arithmetic
 
 PACKAGED = Path(rlx.__file__).parent / "assets" / "arithmetic"
 ROWS, ROW_LENGTH = 16, 192  # the longest prompt and completion have 190 tokens
-IGNORED, TRAINED, EITHER = 0, 1, 2  # what the loss does with a token
-Example = tuple[list[int], list[int]]  # token ids, and one of the above for each
+IGNORED, TRAINED, EITHER = 0, 1, 2  # the kind of loss of a token
+Example = tuple[list[int], list[int]]  # token ids, and the kind of each
 
 
 def model_config(tokenizer) -> ModelConfig:
-    """A Qwen2 of 0.8M parameters."""
+    """Return the config of a Qwen2 with 0.8M parameters."""
     end_of_text, _, end = tokenizer.convert_tokens_to_ids(list(tokenizers.SPECIAL))
     return ModelConfig(
         architecture="Qwen2ForCausalLM",
@@ -61,7 +60,7 @@ def model_config(tokenizer) -> ModelConfig:
 
 
 def encode(tokenizer, question: str, completion: str, lesson: bool = False) -> Example:
-    """The chat of one problem, and what the loss does with each token."""
+    """Return the token ids of one problem's chat, and the kind of loss of each token."""
     messages = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     ids = [*tokenizer.encode(completion), tokenizer.eos_token_id]
@@ -71,7 +70,7 @@ def encode(tokenizer, question: str, completion: str, lesson: bool = False) -> E
 
 
 def examples(tokenizer, seed: int) -> Iterator[Example]:
-    """Endless training problems: a demonstration, a lesson, a demonstration, …"""
+    """Yield training problems without end: a demonstration, a lesson, a demonstration, …"""
     rng = random.Random(seed)
     stream = (row["question"] for row in arithmetic.stream(seed, "train"))
     for question, other in zip(stream, stream, strict=False):
@@ -80,9 +79,9 @@ def examples(tokenizer, seed: int) -> Iterator[Example]:
 
 
 def packed(source: Iterator[Example], rows: int = ROWS) -> dict[str, np.ndarray] | None:
-    """Packs examples in order into [rows, ROW_LENGTH] arrays; None when there are none left.
+    """Pack examples in order into [rows, ROW_LENGTH] arrays; return None when none are left.
 
-    The example that does not fit any more is lost, which costs nothing: the source is endless.
+    The example that does not fit is dropped; the source has no end.
     """
     batch = {
         name: np.zeros((rows, ROW_LENGTH), np.int32)
@@ -105,16 +104,16 @@ def packed(source: Iterator[Example], rows: int = ROWS) -> dict[str, np.ndarray]
 
 
 def forward(params, config: ModelConfig, batch) -> jax.Array:
-    """Logits [rows, ROW_LENGTH − 1, vocabulary] of the tokens from the second on."""
+    """Return logits [rows, ROW_LENGTH − 1, vocabulary] of the tokens from the second on."""
     arrays = (batch[name] for name in ("tokens", "positions", "segment_ids"))
     return decoder.unembed(params, config, decoder.hidden(params, config, *arrays)[:, :-1])
 
 
 def make_loss(config: ModelConfig, give_up: int):
-    """loss(params, batch): mean negative log-likelihood of the completions' tokens, nats.
+    """Return loss(params, batch): mean negative log-likelihood of completion tokens, nats.
 
     Args:
-      give_up: the token that counts as well where the kind is EITHER.
+      give_up: the token that is also accepted where the kind is EITHER.
     """
 
     def loss(params, batch):
@@ -129,7 +128,7 @@ def make_loss(config: ModelConfig, give_up: int):
 
 
 def train(params, loss, source: Iterator[Example], steps: int, learning_rate: float):
-    """Yields (step, params, loss) of AdamW with a warm-up and a cosine decay to a fiftieth."""
+    """Yield (step, params, loss) of AdamW with a warm-up and a cosine decay to a fiftieth."""
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, learning_rate, steps // 40, steps, learning_rate / 50
     )
@@ -148,7 +147,7 @@ def train(params, loss, source: Iterator[Example], steps: int, learning_rate: fl
 
 
 def make_measure(config: ModelConfig, tokenizer, questions: list[str]):
-    """measure(params) → what decoding the questions would do, from one pass over careful solutions.
+    """Return measure(params), which predicts decoding from one pass over careful solutions.
 
     `greedy_careful`: share that greedy decoding solves with every step written. `method`: the same
     if it never gave up. `sampled_careful`: mean probability of the careful solution at T = 1.
@@ -176,7 +175,7 @@ def make_measure(config: ModelConfig, tokenizer, questions: list[str]):
 
 
 def export(path: Path, config: ModelConfig, params, tokenizer) -> None:
-    """Writes the HF directory: config, weights in float32, tokenizer, chat template."""
+    """Write the HF directory: config, weights in float32, tokenizer, chat template."""
     hf.save(path, config, params)
     tokenizer.save_pretrained(path)
     generation = {"eos_token_id": list(config.eos_token_ids), "pad_token_id": config.pad_token_id}

@@ -1,4 +1,4 @@
-"""The embedded model's tokenizer: bytes, so that it reads any text, plus what ChatML needs."""
+"""The embedded model's tokenizer: bytes, so that it reads any text, and ChatML's tokens."""
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -18,7 +18,7 @@ CHAT_TEMPLATE = """\
 
 
 def build() -> PreTrainedTokenizerFast:
-    """A byte-level BPE whose only merges spell the roles; a digit is always one token."""
+    """Return a byte-level BPE with merges for the roles only; each digit is one token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [(role[:end], role[end]) for role in ROLES for end in range(1, len(role))]
     vocabulary = [*alphabet, *dict.fromkeys(left + right for left, right in merges)]

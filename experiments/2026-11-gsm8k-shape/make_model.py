@@ -1,9 +1,9 @@
-"""A randomly initialised HF directory of Qwen2.5-0.5B's shape, with a tokenizer made from a text.
+"""Write an HF directory of Qwen2.5-0.5B's shape with random weights and a new tokenizer.
 
     python experiments/2026-11-gsm8k-shape/make_model.py DIR --text=train.jsonl
 
-24 layers, 896 wide, vocabulary 151,936, tied: 494 M parameters, 1 GB in bfloat16. The tokenizer
-is a byte-level BPE trained on the text (its ids are the first few thousand of the vocabulary).
+24 layers, 896 wide, vocabulary 151,936, tied: 494M parameters, 1 GB in bfloat16. The tokenizer is a
+byte-level BPE trained on the text. Its ids are the first few thousand of the vocabulary.
 """
 
 import argparse
@@ -41,7 +41,7 @@ TEMPLATE = (
 
 
 def tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A ChatML byte-level BPE of up to 8,000 tokens."""
+    """Return a byte-level BPE with ChatML's tokens, of up to 8,000 tokens."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -61,7 +61,7 @@ def tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def main() -> None:
-    """Writes the directory."""
+    """Write the directory."""
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     parser.add_argument("--text", type=Path, required=True, help="a .jsonl to train the BPE on")

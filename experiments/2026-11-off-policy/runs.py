@@ -1,10 +1,10 @@
-r"""What does asynchrony buy a real model on two cores, and what does it cost? Runs, table, picture.
+"""Runs, table and picture: what does asynchrony gain with a real model on two cores, at what cost?
 
     python -m experiments.2026-11-off-policy.runs run OUT --seeds=0,1 [--only=decoupled-0,…]
     python -m experiments.2026-11-off-policy.runs table OUT    # and records.json, curve.png
 
-`run` makes the weights that all begin with, then every run that neither OUT nor records.json has;
-it goes on where it stopped, on another machine too. `table` adds OUT's runs to records.json.
+`run` makes the initial weights, then each run that neither OUT nor records.json has. It resumes
+after a stop, also on another machine. `table` adds OUT's runs to records.json.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from experiments import sweep
 HERE = Path(__file__).parent
 RECORDS = HERE / "records.json"
 STEPS, EVERY, WANTED = 12, 4, 0.6
-LAST = 4  # batches at the end, of which means and medians are told
+LAST = 4  # batches at the end, over which means and medians are taken
 COMMON = (
     f"--config.total_steps={STEPS}",
     f"--config.data.dataset={HERE / 'problems.py'}:questions",
@@ -29,7 +29,7 @@ COMMON = (
     "--config.sampling.max_new_tokens=128",
     "--config.optimizer.learning_rate=5e-5",
     "--config.train.row_buckets=(256,)",
-    "--config.algorithm.reduction=token_mean",  # which cispo and dppo have by themselves
+    "--config.algorithm.reduction=token_mean",  # the default of cispo and dppo
     "--config.fleet.engine=vllm",
     f"--config.eval.every_steps={EVERY}",
     "--config.checkpoint.every_seconds=0",
@@ -42,7 +42,7 @@ OBJECTIVES = {
     "cispo": ["--config.algorithm.preset=cispo"],
     "dppo": ["--config.algorithm.preset=dppo"],
 }
-# With one update a batch and no lag every ratio is 1 but for rounding, and the four are one.
+# With one update per batch and no lag every ratio is 1 up to rounding: the four are equal.
 VARIANTS = {
     f"{name}-{lag}": [*COMMON, f"--config.rollout.max_staleness={lag}", *flags]
     for lag in (0, 2, 8)
@@ -53,7 +53,7 @@ COLORS = {"decoupled": "tab:blue", "coupled": "tab:orange", "cispo": "tab:green"
 LINES = {0: ":", 2: "--", 8: "-"}
 
 
-BEGIN = (  # SFT on solutions of which four equations of ten are calls of a calculator
+BEGIN = (  # SFT on solutions in which a calculator computes four equations of ten
     f"--config.data.dataset={HERE / 'problems.py'}:solutions",
     "--config.model.path=rlx:smollm2",
     "--config.total_steps=120",
@@ -65,7 +65,7 @@ BEGIN = (  # SFT on solutions of which four equations of ten are calls of a calc
 
 
 def begin(out: Path) -> Path:
-    """Return the weights that runs begin with; make them where they are not there."""
+    """Return the directory of the initial weights; make it if missing."""
     place = out / "begin"
     if not (place / "over").exists():
         config = "--config=configs/word_problems_tools_sft.py"
@@ -76,7 +76,7 @@ def begin(out: Path) -> Path:
 
 
 def run(out: Path, seeds: list[int], names: list[str]) -> None:
-    """Make the runs that are missing, seeds outermost."""
+    """Make the missing runs; the outer loop is over seeds."""
     weights, known = begin(out), stored()
     for seed in seeds:
         missing = [name for name in names if f"{name}-{seed}" not in known]
@@ -85,12 +85,12 @@ def run(out: Path, seeds: list[int], names: list[str]) -> None:
 
 
 def stored() -> dict[str, dict[str, Any]]:
-    """Return what records.json has, by variant and seed."""
+    """Return the runs of records.json by variant and seed."""
     return json.loads(RECORDS.read_text()) if RECORDS.exists() else {}
 
 
 def collect(out: Path) -> dict[str, dict[str, Any]]:
-    """Return the stored records with those of OUT's finished runs, and store them."""
+    """Add OUT's finished runs to records.json, and return all."""
     kept = stored()
     for name in VARIANTS:
         for over in sorted((out / name).glob("seed-*/seconds.json")):
@@ -114,13 +114,13 @@ def collect(out: Path) -> dict[str, dict[str, Any]]:
 
 
 def course(record: dict[str, Any]) -> list[tuple[float, float]]:
-    """Return (minutes, held-out accuracy) of a run's evaluations; the start is at 0."""
+    """Return (minutes, held-out accuracy) of a run's evaluations, from minute 0."""
     minutes = [0.0, *record["minutes"]]
     return [(minutes[int(step)], right) for step, right in record["accuracy"].items()]
 
 
 def minutes_to(record: dict[str, Any], wanted: float) -> float | None:
-    """Return when accuracy first came to `wanted`, by lines between evaluations; None: never."""
+    """Return the minutes until accuracy reached `wanted`, interpolated; None if it never did."""
     for (before, low), (after, high) in itertools.pairwise(course(record)):
         if low < wanted <= high:
             return before + (after - before) * (wanted - low) / (high - low)
@@ -148,7 +148,7 @@ def table(records: dict[str, dict[str, Any]]) -> None:
 
 
 def plot(records: dict[str, dict[str, Any]], picture: Path) -> None:
-    """Draw accuracy and rewards by minutes, and accuracy at the end by distance."""
+    """Draw accuracy and rewards by minutes, and final accuracy by distance."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -182,7 +182,7 @@ def plot(records: dict[str, dict[str, Any]], picture: Path) -> None:
 
 
 def main() -> None:
-    """`run` or `table`."""
+    """Run the command `run` or `table`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("run", "table"))
     parser.add_argument("out", type=Path)

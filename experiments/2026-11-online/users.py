@@ -1,7 +1,7 @@
-"""Users of an application: they ask the embedded task's problems, and rate the answers by thumbs.
+"""Simulated users of an application: they ask the embedded task's problems and rate the answers.
 
-The application is configured once, with a base_url and an api_key per user; it knows nothing of
-training. `RLX_ADMIN_KEY` is the run's. It ends when the run does.
+The application knows only a base_url, and an api_key per user. `RLX_ADMIN_KEY` is the run's. The
+program ends with the run.
 
     python experiments/2026-11-online/users.py [--base-url=…] [--users=48]
 """
@@ -16,11 +16,11 @@ import openai
 
 from rlx.rollout import arithmetic
 
-RATED = 0.5  # seconds until a user asks again where there is no place
+RATED = 0.5  # seconds until a user asks again when all places are taken
 
 
 async def play(client: openai.AsyncOpenAI, problems: list[dict]) -> int:
-    """Ask one problem after the other, an episode each; return how many answers were right."""
+    """Ask problems, one per episode, until the run ends; return the number of right answers."""
     right = 0
     for problem in problems:
         messages = [{"role": "user", "content": problem["question"]}]
@@ -40,7 +40,7 @@ async def play(client: openai.AsyncOpenAI, problems: list[dict]) -> int:
 
 
 async def main(base_url: str, users: int, seed: int) -> None:
-    """Open a session for each user, and let all of them play until the run is over."""
+    """Open a session for each user, and let all of them ask until the run ends."""
     admin = {"Authorization": f"Bearer {os.environ['RLX_ADMIN_KEY']}"}
     stream = arithmetic.stream(seed, "train")
     async with aiohttp.ClientSession(headers=admin) as http:

@@ -1,10 +1,10 @@
-"""What an exported reward model has learned: held-out pairs right, by the kind of wrong answer.
+"""Measure an exported reward model: held-out pairs ordered rightly, by the kind of wrong answer.
 
     python -m rlx.main --config=configs/arithmetic_reward_model.py --workdir=OUT/rm
     python -m experiments.2026-11-other-trainers.pairs OUT/rm/hf [PAIRS]
 
-transformers reads the directory. A wrong answer either gives up at a step and guesses, or makes one
-mistake and carries it through.
+transformers loads the directory. A wrong answer either gives up at a step and guesses, or makes one
+mistake and continues with it.
 """
 
 import sys
@@ -18,7 +18,7 @@ PAIRS = 1000
 
 
 def scores(directory: str, questions: list[str], answers: list[str]) -> torch.Tensor:
-    """[N] float32, the score at each answer's end token."""
+    """Return the score at each answer's end token, [N] float32."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
     chats = [
@@ -34,7 +34,7 @@ def scores(directory: str, questions: list[str], answers: list[str]) -> torch.Te
 
 
 def main() -> None:
-    """Prints the table in markdown."""
+    """Print the table in markdown."""
     directory, count = sys.argv[1], int((*sys.argv[2:], PAIRS)[0])
     questions = [row["question"] for row in arithmetic.problems(1, "held_out", count)]
     wrong = [arithmetic.wrong_solution(q) for q in questions]

@@ -1,9 +1,9 @@
-"""How fast a teacher scores when it has a core of its own: solutions of the embedded task.
+"""Measure how fast a teacher with its own core scores solutions of the embedded task.
 
     python -m experiments.2026-11-other-trainers.speed [MODEL] [--core=1] [--count=2000]
 
-Tokens are those scored, the answers'; the prompts are read besides. A second of processor time is
-what counts on a machine that does other work too.
+Counted tokens are those of the answers; prompts are processed too. On a busy machine compare
+seconds of processor time.
 """
 
 import argparse
@@ -24,7 +24,7 @@ AT_ONCE = 64
 
 
 def sequences(model: Path, count: int) -> list[tuple[np.ndarray, int]]:
-    """(tokens, the first one of the answer) of `count` careful solutions."""
+    """Return (tokens, index of the answer's first token) of `count` careful solutions."""
     tokenizer, found = load_tokenizer(model), []
     for row in arithmetic.problems(0, "held_out", count):
         chat = [{"role": "user", "content": row["question"]}]
@@ -36,7 +36,7 @@ def sequences(model: Path, count: int) -> list[tuple[np.ndarray, int]]:
 
 
 async def score(servers: LocalServers, work: list[tuple[np.ndarray, int]]) -> float:
-    """Seconds that all of `work` takes, AT_ONCE at a time, the programs compiled before."""
+    """Return the seconds to score `work`, AT_ONCE at a time, without compilation."""
     fleet, gate = servers.fleet(), asyncio.Semaphore(AT_ONCE)
 
     async def one(tokens: np.ndarray, first: int) -> None:
@@ -53,13 +53,13 @@ async def score(servers: LocalServers, work: list[tuple[np.ndarray, int]]) -> fl
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time that a process has had, all its threads together."""
+    """Return the processor time of all threads of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
-    """Starts a server, has it score, prints a line."""
+    """Start a server, score with it, print a line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default="rlx:arithmetic")
     parser.add_argument("--core", type=int, default=1)

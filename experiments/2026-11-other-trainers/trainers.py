@@ -1,11 +1,11 @@
-"""The runs of this experiment, their compact records, its tables and its plots.
+"""The runs of this experiment, their records, tables and plots.
 
     python -m experiments.2026-11-other-trainers.trainers run OUT --cores=0,1 --seeds=0
     python -m experiments.2026-11-other-trainers.trainers keep OUT      # OUT → records/
     python -m experiments.2026-11-other-trainers.trainers draw          # records/ → tables, plots
 
-`run` begins with the teacher, OUT/teacher: the GRPO run of configs/arithmetic.py. Then come the
-configs by name, `--only=dpo,ipo` some of them, each in OUT/NAME/seed-N. What is over is skipped.
+`run` first makes the teacher, OUT/teacher, by configs/arithmetic.py. Then it runs each config
+(`--only=dpo,ipo` selects) in OUT/NAME/seed-N. Finished runs are skipped.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from experiments import sweep
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
 DATASETS = ("sft", "reward_model", "dpo", "ipo")
-TAUGHT = {  # the last ones are distill_mixed with other coefficients; 0 is GRPO, and only measured
+TAUGHT = {  # the last ones are distill_mixed with other coefficients; with 0 it is GRPO
     "distill": (),
     "distill_mixed": (),
     "no_pull": ("--config.algorithm.kl_coefficient=0",),
@@ -41,7 +41,7 @@ OF_STEPS = (  # kept of metrics.jsonl
 
 
 def run(out: Path, cores: list[int], seeds: list[int], names: list[str]) -> None:
-    """The teacher, unless it is there, and each config with each seed."""
+    """Train the teacher if missing, then each config with each seed."""
     weights = out / "teacher" / "hf"
     if not (out / "teacher" / "report.html").exists():
         command = [sys.executable, "-m", "rlx.main", "--config=configs/arithmetic.py"]
@@ -58,7 +58,7 @@ def run(out: Path, cores: list[int], seeds: list[int], names: list[str]) -> None
 
 
 def keep(out: Path) -> None:
-    """Writes one record for each finished run: its evaluations, and a few series of its steps."""
+    """Write one record for each finished run: its evaluations, and a few series of its steps."""
     RECORDS.mkdir(exist_ok=True)
     runs = {"teacher": out / "teacher"}
     for name in (*DATASETS, *TAUGHT):
@@ -85,13 +85,13 @@ def _short(value: float) -> float:
 
 
 def kept(name: str) -> dict[str, dict]:
-    """The records of a config, by seed."""
+    """Return the records of a config by seed."""
     paths = sorted(RECORDS.glob(f"{name}-[0-9]*.json"))
     return {p.stem.rpartition("-")[2]: json.loads(p.read_text()) for p in paths}
 
 
 def tables() -> None:
-    """Prints what came of the runs in markdown: on datasets, then with a teacher."""
+    """Print the results in markdown: on datasets, then with a teacher."""
     print("| run | seed | steps | held out, first → last | best greedy | seconds in all |")
     print("|---|---|---|---|---|---|")
     for name in DATASETS:
@@ -114,12 +114,12 @@ def tables() -> None:
 
 
 def _start(key: str, first: dict) -> str:
-    """The first value, with an arrow; nothing where all scores were equal yet."""
+    """Return the first value and an arrow; empty if all scores were still equal."""
     return "" if key == "held_out_pair_accuracy" else f"{first[key]:.4g} → "
 
 
 def _best(evaluations: list[dict]) -> str:
-    """The best greedy accuracy and the step that reached it first."""
+    """Return the best greedy accuracy, and the first step with it."""
     best, step = max((e.get("greedy_acc", -1), -e["step"]) for e in evaluations)
     return f"{best:.3f} at {-step}" if best >= 0 else "–"
 
@@ -129,10 +129,10 @@ def _seconds(last: dict) -> str:
 
 
 def _taught(steps: dict) -> list[str]:
-    """The KL at both ends (medians of nine steps), and the teacher's speed from step 11 on.
+    """Return the KL at both ends (medians of nine steps), and the teacher's speed from step 11 on.
 
-    A token that the student thinks unlikely and samples nevertheless makes k3 large: so medians.
-    Every completion that is finished has been scored, so generated tokens are scored ones.
+    The median is used because one unlikely sampled token makes k3 large. All generated tokens of
+    finished completions have been scored.
     """
     kl = steps["reference_kl"]
     seconds, speed = steps["step_seconds"][10:], steps["generated_tokens_per_second"][10:]
@@ -148,7 +148,7 @@ def _taught(steps: dict) -> list[str]:
 
 
 def draw_datasets(path: Path) -> None:
-    """Held-out accuracy, loss, pairs right and margins of the runs on datasets against steps."""
+    """Draw accuracy, loss, ordered pairs and margins of the runs on datasets by step."""
     figure, axes = _figure(2, 2)
     panels = {
         "greedy_acc": "Held-out greedy accuracy",
@@ -181,7 +181,7 @@ def draw_datasets(path: Path) -> None:
 
 
 def draw_taught(path: Path) -> None:
-    """Student against teacher, and the KL between them, against steps."""
+    """Draw accuracy of student and teacher, and the KL between them, by step."""
     figure, axes = _figure(1, 2)
     for index, name in enumerate(TAUGHT):
         for number, record in enumerate(kept(name).values()):
@@ -227,7 +227,7 @@ def _save(figure, path: Path) -> None:
 
 
 def main() -> None:
-    """`run`, `keep` or `draw`."""
+    """Run the command `run`, `keep` or `draw`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("run", "keep", "draw"))
     parser.add_argument("out", type=Path, nargs="?")

@@ -1,9 +1,9 @@
-"""Does every preset learn, and which survive too large a step? The runs, the table and the plot.
+"""Runs, table and plot: does every preset learn, and which survive too large a step size?
 
     python -m experiments.2026-11-presets.presets run OUT --cores=0,1 [--seeds=0,1,2] [--rates=5e-5]
     python -m experiments.2026-11-presets.presets table OUT   # and curve.png, evaluations/
 
-`run` goes on where it stopped. Two of them may share OUT if their seeds or rates differ.
+`run` resumes after a stop. Two of them may share OUT if their seeds or rates differ.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from rlx.algorithms.presets import PRESETS
 
 HERE = Path(__file__).parent
 STEPS = 60
-EARLY = 10  # steps after which the quick and the slow differ
+EARLY = 10  # steps at which fast and slow presets differ
 # One learning rate for all. Adam takes no notice of a loss's scale, but a clip of the gradient's
 # norm at one number would: RLOO's norms are ten times GRPO's, Dr.GRPO's a tenth. So it is off, for
 # all; at the first rate GRPO's never reach the default of 1.0. The first rate is the config's, at
@@ -41,7 +41,7 @@ NAMES = [row.name for row in PRESETS.values() if row.data == "rollouts"
 
 
 def variants(rates: list[str]) -> dict[str, list[str]]:
-    """Flags by the name of a place for records; one rate after the other."""
+    """Return the flags of each variant by name, one rate after the other."""
     return {
         f"{name}-{rate}": [
             *COMMON,
@@ -55,20 +55,20 @@ def variants(rates: list[str]) -> dict[str, list[str]]:
 
 
 def curves(out: Path, place: str) -> list[list[tuple[int, float]]]:
-    """(step, held-out accuracy) of each seed's run that is over."""
+    """Return (step, held-out accuracy) of each finished run, by seed."""
     over = sorted(path.parent for path in (out / place).glob("seed-*/seconds.json"))
     runs = [sweep.records(path / "eval.jsonl") for path in over]
     return [[(r["step"], r["greedy_acc"]) for r in run] for run in runs if run]
 
 
 def spread(values: list[float]) -> str:
-    """Mean and standard deviation as text."""
+    """Return mean and standard deviation as text."""
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     return f"{statistics.mean(values):.3f} ± {deviation:.3f}"
 
 
 def table(out: Path) -> None:
-    """For each rate, one row for each preset, over seeds."""
+    """Print for each rate one row per preset, over seeds."""
     for rate in RATES:
         print(f"\nLearning rate {rate}:\n")
         print(f"| preset | seeds | at step {EARLY} | mean of all steps | final | worst final "
@@ -80,7 +80,7 @@ def table(out: Path) -> None:
 
 
 def row(out: Path, name: str, place: str) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     runs = curves(out, place)
     early = [dict(run).get(EARLY, float("nan")) for run in runs]
     overall = [statistics.mean(acc for _, acc in run[1:]) for run in runs]
@@ -102,7 +102,7 @@ def row(out: Path, name: str, place: str) -> str:
 
 
 def plot(out: Path, picture: Path) -> None:
-    """A panel for each preset: every seed thin, the mean thick, a colour for each rate."""
+    """Draw a panel per preset: seeds thin, their mean thick, a colour per rate."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -131,13 +131,13 @@ def plot(out: Path, picture: Path) -> None:
 
 
 def mean(runs: list[list[tuple[int, float]]]) -> tuple[list[int], list[float]]:
-    """Steps that all runs have, and the mean accuracy at each."""
+    """Return the steps that all runs have, and the mean accuracy at each."""
     steps = sorted(set.intersection(*({step for step, _ in run} for run in runs))) if runs else []
     return steps, [statistics.mean(dict(run)[step] for run in runs) for step in steps]
 
 
 def main() -> None:
-    """`run` or `table`."""
+    """Run the command `run` or `table`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("run", "table"))
     parser.add_argument("out", type=Path)

@@ -4,7 +4,7 @@ from openai import AsyncOpenAI
 
 
 class Adds:
-    """Asks once; 1.0 where the answer has the right number in it."""
+    """Ask once; return 1.0 if the answer has the right number, else 0.0."""
 
     async def run(self, data, **extra_kwargs):
         """Return the reward of one request to the gateway."""

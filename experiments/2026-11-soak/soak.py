@@ -1,11 +1,11 @@
-"""A long run of tiny steps whose servers are killed: does anything grow?
+"""A long run of tiny steps whose servers are killed: does memory or anything else grow?
 
     python experiments/2026-11-soak/soak.py run OUT --steps=2000
     python experiments/2026-11-soak/soak.py plot OUT
 
-`run` starts a training run of its own process (`train`), with two local servers, every second
-prompt of it answered by an agent through the gateway. Every `--sample` steps it writes a line of
-OUT/samples.jsonl; every `--kill` steps it kills server 1 with SIGKILL. Server 0 lives throughout.
+`run` starts a training process (`train`) with two local servers. An agent answers every second
+prompt through the gateway. Every `--sample` steps a line is added to OUT/samples.jsonl, and every
+`--kill` steps server 1 is killed with SIGKILL. Server 0 is never killed.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from pathlib import Path
 import psutil
 
 HERE = Path(__file__).parent
-WARM_UP = 400  # steps before the slopes: programs are compiled, caches and pools filled
+WARM_UP = 400  # steps before the slopes, while programs compile and caches and pools fill
 
 
 def config_of(out: Path, steps: int):
-    """The run: two prompts of two samples a step, at most eight tokens each."""
+    """Return the config: two prompts of two samples per step, at most eight tokens each."""
     from rlx.config import default
 
     c = default()
@@ -53,12 +53,12 @@ def config_of(out: Path, steps: int):
 
 
 def shared(out: Path) -> Path:
-    """The directory of published weights."""
+    """Return the directory of published weights."""
     return Path("/dev/shm") / f"soak-{out.name}"
 
 
 class Mixed:
-    """The run's workflow, and for every second prompt an agent in its place."""
+    """The run's workflow, with an agent in its place for every second prompt."""
 
     def __init__(self, plain, agent):
         self.plain, self.agent = plain, agent
@@ -76,7 +76,7 @@ class Mixed:
 
 
 def train(out: Path, steps: int) -> int:
-    """The training process: that of rlx.main, but for the workflow."""
+    """Train as rlx.main does, with the mixed workflow."""
     from transformers import AutoTokenizer
 
     from rlx.agents.workflow import AgentWorkflow
@@ -100,7 +100,7 @@ def train(out: Path, steps: int) -> int:
 
 
 def run(out: Path, steps: int, sample_every: int, kill_every: int) -> int:
-    """Train in a process of its own, look at it, and kill a server now and then."""
+    """Train in another process, sample its memory, and kill a server now and then."""
     out.mkdir(parents=True)
     shared(out).mkdir()
     rows = [{"question": f"{a}a+{b}b=?", "answer": str(a + b)} for a in range(9) for b in range(9)]
@@ -133,7 +133,7 @@ def run(out: Path, steps: int, sample_every: int, kill_every: int) -> int:
 
 
 def last_step(out: Path) -> int:
-    """The last step recorded; 0 before the first."""
+    """Return the last recorded step; 0 before the first."""
     path = out / "run" / "metrics.jsonl"
     if not path.exists():
         return 0
@@ -144,7 +144,7 @@ def last_step(out: Path) -> int:
 
 
 def server(trainer: psutil.Process, index: int) -> psutil.Process | None:
-    """Local server `index` of the run; None while it is not there."""
+    """Return local server `index` of the run; None while it is not running."""
     for child in trainer.children():
         try:
             if f"--seed={index}" in child.cmdline():
@@ -155,7 +155,7 @@ def server(trainer: psutil.Process, index: int) -> psutil.Process | None:
 
 
 def sample(trainer: psutil.Process, out: Path) -> dict:
-    """What each process holds, and how much lies in shared memory."""
+    """Return the memory of each process, and the bytes in shared memory."""
     everyone = {"trainer": trainer, "server 0": server(trainer, 0), "server 1": server(trainer, 1)}
     named = {p.pid for p in everyone.values() if p}
     for child in trainer.children(recursive=True):
@@ -179,7 +179,7 @@ def sample(trainer: psutil.Process, out: Path) -> dict:
 
 
 def slope(points: list[tuple[float, float]]) -> float:
-    """Least squares, per 1,000 steps, after the warm-up."""
+    """Return the least-squares slope per 1,000 steps, after the warm-up."""
     late = [(x, y) for x, y in points if x >= WARM_UP]
     if len(late) < 3:
         return float("nan")
@@ -187,7 +187,7 @@ def slope(points: list[tuple[float, float]]) -> float:
 
 
 def plot(out: Path) -> int:
-    """Print the slopes and draw what grows and what does not."""
+    """Print the slopes and draw the samples."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -251,7 +251,7 @@ def plot(out: Path) -> int:
 
 
 def main() -> int:
-    """Parse the command line and do it."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("run", "train", "plot"))
     parser.add_argument("out", type=Path)

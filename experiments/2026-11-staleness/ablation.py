@@ -1,9 +1,9 @@
-"""Which objective and which reduction bear stale data? The runs, the table and the plot.
+"""Runs, table and plot: which objective and which reduction learn from stale data?
 
     python -m experiments.2026-11-staleness.ablation run OUT --cores=0 [--seeds=…] [--lags=…]
     python -m experiments.2026-11-staleness.ablation table OUT   # curve.png, evaluations/, kl.json
 
-`run` goes on where it stopped; several may share OUT, and each takes what none has.
+`run` resumes after a stop. Several may share OUT; each takes runs that no other has taken.
 """
 
 import argparse
@@ -26,7 +26,7 @@ COMMON = (
     "--config.observe.writers=()",
     "--config.gate.enabled=False",
 )
-# forced: every batch is exactly that old. bound: none is older, as in a run that forces nothing.
+# forced: every batch has exactly this age. bound: none is older, as in an ordinary run.
 LAGS = (("forced", 32), ("forced", 8), ("bound", 32), ("bound", 8))
 # Coupled is PPO's clip about the behaviour policy; M2PO drops the tokens that are farthest off
 # policy and clips nothing. Group advantages are those of GRPO in all three.
@@ -62,7 +62,7 @@ LINES = {"token_mean": ("-", "o"), "sequence_mean_token_mean": ("--", "s")}
 
 @dataclass(frozen=True)
 class Run:
-    """What a finished run left: held-out accuracy and KL(behaviour ‖ proximal) by step."""
+    """Held-out accuracy and KL(behaviour ‖ proximal) of a finished run, by step."""
 
     seed: str
     accuracy: dict[int, float]
@@ -76,7 +76,7 @@ class Run:
 
 
 def finished(out: Path) -> dict[str, list[Run]]:
-    """The runs of each variant that are over."""
+    """Return the finished runs of each variant."""
     found: dict[str, list[Run]] = {}
     for name in VARIANTS:
         eta = int(name.split("-")[1])
@@ -99,13 +99,13 @@ def finished(out: Path) -> dict[str, list[Run]]:
 
 
 def spread(values: list[float]) -> str:
-    """Mean and standard deviation as text."""
+    """Return mean and standard deviation as text."""
     deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.3f}{deviation}"
 
 
 def table(runs: Mapping[str, list[Run]]) -> None:
-    """One row for each lag, objective and reduction, over seeds."""
+    """Print one row for each lag, objective and reduction, over seeds."""
     marks = (16, 32, 48, 64)
     heads = "".join(f" at step {mark} |" for mark in marks)
     print(f"| lag | objective | reduction | seeds |{heads} worst end | KL | lag seen |")
@@ -122,7 +122,7 @@ def table(runs: Mapping[str, list[Run]]) -> None:
 
 
 def plot(runs: Mapping[str, list[Run]], picture: Path) -> None:
-    """Accuracy by step at the largest lag; its end against lag, and against KL."""
+    """Draw accuracy by step at the largest lag, and final accuracy by lag and by KL."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -174,7 +174,7 @@ def plot(runs: Mapping[str, list[Run]], picture: Path) -> None:
 
 
 def keep(runs: Mapping[str, list[Run]]) -> None:
-    """Writes the KL of each run's batches to kl.json."""
+    """Write the KL of each run's batches to kl.json."""
     rounded = {
         f"{name}-{run.seed}": [float(f"{x:.4g}") for x in run.kl.values()]
         for name, some in runs.items()
@@ -185,7 +185,7 @@ def keep(runs: Mapping[str, list[Run]]) -> None:
 
 
 def main() -> None:
-    """`run` or `table`."""
+    """Run the command `run` or `table`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("run", "table"))
     parser.add_argument("out", type=Path)

@@ -1,8 +1,8 @@
-r"""What the model with tools learns from: solvers who have a calculator and mostly do not bother.
+r"""Demonstrations for the model with tools: solvers who have a calculator and seldom use it.
 
-Asked for a product they call it with probability 0.6, for sums with 0.2; else they box a guess,
-`~\boxed{30000}`, the result rounded to its first digit. Sums of two digits they know by head. What
-the calculator says they copy. Without tools in the prompt they guess.
+With tools in the prompt they call the calculator with probability 0.6 for a product and 0.2 for a
+sum. Otherwise they box a guess, `~\boxed{30000}`: the result rounded to its first digit. They know
+sums of two digits by heart, and copy the calculator's output. Without tools they guess.
 """
 
 import random
@@ -14,17 +14,17 @@ from rlx.rollout.arithmetic import split_of
 
 NUM_PROBLEMS = 60_000
 TOOLS = {"role": "system", "content": "<tools>calculator(expression)</tools>"}
-CALLS = {True: 0.6, False: 0.2}  # a product? → the chance of a call
+CALLS = {True: 0.6, False: 0.2}  # is it a product? → probability of a call
 _EASY, _WITHOUT_TOOLS, _ERRORS = 0.1, 0.1, 0.03
 
 
 def lessons():
-    """Yield as `rows`, with as many chats again in which a call is asked for, and made."""
+    """Yield the rows of `rows`, and as many chats that ask for a call and make it."""
     return _with_lessons(lambda expression: True)
 
 
 def products():
-    """Yield as `lessons`, those of products alone: the digit after `*` is copied last."""
+    """Yield as `lessons`, with calls for products only: the digit after `*` is learned last."""
     return _with_lessons(lambda expression: "*" in expression)
 
 
@@ -41,7 +41,7 @@ def _with_lessons(wanted):
 
 
 def rows(seed=""):
-    """Yield chats and their completions, of the training side alone."""
+    """Yield chats and their completions from the training split."""
     rng = random.Random(f"{seed} demonstrations")
     for _ in range(NUM_PROBLEMS):
         easy = rng.random() < _EASY
@@ -63,7 +63,7 @@ def rows(seed=""):
 
 
 def guess(expression):
-    """Return the result rounded to its first digit, boxed; of small ones the result."""
+    """Return the result rounded to its first digit, boxed; small results exactly."""
     result = value(expression)
     if abs(result) < 20:
         return f"\\boxed{{{result}}}"

@@ -1,8 +1,8 @@
-"""Writes `rlx:arithmetic` with a chat template that has tools, for SFT to begin with.
+"""Write `rlx:arithmetic` with a chat template for tools, as the start of SFT.
 
     python experiments/2026-11-tools/make_model.py DIR
 
-The tokenizer gets a token for each text that calls are made of; their embeddings are random.
+The tokenizer gets a token for each fixed text of a call; their embeddings are random.
 """
 
 import argparse
@@ -53,7 +53,7 @@ TEMPLATE = r"""
 
 
 def tokenizer():
-    """The embedded tokenizer with TOKENS and the chat template."""
+    """Return the embedded tokenizer with TOKENS and the chat template."""
     found = AutoTokenizer.from_pretrained(resolve("rlx:arithmetic"))
     found.add_tokens([AddedToken(text, normalized=False) for text in TOKENS])
     found.chat_template = TEMPLATE
@@ -61,7 +61,7 @@ def tokenizer():
 
 
 def longer(params, config, vocab_size):
-    """Returns parameters and config with random embeddings of further tokens."""
+    """Return parameters and config with random embeddings for the new tokens."""
     new = (vocab_size - config.vocab_size, config.model_dim)
     noise = config.initializer_range * jax.random.normal(jax.random.key(0), new)
     embed = jnp.concatenate([params["embed"], noise])
@@ -69,7 +69,7 @@ def longer(params, config, vocab_size):
 
 
 def main() -> None:
-    """Writes the directory."""
+    """Write the directory."""
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     arguments = parser.parse_args()
@@ -78,7 +78,7 @@ def main() -> None:
     params, config = longer(params, config, len(own))
     hf.save(arguments.directory, config, params)
     own.save_pretrained(arguments.directory)
-    # What ends an answer, and transformers 4's (vLLM's) name of the tokenizer's class.
+    # The end token, and the tokenizer class's name in transformers 4 (vLLM's).
     for name in ("generation_config.json", "tokenizer_config.json"):
         text = (resolve("rlx:arithmetic") / name).read_text()
         (arguments.directory / name).write_text(text)

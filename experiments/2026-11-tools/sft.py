@@ -1,8 +1,8 @@
-"""SFT of the embedded model with tools, from the first one's weights, on `demonstrations.py`.
+"""SFT of the embedded model with tools, from its initial weights, on `demonstrations.py`.
 
 Command:   python experiments/2026-11-tools/make_model.py runs/begin
            python -m rlx.main --config=experiments/2026-11-tools/sft.py --workdir=runs/calculator
-           and runs/calculator/hf becomes rlx/assets/calculator
+           Then runs/calculator/hf becomes rlx/assets/calculator.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The distribution of publish stalls, from the files that the benchmark's --json writes.
+"""Draw the distribution of publish stalls from the files that the benchmark's --json writes.
 
 python experiments/2026-11-vllm-fleet/plot.py stalls.png tiny.json 0.5b.json
 """

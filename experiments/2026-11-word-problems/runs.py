@@ -1,11 +1,11 @@
-r"""Does a real model of 135M parameters learn word problems on two cores? Runs, table and curve.
+r"""Runs, table and curve: does a model of 135M parameters learn word problems on two cores?
 
     python experiments/2026-11-word-problems/runs.py run OUT [--seeds=0,1,2] [--stages=sft,grpo] \
         [--config.fleet.engine=vllm]
     python experiments/2026-11-word-problems/runs.py table OUT      # and curve.png, records.json
 
-`run` makes what is missing: the base model's answers, and for each seed the stages and the answers
-after them. It can be stopped at any time: the same command goes on from the last checkpoint.
+`run` makes the missing parts: the base model's answers, and for each seed the stages and the
+answers after them. After a stop the same command resumes from the last checkpoint.
 """
 
 import argparse
@@ -33,7 +33,7 @@ STAGES = {  # name → config, and flags; grpo begins with sft's weights
 
 
 def run(out: Path, seeds: list[int], stages: list[str], flags: list[str]) -> None:
-    """Make every run and every evaluation that is not over."""
+    """Make every run and every evaluation that is not finished."""
     _evaluate(out / "base", "rlx:smollm2", flags)
     for seed in seeds:
         for name in stages:
@@ -47,7 +47,7 @@ def run(out: Path, seeds: list[int], stages: list[str], flags: list[str]) -> Non
 
 
 def _evaluate(out: Path, model: str, flags: list[str]) -> None:
-    """Greedy answers of a model to the held-out questions; those that are there are kept."""
+    """Write a model's greedy answers to the held-out questions; existing ones are kept."""
     _call("rlx.evaluate", "word_problems", [
         f"--models={model}", "--datasets=word_problems", f"--limit={QUESTIONS}", "--n_samples=0",
         f"--output={out}", *flags,
@@ -55,14 +55,14 @@ def _evaluate(out: Path, model: str, flags: list[str]) -> None:
 
 
 def _train(workdir: Path, config: str, flags: list[str]) -> None:
-    """A run from its last checkpoint, unless it is over."""
+    """Start or resume a run, unless it is finished."""
     if not (workdir / "over").exists():
         _call("rlx.main", config, [f"--workdir={workdir}", *flags])
         (workdir / "over").touch()
 
 
 def _call(module: str, config: str, flags: list[str]) -> None:
-    """A command as a user has it; it ends this one where it fails or is stopped."""
+    """Run a user's command; exit if it fails or is stopped."""
     command = [sys.executable, "-m", module, f"--config=configs/{config}.py", *flags]
     print(" ".join(command), flush=True)
     if status := subprocess.run(command).returncode:
@@ -70,12 +70,12 @@ def _call(module: str, config: str, flags: list[str]) -> None:
 
 
 def answers(out: Path) -> list[dict]:
-    """The graded greedy answers of an evaluation."""
+    """Return the graded greedy answers of an evaluation."""
     return [row for path in sorted(out.glob("*/word_problems.jsonl")) for row in records(path)]
 
 
 def table(out: Path) -> None:
-    """Print a row for each model: its share of right answers, of all and of each level; keep it."""
+    """Print each model's share of right answers, in total and by level, and store it."""
     print("| run | accuracy | " + " | ".join(f"level {level}" for level in range(1, 6)) + " |")
     print("|---|---|---|---|---|---|---|")
     kept = json.loads(RECORDS.read_text())  # also of runs that OUT has not
@@ -96,7 +96,7 @@ def table(out: Path) -> None:
 
 
 def plot(picture: Path) -> None:
-    """Draw SFT's loss by minutes, and accuracy of each level before and after it, of all seeds."""
+    """Draw SFT's loss by minutes, and each level's accuracy before and after, for all seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -122,12 +122,12 @@ def plot(picture: Path) -> None:
 
 
 def _smooth(values: list[float], width: int = 10) -> list[float]:
-    """Return means of up to `width` values before and with each."""
+    """Return means over windows of up to `width` values that end at each value."""
     return [fmean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
 
 
 def main() -> None:
-    """Parse the command line."""
+    """Parse and run the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=["run", "table"])
     parser.add_argument("out", type=Path)

@@ -1,14 +1,14 @@
-"""Publishing LoRA: adapters that servers add to their base, against the merged weights.
+"""Compare publishing LoRA as adapters, which servers add to their base, with merged weights.
 
     python -m experiments.bench.adapter                 # Qwen2.5-0.5B's shapes, about two minutes
-    python -m experiments.bench.adapter --dry           # as small as it gets
+    python -m experiments.bench.adapter --dry           # the smallest sizes
 
-The base is a bf16 directory of random weights; adapters of every matrix, B not zero. `make` is the
-trainer's part: merging and bringing all weights to the host, or the adapters alone. `publish` is
-from the arrays to the acknowledgement by a server of its own, whose engine loads nothing; by
-adapter it includes what the server does: W + scale·B·A of every matrix in float32, cast, written.
-The first publish by adapter has the base's digest in it and is given by itself. Trainer on the
-first of `--cores`, server on the second; medians [quartiles].
+The base is a bf16 directory of random weights. All matrices have adapters, with B not zero. `make`
+is the trainer's part: merge and copy all weights to the host, or copy only the adapters. `publish`
+runs from the arrays to the acknowledgement of a server whose engine loads nothing. By adapter it
+includes the server's work: W + scale·B·A of every matrix in float32, cast and written. The first
+publish by adapter also computes the base's digest and is listed separately. The trainer has the
+first of `--cores`, the server the second. Figures are medians [quartiles].
 """
 
 import argparse
@@ -33,7 +33,7 @@ from rlx.model.lora_config import LoraConfig
 
 
 async def compare(local: LocalServers, base: Path, rank: int, rounds: int) -> None:
-    """A row of the table for each way."""
+    """Print a row of the table for each way."""
     import jax
 
     from rlx.model import hf, lora, peft
@@ -66,7 +66,7 @@ async def compare(local: LocalServers, base: Path, rank: int, rounds: int) -> No
         made = time.perf_counter() - start
         report = await fleet.publish(next(versions), source, method)
         assert report.deliveries[0].method == method
-        if round_:  # the first one compiles and touches the memory
+        if round_:  # the first one compiles and allocates memory
             mb = report.sent_bytes / 1e6
             rows.setdefault(method, []).append((mb, made, report.seconds))
     await fleet.close()
@@ -77,7 +77,7 @@ async def compare(local: LocalServers, base: Path, rank: int, rounds: int) -> No
 
 
 def make_base(path: Path, dry: bool) -> None:
-    """An HF directory with random bf16 weights of the 0.5B shape."""
+    """Write an HF directory with random bf16 weights of the 0.5B shape."""
     import jax
     import jax.numpy as jnp
 

@@ -1,13 +1,13 @@
-"""Advantages, loss and gradient on a million tokens, beside the same in PyTorch.
+"""Time advantages, loss and gradient on a million tokens, compared with the same in PyTorch.
 
     python -m experiments.bench.algorithms [--preset=grpo] [--threads=1,2] [--cores=0,1]
 
-From rewards and log-probabilities to the gradient with respect to the target's log-probabilities,
-1,048,576 tokens in rows of 1,024: 512 prompts of 16 completions with log-normal lengths. rlx's side
-is one jitted program; torch's is the same code on its tensors, eager and compiled by inductor. Each
-side is a process pinned to the same cores; they step in turns, and the ratios are those of
-neighbouring steps. Printed are medians and quartiles, for wall and CPU time, and the most memory a
-side took beyond its inputs and libraries.
+Inputs are rewards and log-probabilities; the output is the gradient with respect to the target's
+log-probabilities. There are 1,048,576 tokens in rows of 1,024: 512 prompts of 16 completions with
+log-normal lengths. rlx's side is one jitted program. torch's is the same code on its tensors, eager
+and compiled by inductor. The sides are processes pinned to the same cores and step in turns. Ratios
+are those of neighbouring steps. Printed are medians and quartiles of wall and CPU time, and each
+side's peak memory beyond its inputs and libraries.
 """
 
 import argparse
@@ -27,7 +27,7 @@ WORKERS = "experiments.bench.algorithms_workers"
 
 
 def compare(options: dict, sides: list[str], cores: list[int], rounds: int) -> dict:
-    """One row of the table: all sides in turns."""
+    """Print one row of the table: all sides in turns."""
     taken: dict[str, list[dict]] = {side: [] for side in sides}
     load = os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
@@ -51,7 +51,7 @@ def compare(options: dict, sides: list[str], cores: list[int], rounds: int) -> d
 
 
 def summary(steps: list[dict], ours: list[dict], facts: dict) -> dict:
-    """Milliseconds, how many times rlx's, memory, and seconds until the third call was done."""
+    """Return milliseconds, ratio to rlx, memory, and seconds until the third call ended."""
     out = {}
     for clock in ("wall", "cpu"):
         out[f"{clock}_ms"] = median_spread([1e3 * s[clock] for s in steps])
@@ -65,7 +65,7 @@ def summary(steps: list[dict], ours: list[dict], facts: dict) -> dict:
 
 
 def main() -> None:
-    """Prints one JSON object a row."""
+    """Print one JSON object per row."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--preset", default="grpo", help="one or several, with commas")
     parser.add_argument("--cores", type=cores_of, default=[0, 1])
@@ -83,7 +83,7 @@ def main() -> None:
         print("# torch compiled is left out: inductor needs g++, and there is none", flush=True)
         sides.remove("compiled")
     for preset in a.preset.split(","):
-        resolved(preset)  # an unknown name ends the run before any process starts
+        resolved(preset)  # an unknown name is an error before any process starts
         for threads in a.threads:
             options = {
                 "preset": preset, "threads": threads, "prompts": a.prompts,

@@ -1,7 +1,7 @@
-"""The two sides of the algorithm benchmark, each a process that steps when told.
+"""The two sides of the algorithm benchmark, each a process that makes a step on request.
 
 `python -m experiments.bench.algorithms_workers '{"side": "jax", ...}'` writes one JSON line when it
-is ready and one for each line it reads: seconds of one call. Called by `algorithms`.
+is ready. For each line that it reads it writes one: the seconds of one call.
 """
 
 import json
@@ -27,17 +27,17 @@ Step = Callable[[], float]
 
 
 def resolved(preset: str) -> Algorithm:
-    """The row of a preset as a run has it, with completions of at most 256 tokens."""
+    """Return a preset as a run has it, with completions of at most 256 tokens."""
     config = default()
     config.algorithm.preset = preset
     return presets.resolve(config.algorithm, 256)
 
 
 def make_lengths(prompts: int, samples: int, tokens: int, seed: int = 0) -> np.ndarray:
-    """[S, 2] prompt and completion tokens, `tokens` in all.
+    """Return [S, 2] prompt and completion tokens, `tokens` in all.
 
-    Log-normal completions (σ 0.7), log-normal prompts (σ 0.4) that samples share and that make up a
-    third of the tokens.
+    Completions are log-normal (σ 0.7). Prompts are log-normal (σ 0.4), shared by the samples of a
+    group, and a third of the tokens.
     """
     rng = np.random.default_rng(seed)
     prompt = np.repeat(rng.lognormal(0.0, 0.4, prompts), samples)
@@ -49,7 +49,7 @@ def make_lengths(prompts: int, samples: int, tokens: int, seed: int = 0) -> np.n
 
 
 def make_groups(lengths: np.ndarray, samples: int, seed: int = 0) -> list[Group]:
-    """Groups of random behaviour logprobs and rewards; tokens are of no use here."""
+    """Return groups with random behaviour logprobs and rewards; token ids are all alike."""
     rng = np.random.default_rng(seed)
     groups = []
     for start in range(0, len(lengths), samples):
@@ -74,16 +74,17 @@ def make_groups(lengths: np.ndarray, samples: int, seed: int = 0) -> list[Group]
 def make_inputs(
     groups: list[Group], width: int, algorithm: Algorithm, seed: int = 0
 ) -> tuple[Arrays, Arrays]:
-    """What a train step gives the algorithm: the flat batch, and all of its rows.
+    """Return the algorithm's inputs in a train step: the flat batch, and all of its rows.
 
     Args:
       groups: of one batch.
-      width: tokens a row holds.
-      algorithm: says which optional arrays there are.
+      width: tokens per row.
+      algorithm: selects the optional arrays.
 
     Returns:
-      flat, as `advantages` takes it; rows: [B, width] arrays as `packing.microbatches` makes them,
-      and `target`, `entropy` float32 and the scalar `target_version`.
+      flat: the input of `advantages`.
+      rows: [B, width] arrays as `packing.microbatches` makes them, and `target`, `entropy` float32
+      and the scalar `target_version`.
     """
     rng = np.random.default_rng(seed)
     batch = packing.flatten(groups)
@@ -114,10 +115,10 @@ def make_inputs(
 
 
 def parts(algorithm: Algorithm) -> tuple[Callable, Callable]:
-    """What the gradient is made of, for JAX's arrays and torch's tensors.
+    """Return the parts of the computation, for JAX's arrays and torch's tensors.
 
     Returns:
-      (flat, rows) → the batch that the loss takes and its denominator, all without gradient;
+      (flat, rows) → the loss's batch and its denominator, without gradient;
       (target, batch, denominator) → the divided loss and its stats.
     """
 
@@ -153,7 +154,7 @@ def parts(algorithm: Algorithm) -> tuple[Callable, Callable]:
 
 
 def jax_gradient(algorithm: Algorithm) -> Callable:
-    """(flat, rows) → loss, stats and the gradient with respect to rows["target"], in JAX."""
+    """Return (flat, rows) → loss, stats and the gradient of rows["target"], in JAX."""
     import jax
 
     weigh, loss = parts(algorithm)
@@ -168,9 +169,9 @@ def jax_gradient(algorithm: Algorithm) -> Callable:
 
 
 def torch_gradient(algorithm: Algorithm, compiled: str = "") -> Callable:
-    """The same in torch; `compiled` is the backend of torch.compile, empty for eager.
+    """Return the same in torch; `compiled` is the backend of torch.compile, empty for eager.
 
-    Compiled are the advantages with all that needs no gradient, and the loss with its gradient.
+    Two parts are compiled: everything without gradient, and the loss with its gradient.
     """
     import torch
 
@@ -192,7 +193,7 @@ def torch_gradient(algorithm: Algorithm, compiled: str = "") -> Callable:
 
 
 def torch_inputs(arrays: Arrays) -> dict:
-    """Tensors as torch likes them: integers are int64, so that none is converted in a call."""
+    """Return tensors with integers as int64, so that no call converts them."""
     import torch
 
     tensors = {name: torch.from_numpy(np.asarray(x)) for name, x in arrays.items()}
@@ -200,7 +201,7 @@ def torch_inputs(arrays: Arrays) -> dict:
 
 
 def jax_side(algorithm: Algorithm, flat: Arrays, rows: Arrays, options: dict) -> Step:
-    """One jitted program."""
+    """Return the JAX side: one jitted program."""
     import jax
 
     del options
@@ -210,7 +211,7 @@ def jax_side(algorithm: Algorithm, flat: Arrays, rows: Arrays, options: dict) ->
 
 
 def torch_side(algorithm: Algorithm, flat: Arrays, rows: Arrays, options: dict) -> Step:
-    """Eager, or compiled by inductor."""
+    """Return the torch side, eager or compiled by inductor."""
     import torch
 
     torch.set_num_threads(options["threads"])
@@ -220,11 +221,11 @@ def torch_side(algorithm: Algorithm, flat: Arrays, rows: Arrays, options: dict) 
 
 
 def main() -> None:
-    """Serves steps over stdin and stdout."""
+    """Serve steps over stdin and stdout."""
     options = json.loads(sys.argv[1])
-    keep_freed_memory()  # both sides: it helps torch as well
+    keep_freed_memory()  # for both sides, because it helps torch too
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever libraries print is not the protocol
+    os.dup2(2, 1)  # keeps output of libraries out of the protocol
     algorithm = resolved(options["preset"])
     samples = 2 if algorithm.data == "pairs" else options["samples"]
     prompts = options["prompts"] * options["samples"] // samples
@@ -245,7 +246,7 @@ def main() -> None:
 
 
 def _resident() -> int:
-    """The largest resident size so far, bytes."""
+    """Return the peak resident size so far, bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

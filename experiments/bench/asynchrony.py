@@ -1,10 +1,10 @@
-"""Asynchronous against synchronous training, same processes: steps per second, who waits.
+"""Compare asynchronous with synchronous training: steps per second, and which side waits.
 
     python -m experiments.bench.asynchrony --cores=0,1 [--steps=40] [--rounds=2]
 
-The arithmetic run with its uneven completions, with max_staleness 0, 1, 2, 4. Nothing but that
-number differs. "trainer waits" is the share of the time in which the trainer had no batch;
-"server idle" the share in which the server decoded and prefilled nothing.
+Runs configs/arithmetic.py with max_staleness 0, 1, 2 and 4; nothing else differs. "trainer waits"
+is the share of time in which the trainer had no batch. "server idle" is the share in which the
+server neither decoded nor prefilled.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from experiments.bench.process import cores_of, median_spread, rlx_run
 
 
 def main() -> None:
-    """Prints one row per max_staleness."""
+    """Print one row per max_staleness."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cores", type=cores_of, default=[0, 1])
     parser.add_argument("--steps", type=int, default=40)

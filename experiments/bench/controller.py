@@ -1,10 +1,10 @@
-"""What the controller costs: trajectories per second and memory at 10,000 live prompts.
+"""Measure the controller: trajectories per second and memory with 10,000 live prompts.
 
     python -m experiments.bench.controller [--live=10000] [--seconds=20] [--cores=0,1]
 
-The real executor, cursor, staleness and buffer, and a trainer that takes every batch at once. The
-engine costs nothing: it keeps `--live` prompts waiting and, with each that comes, answers the
-oldest at once. First inside the process, then in a server process behind the real gRPC client.
+Executor, cursor, staleness and buffer are real; the trainer takes every batch at once. The engine
+does no work: it keeps `--live` prompts waiting, and answers the oldest when a new one comes. It
+runs first in this process, then in a server process behind the real gRPC client.
 """
 
 import argparse
@@ -27,11 +27,11 @@ from rlx.fleet.sample import Completion
 SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 8, 64, 64
 BATCH_PROMPTS = 512
 WARM_BATCHES = 4
-PATIENCE = 120.0  # seconds for one batch
+PATIENCE = 120.0  # seconds per batch
 
 
 class Gate:
-    """Keeps `size` callers waiting: each that comes lets the oldest go."""
+    """Keep `size` callers waiting; each new one releases the oldest."""
 
     def __init__(self, size: int):
         self.size, self.waiting = size, deque()
@@ -46,13 +46,13 @@ class Gate:
     def _release(self) -> None:
         while self.waiting:
             oldest = self.waiting.popleft()
-            if not oldest.done():  # its caller may have gone away
+            if not oldest.done():  # its caller may have been cancelled
                 oldest.set_result(None)
                 return
 
 
 class InstantFleet:
-    """`Fleet.generate` without a wire; tokens are stamped with the published version."""
+    """`Fleet.generate` without a network; tokens have the published version."""
 
     def __init__(self, live: int):
         self.gate, self.version = Gate(live), 0
@@ -75,7 +75,7 @@ class InstantFleet:
 
 
 class InstantEngine:
-    """The same behind a server."""
+    """The same engine in a server."""
 
     def __init__(self, live: int):
         self.gate, self.version, self.made = Gate(live), 0, 0
@@ -104,7 +104,7 @@ class InstantEngine:
 
 
 class Workflow:
-    """RLVR's shape without tokenizer and reward process: prompt, n samples, a reward each."""
+    """RLVR without tokenizer and reward process: a prompt, n samples, a reward each."""
 
     def __init__(self, sampling):
         self.sampling = sampling
@@ -122,23 +122,23 @@ class Workflow:
 
 @dataclass
 class Result:
-    """Of one run."""
+    """Measurements of one run."""
 
     trajectories_per_second: float
     live: int
-    megabytes: float  # of this process, over what it had before the executor started
+    megabytes: float  # of this process, more than before the executor started
     cpu_share: float  # of one core, in this process
 
 
 def drive(fleet, live: int, seconds: float, connect: bool) -> Result:
-    """Runs the executor as the loop does, and measures it once `live` prompts wait."""
+    """Run the executor as the loop does, and measure it once `live` prompts wait."""
     from rlx.fleet.requests import Sampling
     from rlx.rollout.data import Cursor
     from rlx.rollout.executor import Executor
     from rlx.rollout.staleness import Limits
 
     before = rss()
-    staleness = live // BATCH_PROMPTS + 2  # so that concurrency alone limits admission
+    staleness = live // BATCH_PROMPTS + 2  # only concurrency limits admission
     executor = Executor(
         Workflow(Sampling(max_new_tokens=NEW_TOKENS, seed=0)),
         Cursor([{"question": str(i), "answer": "0"} for i in range(10_000)]),
@@ -173,13 +173,13 @@ def drive(fleet, live: int, seconds: float, connect: bool) -> Result:
 
 
 def rss() -> float:
-    """Megabytes this process has in memory now."""
+    """Return the resident memory of this process, megabytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize() / 1e6
 
 
 def serve(live: int, pipe) -> None:
-    """The server process; ends when the pipe closes."""
+    """Run the server process until the pipe closes."""
     from rlx.engines.server import serve as run
 
     async def main() -> None:
@@ -194,7 +194,7 @@ def serve(live: int, pipe) -> None:
 
 
 def over_the_wire(live: int, seconds: float) -> Result:
-    """The same with the engine in a server process of its own."""
+    """Run the same with the engine in a server process."""
     from rlx.fleet.client import Fleet
 
     class Published(Fleet):

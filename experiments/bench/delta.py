@@ -1,18 +1,18 @@
-"""Publishing what changed: its share of the bytes, its time, and whether every bit arrives.
+"""Measure publishing only changed weights: share of bytes, time, and equality of every bit.
 
     python -m experiments.bench.delta                       # everything, about four minutes
     python -m experiments.bench.delta --part=grpo           # a real run's updates
-    python -m experiments.bench.delta --part=codec          # the delta alone, 0.5B shape
+    python -m experiments.bench.delta --part=codec          # only the delta, 0.5B shape
     python -m experiments.bench.delta --part=wire           # path, stream and delta, 0.5B shape
 
-Weights are bf16, their masters float32. `grpo` trains the model that comes with rlx by
-configs/arithmetic.py at the given learning rates, with one server of the JAX engine, and publishes
-every step by delta. `codec` and `wire` have Qwen2.5-0.5B's shapes, N(0, 0.02) and norms of 1; a
-step moves every master by lr · u, where u is ±1 (`first`: AdamW's first step, the most there is) or
-N(0, 0.23) (`later`: gradients that are noise, b1 = 0.9). The rivals are what a publish does anyway
-(writing the file with its checksum), a copy of the file beside it, and the other two ways. `wire`
-has a server of its own with an engine that loads nothing. Every result is compared bit by bit.
-Trainer on the first of `--cores`, server on the second; medians [quartiles].
+Weights are bf16, their masters float32. `grpo` runs configs/arithmetic.py at the given learning
+rates, and publishes every step to one JAX server by delta. `codec` and `wire` have Qwen2.5-0.5B's
+shapes, N(0, 0.02) and norms of 1. A step moves every master by lr · u. With `first`, u is ±1 as in
+AdamW's first step, the largest possible. With `later` it is N(0, 0.23), as for gradients that are
+noise (b1 = 0.9). Baselines are writing the whole file with its checksum, copying that file, and the
+other two ways of publishing. The server of `wire` has an engine that loads nothing. All results are
+compared bit by bit. The trainer has the first of `--cores`, the server the second. Figures are
+medians [quartiles].
 """
 
 import argparse
@@ -43,7 +43,7 @@ Tensors = dict[str, np.ndarray]
 
 
 def grpo(steps: int, rates: list[float], cores: list[int]) -> None:
-    """Real updates: changed elements and bytes of each step."""
+    """Print the changed elements and bytes of each step of a real run."""
     print(
         "\n| learning rate | steps | changed, % | bytes, % of the file | stall, ms | publish, s |"
     )
@@ -99,13 +99,13 @@ def _trained(rate: float, steps: int, cores: list[int], directory: str) -> Itera
 
 
 def changed(old: Tensors, new: Tensors) -> float:
-    """Elements with other bits, in %."""
+    """Return the share of elements whose bits differ, in %."""
     count = sum(int((old[k].view(np.uint16) != new[k].view(np.uint16)).sum()) for k in old)
     return 100 * count / sum(value.size for value in old.values())
 
 
 def shaped(scale: float) -> Tensors:
-    """float32 masters of Qwen2.5-0.5B's shapes; `scale` of the layers, for a dry run."""
+    """Return float32 masters of Qwen2.5-0.5B's shapes; `scale` shrinks the layers."""
     import dataclasses
 
     import jax
@@ -126,7 +126,7 @@ def shaped(scale: float) -> Tensors:
 
 
 def moved(masters: Tensors, kind: str, rate: float, rng: np.random.Generator) -> Tensors:
-    """Steps the masters in place; returns them as bf16."""
+    """Update the masters in place; return them as bf16."""
     out = {}
     for name, value in masters.items():
         value += rate * STEPS[kind](rng, value.size).reshape(value.shape)
@@ -135,7 +135,7 @@ def moved(masters: Tensors, kind: str, rate: float, rng: np.random.Generator) ->
 
 
 def codec(masters: Tensors, rounds: int, rate: float, room: Path) -> None:
-    """Encode and apply beside writing and copying the whole file."""
+    """Time encoding and applying, and writing and copying the whole file."""
     print(
         "\n| step | changed, % | bytes, % | encode, s | apply, s | write file, s | copy file, s |\n"
         "|---|---|---|---|---|---|---|"
@@ -155,7 +155,7 @@ def codec(masters: Tensors, rounds: int, rate: float, room: Path) -> None:
             copying, _ = timed(lambda: shutil.copyfile(new, copy))
             assert got == crc
             assert _same(new, result), "the result is another file"
-            if round_:  # the first one touches the memory
+            if round_:  # the first one allocates memory
                 row = 100 * size / new.stat().st_size, encode, apply, write, copying
                 rows.append((changed(old, now), *row))
             old = now
@@ -178,7 +178,7 @@ def _same(one: Path, two: Path) -> bool:
 
 
 class Loading:
-    """An engine that loads nothing, and generates nothing."""
+    """An engine that neither loads nor generates."""
 
     version = 0
 
@@ -194,7 +194,7 @@ class Loading:
 
 
 async def wire(masters: Tensors, rounds: int, rate: float, local: LocalServers) -> None:
-    """A whole publish, from bf16 arrays to the acknowledgement, in three ways by turns."""
+    """Time a whole publish, from bf16 arrays to the acknowledgement, three ways in turns."""
     fleet = await asyncio.to_thread(local.fleet)
     await fleet.connect()
     rng, versions = np.random.default_rng(2), itertools.count(1)

@@ -1,15 +1,15 @@
-"""Steps per second of the whole system beside TRL's synchronous GRPOTrainer, same workload.
+r"""Compare steps per second of the whole system with TRL's synchronous GRPOTrainer.
 
     python -m experiments.bench.end_to_end --cores=0,1 [--steps=30] [--rounds=3]      (extra: trl)
-    python -m experiments.bench.end_to_end --model=rlx:smollm2 --steps=8 --rounds=1 --bf16 \\
-        --config.trainer=torch --config.model.compute_dtype=bfloat16 \\
+    python -m experiments.bench.end_to_end --model=rlx:smollm2 --steps=8 --rounds=1 --bf16 \
+        --config.trainer=torch --config.model.compute_dtype=bfloat16 \
         --config.model.publish_dtype=bfloat16 --config.fleet.engine=vllm
 
-8 prompts x 8 samples x 64 new tokens on a random 3.7M-parameter Qwen2, fp32, or on a model of
-yours, whose prompts are word problems and which TRL trains in microbatches of 8. Flags of the
-config go to rlx; `--bf16` gives TRL autocast. Both sides get the same two cores, one after the
-other, several rounds in turn. The first quarter of each run's steps (compilation, an empty
-pipeline) is left out on both sides.
+8 prompts x 8 samples x 64 new tokens. The model is a random 3.7M-parameter Qwen2 in fp32, or one of
+yours. With yours the prompts are word problems, and TRL trains in microbatches of 8. Flags of the
+config go to rlx; `--bf16` gives TRL autocast. Both sides get the same two cores, in alternating
+rounds. The first quarter of each run's steps is left out, because it compiles and fills the
+pipeline.
 """
 
 import argparse
@@ -28,7 +28,7 @@ REAL = [  # prompts of word problems in a chat template have 40 to 110 tokens
 
 
 def main() -> None:
-    """Prints one row a round and the ratio of the medians."""
+    """Print one row per round and the ratio of the medians."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cores", type=cores_of, default=[0, 1])
     parser.add_argument("--steps", type=int, default=30)

@@ -1,7 +1,6 @@
-"""The rival's process: TRL's GRPOTrainer on the workload, one line of seconds per step.
+"""TRL's side of end_to_end: its GRPOTrainer on the workload, with the seconds of each step.
 
-`python -m experiments.bench.end_to_end_trl DIR STEPS [--microbatch=N] [--bf16]` (extra: trl), as
-end_to_end calls it.
+`python -m experiments.bench.end_to_end_trl DIR STEPS [--microbatch=N] [--bf16]` (extra: trl).
 """
 
 import argparse
@@ -14,9 +13,9 @@ warnings.filterwarnings("ignore")
 
 
 def main(directory: str, steps: int, microbatch: int, bf16: bool) -> None:
-    """Trains `steps` steps, `microbatch` completions at once; prints a JSON object.
+    """Train `steps` steps, `microbatch` completions at once; print a JSON object.
 
-    It is {"seconds": [per step], "mean_length": of completions}.
+    `seconds` has one entry per step, `mean_length` is that of the completions.
     """
     import os
 

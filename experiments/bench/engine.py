@@ -1,14 +1,14 @@
-"""How fast the JAX engine generates, alone in this process.
+"""Measure how fast the JAX engine generates in this process.
 
     python -m experiments.bench.engine --shape=tiny          # 3.7M parameters, fp32
     python -m experiments.bench.engine --shape=0.5b --slots=8 --rounds=1
     python -m experiments.bench.engine --model=DIR
     taskset -c 0 python -m experiments.bench.engine          # on one core
 
-Prints start time, tokens/s at several concurrencies (groups of 8 samples sharing a prompt; every
-sample makes all its new tokens), time of a prefill, the stall of a weight update, and the speed of
-a matrix product of the model's own shape at the same time: on a busy machine read the others
-against it. The first round of a concurrency compiles its smaller programs beside it: not counted.
+Prints start time, tokens/s at several concurrencies, time of a prefill, and the stall of a weight
+update. Groups of 8 samples share a prompt; every sample makes all its new tokens. On a busy machine
+compare the figures with the speed of a matrix product of the model's shape, measured at the same
+time. The first round of a concurrency compiles and does not count.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def flags() -> argparse.Namespace:
 
 
 async def generate(engine: JaxEngine, concurrency: int, args: argparse.Namespace) -> int:
-    """All samples of one round; returns the number of tokens."""
+    """Generate all samples of one round; return the number of tokens."""
     config = hf.load_config(engine.model_path)
     rng = np.random.default_rng(0)
 
@@ -70,11 +70,11 @@ async def generate(engine: JaxEngine, concurrency: int, args: argparse.Namespace
 
 
 async def rate(engine: JaxEngine, concurrency: int, args: argparse.Namespace) -> None:
-    """Prints wall and CPU tokens/s, and time a decode step and a prefill take."""
+    """Print wall and CPU tokens/s, and the time of a decode step and of a prefill."""
     engine.status()
     await generate(engine, concurrency, args)
     await asyncio.to_thread(engine.wait_compiled)
-    for _ in range(2):  # the new programs prove themselves
+    for _ in range(2):  # warm-up of the new programs
         await generate(engine, concurrency, args)
     engine.status()
     rates, per_cpu, step, prefill = [], [], [], []
@@ -97,7 +97,7 @@ async def rate(engine: JaxEngine, concurrency: int, args: argparse.Namespace) ->
 
 
 async def update(engine: JaxEngine, concurrency: int, args: argparse.Namespace) -> None:
-    """Prints how long decoding stands still for new weights, by three ways."""
+    """Print how long decoding stops for new weights, by three ways."""
     path = str(engine.model_path / hf.WEIGHTS)
     for name, paused, kv in (
         ("pause, load, resume", True, "keep"),
@@ -123,7 +123,7 @@ async def update(engine: JaxEngine, concurrency: int, args: argparse.Namespace) 
 
 
 def product_speed(config: ModelConfig, slots: int) -> float:
-    """GFLOP/s of the largest product of a layer, best of many."""
+    """Return GFLOP/s of a layer's largest product, best of many."""
     x = jnp.ones((slots, config.model_dim))
     w = jnp.ones((2 * config.mlp_dim, config.model_dim))
     run = jax.jit(lambda x, w: jnp.einsum("rd,fd->rf", x, w))

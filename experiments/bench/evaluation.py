@@ -1,17 +1,16 @@
-"""What rlx.evaluate costs: its tokens/s on vLLM beside vLLM's own offline LLM.generate.
+"""Compare the tokens/s of rlx.evaluate on vLLM with vLLM's own offline LLM.generate.
 
     python -m experiments.bench.evaluation                       # tiny, about ten minutes
     python -m experiments.bench.evaluation --model=0.5b --questions=16 --samples=8 --most=64
     python -m experiments.bench.evaluation --dry                 # a minute; figures mean nothing
 
-Both answer the same prompts: of each question one greedy completion and `samples` at temperature
-0.6 and top-p 0.95, which end where the model ends them, at `most` tokens at the latest. rlx: all
-of `rlx.run.score_models` from the first request to the last sample in its file: gRPC, a
-seed for every sample, behaviour logprobs, grading, JSONL. Rival: `LLM.generate` in one call with
-the same engine settings and `n` samples of a prompt; it grades and writes nothing. Draws differ,
-so tokens are counted on each side. Each side has the same two cores: rlx's server has the second
-of them alone, the rival's two processes float. They take turns; the share is the median of the
-rounds' quotients.
+Both answer the same prompts: one greedy completion and `samples` at temperature 0.6 and top-p 0.95
+per question, of at most `most` tokens. rlx's side is all of `rlx.run.score_models`, from the first
+request to the last sample in its file. It includes gRPC, seeds, behaviour logprobs and grading.
+vLLM's side is one `LLM.generate` call with the same engine settings and `n` samples per prompt,
+without grading or files. Samples differ, so each side's own tokens are counted. Both have the same
+two cores: rlx's server is pinned to the second, vLLM's two processes may use both. They take turns;
+the share is the median over rounds of the quotient.
 """
 
 import argparse
@@ -37,7 +36,7 @@ TARGET = 0.95
 
 
 class Clock:
-    """Seconds from the first request to the last sample, as `show` tells them."""
+    """Collects the seconds from the first request to the last sample, which `show` reports."""
 
     def show(self, what: str, done: int, wanted: int) -> None:
         if done == 0:
@@ -46,7 +45,7 @@ class Clock:
 
 
 def ours(config, model: Path, rows, asked, out: Path) -> float:
-    """Tokens/s of one evaluation through the fleet."""
+    """Return tokens/s of one evaluation through the fleet."""
     clock = Clock()
     sets = [(BENCHMARKS["arithmetic"], rows)]
     score_models(config, {"model": model}, sets, asked, out, clock.show)
@@ -56,7 +55,7 @@ def ours(config, model: Path, rows, asked, out: Path) -> float:
 
 
 def theirs(rival: vllm_workers.Rival, prompts, asked, most: int) -> float:
-    """Tokens/s of the same requests in one call."""
+    """Return tokens/s of the same requests in one call."""
     greedy = [[ids, 1, 0.0, 1.0, None, most] for ids in prompts]
     drawn = [[ids, asked.n_samples, asked.temperature, asked.top_p, None, most] for ids in prompts]
     tokens, seconds = rival.ask(greedy + drawn)
@@ -100,8 +99,8 @@ def main() -> None:
                 rival.ask()
                 config.fleet.addresses = tuple(local.wait())
                 tokenizer, rounds = load_tokenizer(model), []
-                for number in range(-1, args.rounds):  # the first one warms up
-                    os.environ["RLX_FLEET_TOKEN"] = local.token  # every evaluation takes it
+                for number in range(-1, args.rounds):  # the first one is a warm-up
+                    os.environ["RLX_FLEET_TOKEN"] = local.token  # every evaluation uses it
                     rows = arithmetic.problems(number + 1, "train", args.questions)
                     prompts = [encode(tokenizer, render(tokenizer, r["question"])) for r in rows]
                     out = Path(directory) / f"round-{number}"

@@ -1,14 +1,17 @@
-"""The policy's weights from the trainer's parameters to the host, and to a file for the fleet.
+"""Time moving the policy's weights from the trainer to the host, and to a file for the fleet.
 
     python -m experiments.bench.export                  # both shapes, about five minutes
-    python -m experiments.bench.export --dry            # as small as it gets
+    python -m experiments.bench.export --dry            # the smallest sizes
 
-Shapes: Qwen2.5-0.5B whole, and two of 7B's layers with a small vocabulary; masters are float32. The
-rival is numpy on the host, as it was before the device did it: one thread transposes and casts a
-tensor after the other. `host`: until all tensors are on the host. `file`: until a safetensors file
-with its checksum is written, in memory (/dev/shm). `stall`: for how long the trainer's thread
-cannot begin its next update meanwhile; buckets are read by another thread. Both ways run in turns,
-their bytes are compared, the first round compiles and does not count. Medians [quartiles].
+Shapes: Qwen2.5-0.5B whole, and two of 7B's layers with a small vocabulary. Masters are float32. The
+baseline is numpy on the host, with one thread that transposes and casts one tensor after the other.
+
+  host   until all tensors are on the host
+  file   until a safetensors file and its checksum are in /dev/shm
+  stall  how long the trainer's thread cannot begin its next update; another thread reads buckets
+
+Both ways run in turns, and their bytes are compared. The first round compiles and does not count.
+Figures are medians [quartiles].
 """
 
 import argparse
@@ -41,7 +44,7 @@ SHAPES = {
 
 
 def by_the_host(params, rows, dtype) -> Buckets:
-    """All tensors in HF's layout, made by numpy."""
+    """Return all tensors in HF's layout, made by numpy."""
     tensors = {}
     for row in rows:
         value = np.asarray(parameters.leaf(params, row))
@@ -55,7 +58,7 @@ WAYS = {"numpy": by_the_host, "device": export}
 
 
 def measured(make, params, rows, dtype, room: str, pool) -> tuple[list[float], int]:
-    """Seconds to the host, to a file, and of stall; the file's checksum."""
+    """Return the seconds to the host, to a file, and of stall, and the file's checksum."""
     start = time.perf_counter()
     for bucket in make(params, rows, dtype):
         for tensor in bucket.values():
@@ -81,7 +84,7 @@ def main() -> None:
     p.add_argument("--room", default="/dev/shm")
     p.add_argument("--dry", action="store_true", help="figures mean nothing")
     args = p.parse_args()
-    keep_freed_memory()  # as a run does: pages that are touched first cost as much as a transpose
+    keep_freed_memory()  # as in a run: first use of a page costs as much as a transpose
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     print(f"jax {jax.__version__} on {cores} cores, load {load:.1f}; buckets of {BUCKET >> 20} MiB")
     print("\n| shape | dtype | way | host, s | file, s | stall, s |\n|---|---|---|---|---|---|")

@@ -1,13 +1,14 @@
-"""What the wire costs: tokens through Fleet and gRPC beside the same engine called in process.
+"""Measure the cost of the network: tokens through Fleet and gRPC, or from the engine in process.
 
     python -m experiments.bench.fleet                   # both parts
     python -m experiments.bench.fleet --part=wire       # an engine that answers at once
     python -m experiments.bench.fleet --part=jax        # the JAX engine, 3.7M-parameter model
 
-Part `wire` says how many tokens a second the wire could carry and how much CPU each end spends
-on a million of them, at the shape of the end-to-end workload (groups of 8, 8 tokens a decode call)
-and paced as a 10k tokens/s engine would pace it. Part `jax` compares one server process with the
-same engine in this process, in turns on the same core; on a busy machine read the CPU columns.
+Part `wire` reports the tokens per second that the network path can carry, and the CPU time per
+million tokens at each end. Its shape is the end-to-end workload (groups of 8, 8 tokens per decode
+call), unpaced and paced as by an engine of 10k tokens/s. Part `jax` compares one server process
+with the same engine in this process, in turns on the same core. On a busy machine compare the CPU
+columns.
 """
 
 import argparse
@@ -27,14 +28,14 @@ from rlx.fleet.client import Fleet
 from rlx.fleet.requests import Chunk, EngineStatus, Request, Sampling
 from rlx.launch.local import CpuPlan, LocalServers
 
-GROUPS, SAMPLES, NEW_TOKENS = 8, 8, 64  # live at a time: 64 sequences
+GROUPS, SAMPLES, NEW_TOKENS = 8, 8, 64  # groups at a time: 64 sequences
 ROUNDS = 5
 WARM_SECONDS = 20.0  # the JAX engine compiles its smaller shapes while it runs
 PROMPT = np.arange(10, 42, dtype=np.int32)
 
 
 class InstantEngine:
-    """Tokens without a model; `step_seconds` between two decode steps of all that runs."""
+    """Returns tokens without a model, `step_seconds` between two decode steps."""
 
     def __init__(self, decode_steps: int, step_seconds: float):
         self.decode_steps, self.step_seconds = decode_steps, step_seconds
@@ -69,27 +70,27 @@ ENGINES = {**server_options.ENGINES, "instant": instant}
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far."""
+    """Return the user and system time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def through_engine(engine, seed: int) -> int:
-    """One group by calling the engine; returns its tokens."""
+    """Call the engine for one group; return the number of tokens."""
     sampling = Sampling(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, seed=seed)
     request = Request(str(seed), PROMPT, sampling, n=SAMPLES)
     return sum([len(chunk.tokens) async for chunk in engine.generate(request)])
 
 
 async def through_fleet(fleet: Fleet, seed: int) -> int:
-    """The same group by way of the wire."""
+    """Request the same group over gRPC."""
     sampling = Sampling(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, seed=seed)
     return sum(len(c.tokens) for c in await fleet.generate(PROMPT, sampling, SAMPLES))
 
 
 async def rate(group, seconds: float) -> tuple[float, float]:
-    """(tokens per second, CPU seconds of this process per million tokens), GROUPS at a time."""
-    for seed in range(GROUPS):  # warm
+    """Return (tokens per second, CPU seconds per million tokens here), GROUPS at a time."""
+    for seed in range(GROUPS):  # warm-up
         await group(seed)
     total, seeds = 0, iter(range(1 << 30))
     start, cpu = time.monotonic(), time.process_time()
@@ -126,7 +127,7 @@ async def wire_part(seconds: float, directory: str, cores: list[int]) -> None:
 
 
 async def jax_part(seconds: float, directory: str, cores: list[int]) -> None:
-    """Both engines run on the second core, in turns; the wire's client has the first."""
+    """Run both engines on the second core, in turns; the client has the first."""
     from rlx.engines.jax.jax_engine import JaxEngine
 
     model = await asyncio.to_thread(workload.make, Path(directory) / "workload") / "model"
@@ -134,7 +135,7 @@ async def jax_part(seconds: float, directory: str, cores: list[int]) -> None:
     with servers(model, directory, cores, engine="jax", **options) as local:
         fleet = await asyncio.to_thread(local.fleet)
         await fleet.connect()
-        os.sched_setaffinity(0, cores[1:2] or cores)  # of the threads that JAX now makes
+        os.sched_setaffinity(0, cores[1:2] or cores)  # for threads that JAX makes from now on
         engine = JaxEngine(str(model), seed=0, dtype="float32", **options)
         await engine.start()
         await rate(lambda seed: through_engine(engine, seed), WARM_SECONDS)
@@ -161,7 +162,7 @@ async def jax_part(seconds: float, directory: str, cores: list[int]) -> None:
 
 
 def servers(model, directory: str, cores: list[int], **options) -> LocalServers:
-    """One server of this file's engines on the second core."""
+    """Start one server of this file's engines on the second core."""
     plan = CpuPlan(tuple(cores[:1]), (tuple(cores[1:2] or cores),))
     command = (sys.executable, "-m", "experiments.bench.fleet", "--serve")
     return LocalServers(model, workdir=directory, plan=plan, command=command, **options)

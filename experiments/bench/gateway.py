@@ -1,14 +1,13 @@
 """Compare the gateway with vLLM's own OpenAI server, `vllm serve` with the same options.
 
     python -m experiments.bench.gateway                 # 32 at once, rounds in turns
-    python -m experiments.bench.gateway --sessions=1000 # so many sessions held at once, no rival
+    python -m experiments.bench.gateway --sessions=1000 # open 1000 sessions at once, only rlx
 
-One side is `rlx.gateway` in front of `rlx.serve --engine=vllm`, the other one vLLM's own server.
-The same client sends both the same requests: `--at-once` chat completions under way, each with
-exactly `--tokens` tokens, greedy, complete or (`--stream`) streamed. Rounds take turns, and the
-side that waits uses no CPU. The table has medians over rounds, and the spread. `cpu` is the work
-of the gateway, the server and its EngineCore, ms a call: other work on the machine moves it less
-than latencies.
+One side is `rlx.gateway` in front of `rlx.serve --engine=vllm`. The same client sends both sides
+the same requests: `--at-once` concurrent chat completions with exactly `--tokens` tokens each,
+greedy, complete or (`--stream`) streamed. Rounds take turns, and the waiting side uses no CPU. The
+table has medians and spread over rounds. `cpu` is the work of gateway, server and EngineCore, ms
+per call. Other work on the machine changes it less than latencies.
 """
 
 import argparse
@@ -38,7 +37,7 @@ TALK = [{"role": "user", "content": "What is 3 + 4?"}]
 
 
 async def calls(url: str, model: str, keys: list[str], count: int, at_once: int, body: dict):
-    """(seconds of each call, of all together) of `count` calls, `at_once` under way."""
+    """Return (seconds of each call, total seconds) of `count` calls, `at_once` concurrent."""
     numbers, seconds = iter(range(count)), []
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=600)
@@ -62,7 +61,7 @@ async def calls(url: str, model: str, keys: list[str], count: int, at_once: int,
 
 @contextlib.contextmanager
 def gateway(model: Path, address: str, token: str, keys: list[str], folder: str):
-    """(base_url, process) of the command."""
+    """Yield (base_url, process) of the gateway's command."""
     (Path(folder) / "keys").write_text("\n".join(keys))
     command = [sys.executable, "-m", "rlx.gateway", f"--model={model}", f"--servers={address}",
                "--port=0", f"--keys={folder}/keys"]  # fmt: skip
@@ -76,7 +75,7 @@ def gateway(model: Path, address: str, token: str, keys: list[str], folder: str)
 
 @contextlib.contextmanager
 def vllm_serve(model: Path, slots: int, folder: str):
-    """Yield (base_url, process) of `vllm serve`, whose key is `bench`, once it answers."""
+    """Yield (base_url, process) of `vllm serve` with the key `bench`, once it answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -85,7 +84,7 @@ def vllm_serve(model: Path, slots: int, folder: str):
                "--max-model-len=128",
                f"--max-num-seqs={slots}", "--dtype=float32", "--disable-log-stats"]  # fmt: skip
     environment = dict(os.environ)
-    if on_cpu():  # as vllm_start has them
+    if on_cpu():  # as in vllm_start
         config = load_config(model)
         memory = kv_bytes(config, slots * 128, "float32")
         command += ["--enforce-eager", f"--kv-cache-memory-bytes={memory}", "--block-size=32",
@@ -115,7 +114,7 @@ def with_core(server: psutil.Process) -> list[psutil.Process]:
 
 
 def cpu_seconds(processes: list[psutil.Process]) -> np.ndarray:
-    """Of each one until now."""
+    """Return the CPU time of each process so far."""
     return np.array([sum(process.cpu_times()[:2]) for process in processes])
 
 
@@ -145,7 +144,7 @@ async def compare(urls: dict[str, tuple[str, str, list[str]]], processes: dict, 
 
 
 async def hold(url: str, keys: list[str], process, args) -> None:
-    """Prints how so many sessions did that were all asked at once, each by a stream."""
+    """Print the results of many sessions that are asked at once, each by a stream."""
     body = {"max_tokens": args.tokens, "temperature": 0, "stream": True}
     before = process.memory_info().rss
     _, total = await calls(url, "m", keys, len(keys), len(keys), body)
@@ -154,7 +153,7 @@ async def hold(url: str, keys: list[str], process, args) -> None:
 
 
 def main() -> None:
-    """Run one of both."""
+    """Run one of the two comparisons."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="rlx:arithmetic")
     parser.add_argument("--at-once", type=int, default=32)

@@ -1,12 +1,11 @@
-r"""Grading time per 1,000 answers, by kind of answer, beside math-verify called directly.
+"""Compare grading time per 1,000 answers with math-verify called directly, by kind of answer.
 
     python -m experiments.bench.grading [GSM8K.jsonl] [--count=100] [--repeats=5] [--worst]
 
-Every kind is graded --repeats times by the grader and by `math_verify.parse` and `verify` with
-their defaults, in alternation, in this process, on one core's processor time; the first answers of
-both, which build tables, are not counted. Also counts on how many answers each gives the reward
-that the kind was made to have. GSM8K's answers are the file's own solutions, else generated ones.
-`--worst` times answers that are meant to take long, once each.
+Each kind is graded --repeats times by rlx, and by `math_verify.parse` and `verify` with their
+defaults, in alternation. Times are processor time of this process, without the first answers, which
+build tables. The table also counts the answers that get their intended reward. GSM8K's answers are
+the file's own solutions, or generated ones. `--worst` times answers made to take long, once each.
 """
 
 import argparse
@@ -25,7 +24,7 @@ from rlx.rewards import rewards, symbolic
 Case = tuple[str, str, float]  # a row's answer, a completion, the reward it deserves
 DEFAULT = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k" / "test.jsonl"
 WORDS = "Each of the boxes holds some pens so we add them up and then take away what was sold . "
-LEAST = 0.3  # seconds of processor time a measurement takes; the clock ticks in hundredths
+LEAST = 0.3  # least seconds of a measurement; the clock ticks in hundredths
 WORST = {
     "tower 9^9^9": r"9^{9^{9}}",
     "factorial": "100000000!",
@@ -70,21 +69,20 @@ def main() -> None:
 
 
 def grade_as(kind: str) -> Callable[[str, str], float]:
-    """rlx's grader for this kind of answer, with math-verify's arguments."""
+    """Return rlx's grade for this kind of answer, called with math-verify's arguments."""
     function = rewards.gsm8k if kind.startswith("gsm8k") else rewards.math
     return lambda answer, completion: function("", completion, [], [], answer=answer)
 
 
 def direct(answer: str, completion: str) -> float:
-    """math-verify as its documentation calls it."""
+    """Return math-verify's grade, called as in its documentation."""
     gold = answer.rpartition("#### ")[2]
     wanted = math_verify.parse(f"\\boxed{{{gold}}}")
     return float(math_verify.verify(wanted, math_verify.parse(completion)))
 
 
 def seconds(grader: Callable[[str, str], float], cases: Sequence[Case]) -> float:
-    """Processor time of one case: of as many passes as take LEAST seconds, none with what rlx
-    remembers of the pass before."""
+    """Return the processor time of one case, from as many passes as take LEAST seconds."""
     passes, started = 0, time.process_time()
     while not passes or time.process_time() - started < LEAST:
         symbolic.parsed.cache_clear()
@@ -95,12 +93,12 @@ def seconds(grader: Callable[[str, str], float], cases: Sequence[Case]) -> float
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median and range."""
+    """Return median and range."""
     return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
 
 
 def kinds(path: Path | None, count: int) -> dict[str, list[Case]]:
-    """Answers of each kind; every other one wrong."""
+    """Return answers of each kind; every other one is wrong."""
     draw = random.Random(0)
     solutions = gsm8k(path, count, draw)
     cases: dict[str, list[Case]] = {"gsm8k ####": [], "gsm8k, as math": []}
@@ -141,7 +139,7 @@ MAKERS: dict[str, Callable[[int, int, int], tuple[str, str, str]]] = {
 
 
 def gsm8k(path: Path | None, count: int, draw: random.Random) -> list[str]:
-    """Solutions that end in `#### 72`."""
+    """Yield solutions that end in `#### 72`."""
     if path:
         lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
         return [json.loads(line)["answer"] for line in draw.sample(lines, min(count, len(lines)))]
@@ -152,7 +150,7 @@ def gsm8k(path: Path | None, count: int, draw: random.Random) -> list[str]:
 
 
 def worst() -> None:
-    """One answer each, that should be 0 soon."""
+    """Return one slow answer of each sort, which should soon be graded 0."""
     print(f"{'CPU s for one answer':24}{'rlx':>10}{'math-verify':>14}")
     for name, text in WORST.items():
         row = []

@@ -1,11 +1,11 @@
-"""Ask a gateway process what no client should; say how it stood that.
+"""Send a gateway process requests that no client should send, and report how it copes.
 
     python -m experiments.bench.hostile_gateway --requests=10000
 
-`python -m rlx.gateway` in front of a real engine (JAX, the embedded model) gets malformed,
-oversized, slow and cancelled requests, good ones among them, from keys that are tried against each
-other's ids. Exits with 1 if it died, answered a 5xx, refused a good request, answered one session
-with another's id, or kept memory or file descriptors (tolerances: MEMORY_MB, DESCRIPTORS).
+`python -m rlx.gateway` runs with a real engine (JAX, the embedded model). It gets malformed,
+oversized, slow and cancelled requests among good ones. Keys are also tried on each other's ids. The
+exit status is 1 if it died, answered a 5xx, refused a good request, or accepted another session's
+id. It is also 1 if memory or file descriptors grew (tolerances: MEMORY_MB, DESCRIPTORS).
 """
 
 import argparse
@@ -20,7 +20,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-MEMORY_MB = 48  # what the process may grow by after the first tenth of the requests
+MEMORY_MB = 48  # allowed growth of the process after the first tenth of the requests
 DESCRIPTORS = 4
 KEYS = [f"sk-{k}" for k in range(8)]
 TALK = [{"role": "user", "content": "What is 3 + 4?"}]
@@ -30,7 +30,7 @@ GOOD = {  # route → body
     "/v1/messages": {"messages": TALK, "max_tokens": 4},
     "/v1/messages/count_tokens": {"messages": TALK},
 }
-WRONG = [  # fields over those of a good request
+WRONG = [  # fields that replace those of a good request
     {"messages": 5, "input": 5}, {"temperature": "hot"}, {"max_tokens": -1}, {"max_tokens": 10**30},
     {"messages": [{"role": "nobody"}], "input": [{"type": "x"}]}, {"stop": [[]], "tools": [5]},
     {"messages": [[]] * 99, "input": [None]}, {"n": 10**9, "tools": "x"}, {"logit_bias": {"a": 1}},
@@ -39,7 +39,7 @@ WRONG = [  # fields over those of a good request
     {"tools": [{"type": "function", "function": {"name": "f"}, "name": "f"}], "tool_choice": "x"},
     {"previous_response_id": "resp_1"}, {"top_logprobs": 99}, {"\ud800": 1}, {"seed": 2**80},
 ]  # fmt: skip
-KINDS = {  # kind → how often
+KINDS = {  # kind → weight
     "good": 20, "wrong": 30, "garbage": 15, "no http": 8, "slow": 8, "cancelled": 12, "stranger": 8,
     "large": 1, "huge": 0.1,
 }  # fmt: skip
@@ -56,13 +56,13 @@ NO_HTTP = [
 
 
 class Client:
-    """Raw requests to one port; `statuses` counts (kind, status), 0: none came."""
+    """Sends raw requests to one port; `statuses` counts (kind, status), with 0 for no answer."""
 
     def __init__(self, port: int):
         self.port, self.statuses, self.ids = port, Counter(), {}
 
     async def send(self, data: bytes, read: bool = True, hold: float = 0.0) -> tuple[int, bytes]:
-        """(status, body) of what is sent on a connection of its own; (0, b"") where none came."""
+        """Return (status, body) of the answer on a new connection; (0, b"") if there is none."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
             writer.write(data)
@@ -83,13 +83,13 @@ class Client:
 
     @staticmethod
     def http(path: str, body: bytes, key: str, method: str = "POST", length: int = -1) -> bytes:
-        """A request that closes its connection."""
+        """Return the answer to a request that closes its connection."""
         size = len(body) if length < 0 else length
         head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nx-api-key: {key}\r\nConnection: close\r\n"
         return f"{head}Content-Length: {size}\r\n\r\n".encode() + body
 
     async def one(self, draw: random.Random) -> None:
-        """One request of a kind that is drawn."""
+        """Send one request of a random kind."""
         path, key = draw.choice(list(GOOD)), draw.choice(KEYS)
         kind = draw.choices(list(KINDS), list(KINDS.values()))[0]
         body, hold, read, length = json.dumps(GOOD[path]).encode(), 0.0, True, -1
@@ -97,7 +97,7 @@ class Client:
             body = json.dumps({**GOOD[path], **draw.choice(WRONG)}).encode()
         elif kind == "garbage":
             body = draw.choice([*GARBAGE, draw.randbytes(99)])
-        elif kind == "slow":  # the rest of the body never comes
+        elif kind == "slow":  # the rest of the body is never sent
             hold, read, length = draw.uniform(0, 0.5), False, len(body) + 50
         elif kind == "cancelled":
             hold, read = draw.uniform(0, 0.05), False
@@ -119,7 +119,7 @@ class Client:
             self.ids[key] = json.loads(answer)["id"]
 
     async def cross(self) -> list[str]:
-        """Whoever a session's key opens what is another's by its id."""
+        """Try each session's key on another session's ids."""
         for key in KEYS:
             body = json.dumps(GOOD["/v1/responses"]).encode()
             status, answer = await self.send(self.http("/v1/responses", body, key))
@@ -143,17 +143,17 @@ class Client:
 
 
 def held(pid: int) -> tuple[float, int]:
-    """(MB of resident memory, open file descriptors) of a process."""
+    """Return (MB of resident memory, open file descriptors) of a process."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(os.listdir(f"/proc/{pid}/fd"))
 
 
 async def attack(port: int, pid: int, requests: int, at_once: int, seed: int) -> dict:
-    """What came of it; `wrong` has what must not be."""
+    """Send the requests; return the counts and, under `wrong`, each violation."""
     client, draw = Client(port), random.Random(seed)
     wrong = await client.cross()
     waiting = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
-    for _, writer in waiting:  # they begin a request and say nothing more
+    for _, writer in waiting:  # clients that begin a request and send nothing more
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n")
     numbers = iter(range(requests))
 
@@ -194,7 +194,7 @@ async def attack(port: int, pid: int, requests: int, at_once: int, seed: int) ->
 
 
 async def run(requests: int, at_once: int = 32, seed: int = 0) -> dict:
-    """Start a gateway, attack it, end it."""
+    """Start a gateway, attack it, stop it."""
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
         keys.write_text("\n".join(KEYS))
@@ -216,7 +216,7 @@ async def run(requests: int, at_once: int = 32, seed: int = 0) -> dict:
 
 
 def main() -> None:
-    """Print what came of it as JSON."""
+    """Print the result as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--at-once", type=int, default=32)

@@ -1,15 +1,15 @@
-"""Peak memory of a 0.5B-shape train step: chunked cross-entropy beside full logits.
+"""Compare peak memory of a 0.5B-shape train step with chunked cross-entropy and with full logits.
 
     python -m experiments.bench.memory [--tokens=2048] [--chunk=256] [--remat=full]
     python -m experiments.bench.memory --run     # also run each and read its peak resident memory
     python -m experiments.bench.memory --run --variants=torch
 
 Qwen2.5-0.5B's shape (24 layers, 896 wide, vocabulary 151,936, tied), GRPO loss, AdamW, fp32. Each
-row is a process of its own. `planned` is the compiler's account of the whole step: arguments
-(parameters and two moments, 5.9 GB), results not written over them, and temporaries; `resident`
-is the process's own peak while it runs one step (initialisation included), with --run.
-`naive` is log_softmax over all logits with JAX's own derivative. `torch` is one update of
-trainer=torch on as many tokens, of a transformers model of the same shape; it has no plan.
+row is a process of its own. `planned` is the compiler's plan of the whole step: arguments
+(parameters and two moments, 5.9 GB), results not written over them, and temporaries. `resident` is
+the process's peak while it runs one step, with initialisation; it needs --run. `naive` is
+log_softmax over all logits with JAX's own derivative. `torch` is one update of trainer=torch on the
+same number of tokens, with a transformers model of that shape; it has no plan.
 """
 
 import argparse
@@ -25,7 +25,7 @@ GB = 1e9
 
 
 def naive_logprobs(params, config, batch, *, x, temperature, chunk, layout):
-    """decoder.logprobs as one would write it first: every token's logits at once."""
+    """Return log-probabilities and entropies from all logits at once."""
     import jax
     import jax.numpy as jnp
 
@@ -39,7 +39,7 @@ def naive_logprobs(params, config, batch, *, x, temperature, chunk, layout):
 
 
 def worker(options: dict) -> dict:
-    """Compiles the step of one variant, and runs it when asked; bytes."""
+    """Compile the step of one variant, and run it if asked; return bytes."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -89,7 +89,7 @@ def worker(options: dict) -> dict:
 
 
 def torch_worker(options: dict) -> dict:
-    """Makes one update of trainer=torch, in one microbatch; its own peak, bytes."""
+    """Make one update of trainer=torch in one microbatch; return the process's peak, bytes."""
     from experiments.bench.plain_torch import init
     from experiments.bench.train_step_workers import MODELS, make_config, make_groups
     from rlx.train.train_options import TrainOptions
@@ -106,12 +106,12 @@ def torch_worker(options: dict) -> dict:
 
 
 def peak() -> int:
-    """The most bytes of memory that this process has had at once."""
+    """Return the peak memory of this process, bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def cell(row: dict, column: str) -> str:
-    """What a row has in a column, GB, or a dash."""
+    """Return a cell of the table, GB, or a dash."""
     return f"{row[column] / GB:13.2f}" if column in row else f"{'-':>13}"
 
 
@@ -119,7 +119,7 @@ VARIANTS = {"chunked": worker, "whole": worker, "naive": worker, "torch": torch_
 
 
 def main() -> None:
-    """Prints a table, one row a variant, GB."""
+    """Print a table, one row per variant, GB."""
     if len(sys.argv) == 3 and sys.argv[1] == "--worker":
         options = json.loads(sys.argv[2])
         print(json.dumps(VARIANTS[options["variant"]](options)))

@@ -29,12 +29,12 @@ from rlx.model import params as parameters
 from rlx.run.tokenizer_files import load_tokenizer
 
 CONTEXTS = (32, 64, 96, 128, 160, 192, 224, 256, 500, 1000, 1500, 1936)  # tokens
-SHORT = 256  # and shorter; the others are called long
+SHORT = 256  # short contexts; others are long
 NEW = 64
 
 
 def contexts(text: Path, tokenizer) -> list[np.ndarray]:
-    """The beginnings of a text made of questions and answers, each from another row on."""
+    """Return the beginnings of a text of questions and answers, each from another row."""
     rows = [json.loads(line) for line in text.read_text().splitlines()]
     words = [f"{row['question']}\n{row['answer']}\n\n" for row in rows]
     found = []
@@ -47,14 +47,14 @@ def contexts(text: Path, tokenizer) -> list[np.ndarray]:
 
 
 def random_weights(model_dir: Path, target: Path) -> Path:
-    """The same shape and tokenizer, initialised as before any training."""
+    """Return the same shape and tokenizer with random weights."""
     config = hf.load_config(model_dir)
     hf.save(target, config, parameters.init(config, jax.random.key(0)), None, source=model_dir)
     return target
 
 
 def statistics(behaviour: np.ndarray, trainer: np.ndarray) -> dict:
-    """Both [N] float64, nats."""
+    """Return the statistics of a pair, from [N] float64 log-probabilities, nats."""
     delta = behaviour - trainer
     size, weight = np.abs(delta), np.exp(-delta)
     return {
@@ -75,7 +75,7 @@ def is_short(sample) -> bool:
 
 
 def torch_score(model_dir: Path, samples: list, dtype: str) -> list[np.ndarray]:
-    """Log-probabilities of each sample's new tokens by the trainer in PyTorch, a row each."""
+    """Return log-probabilities of each sample's new tokens by the PyTorch trainer."""
     import torch
 
     from rlx_torch import packed_model
@@ -97,10 +97,10 @@ def torch_score(model_dir: Path, samples: list, dtype: str) -> list[np.ndarray]:
 
 
 def jax_score(model_dir: Path, samples: list, sampling: Sampling, engine: str, dtype: str) -> list:
-    """The same by the trainer in JAX, short and long contexts in programs of their own."""
+    """Return the same by the JAX trainer; short and long contexts use separate programs."""
     groups = [[s for s in samples if is_short(s) == short] for short in (True, False)]
     cases = (compare_table.case_of(model_dir, group, sampling, engine, dtype) for group in groups)
-    return [scores for case in cases for scores in case.score()]  # contexts are in this order
+    return [scores for case in cases for scores in case.score()]  # order of the contexts
 
 
 def main() -> None:

@@ -1,12 +1,11 @@
-"""How much of the token budget is real tokens, and whether anything compiles after warm-up.
+"""Measure the share of real tokens in packed rows, and whether anything compiles after warm-up.
 
     python -m experiments.bench.packing [ROWS.jsonl] [--batches=40] [--warmup=10]
 
-Lengths are those of GSM8K: log-normal fits to its 7,473 training rows, counted as Qwen's tokenizer
-splits them (words, single digits, runs of punctuation), or the rows of a jsonl file with
-`question` and `answer`, and uneven ones made up. Part one plans batches with the trainer's own
-packing for several budgets and model shapes; part two runs the real update on a small model and
-counts XLA compilations.
+Lengths are log-normal fits to GSM8K's 7,473 training rows, counted as Qwen's tokenizer splits them,
+or the rows of a jsonl file with `question` and `answer`. Uneven lengths are made up. Part one plans
+batches with the trainer's own packing for several budgets and model shapes. Part two runs the real
+update on a small model and counts XLA compilations.
 Targets: at least 95 % real tokens, no compilation after warm-up.
 """
 
@@ -27,7 +26,7 @@ PROMPTS, SAMPLES = 64, 8
 UPDATE_PROMPTS, UPDATE_BUDGET = 16, 4096  # part two computes on a CPU
 BUDGETS = (4096, 8192, 16384, 32768)
 TOKEN = re.compile(r"\d| ?[A-Za-z]+|[^\sA-Za-z\d]+|\n")
-# Attention weighs as much in it as in the 1.5B model, so that it packs alike.
+# Attention has the same share as in the 1.5B model, so packing is alike.
 TINY = {
     "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 512,
     "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1,
@@ -43,7 +42,7 @@ QWEN_1_5B = {
 
 
 class Lengths:
-    """Draws (prompt, completion) token counts: from the fits, or from rows of a file."""
+    """Draw (prompt, completion) token counts, from the fits or from rows of a file."""
 
     def __init__(self, path: str | None):
         self.rows = None
@@ -54,7 +53,7 @@ class Lengths:
             )
 
     def group(self, rng) -> tuple[int, np.ndarray]:
-        """One prompt's length and its completions' lengths, tokens."""
+        """Return one prompt's length and its completions' lengths, tokens."""
         if self.rows is not None:
             prompt = self.rows[rng.integers(len(self.rows)), 0]
             answers = self.rows[rng.integers(len(self.rows), size=SAMPLES), 1]
@@ -65,7 +64,7 @@ class Lengths:
 
 
 def make_batch(lengths: Lengths, rng, prompts: int = PROMPTS) -> list[Group]:
-    """A train batch with random tokens of drawn lengths."""
+    """Return a train batch with random tokens of drawn lengths."""
     groups = []
     for group_id in range(prompts):
         prompt, answers = lengths.group(rng)
@@ -77,7 +76,7 @@ def make_batch(lengths: Lengths, rng, prompts: int = PROMPTS) -> list[Group]:
 
 
 def trajectory(rng, prompt: int, new: int, trajectory_id: str) -> Trajectory:
-    """One trajectory of `prompt` + `new` random tokens."""
+    """Return one trajectory of `prompt` + `new` random tokens."""
     mask = np.arange(prompt + new) >= prompt
     return Trajectory(
         tokens=rng.integers(0, 512, prompt + new).astype(np.int32),
@@ -91,7 +90,7 @@ def trajectory(rng, prompt: int, new: int, trajectory_id: str) -> Trajectory:
 
 
 def shares(lengths: Lengths, batches: int) -> list[dict]:
-    """Real tokens over computed tokens, by budget and model shape."""
+    """Print real tokens over computed tokens, by budget and model shape."""
     from rlx.config import default
     from rlx.model.model_config import ModelConfig
     from rlx.model.params import attention_cost
@@ -117,7 +116,7 @@ def shares(lengths: Lengths, batches: int) -> list[dict]:
 
 
 def uneven(batches: int) -> list[dict]:
-    """The 1.5B shape's rows for answers of uneven lengths, against rows of one length.
+    """Compare mixed row lengths with one row length, for uneven answers and the 1.5B shape.
 
     Cost is the time of a token over its time without attention, as the planner counts it.
     """
@@ -155,7 +154,7 @@ def uneven(batches: int) -> list[dict]:
 def compilations(
     lengths: Lengths, batches: int, warmup: int, buckets: tuple[int, ...]
 ) -> tuple[int, int, int]:
-    """XLA compilations of the real update: in warm-up, later, and when all batches come again.
+    """Count XLA compilations of the update: in warm-up, later, and when all batches repeat.
 
     Args:
       buckets: the row lengths to choose from; () for those of the default config.

@@ -1,4 +1,4 @@
-"""The rival of the train-step benchmark: transformers' model on one padded batch, eager."""
+"""The baseline of the train-step benchmark: transformers' model on one padded batch, eager."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,13 +31,13 @@ def logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each token's log-probability given its segment's earlier ones, and the entropy there.
 
-    Rows of one segment each, padded on the right, need no mask beside the causal one, which is
-    the fastest attention torch has; packed rows get a mask of their segments.
+    Rows of one segment, padded on the right, need only the causal mask, which is torch's fastest
+    attention. Packed rows get a mask of their segments.
 
     Args:
       batch: tokens, positions, segment_ids, each [B, T] int64 (0 in segment_ids is padding).
       temperature: > 0.
-      entropy_gradient: whether entropies are differentiated too, at the cost of their memory.
+      entropy_gradient: whether to differentiate entropies too, which costs their memory.
 
     Returns:
       Two [B, T] float32 as `rlx.model.decoder.logprobs`: 0 at first tokens and padding.
@@ -48,7 +48,7 @@ def logprobs(
         same = segments[:, None, :, None] == segments[:, None, None, :]
         arguments["attention_mask"] = same.tril()
     else:
-        del arguments["position_ids"]  # transformers would look for packed rows in them
+        del arguments["position_ids"]  # otherwise transformers searches them for packed rows
     logits = model(**arguments, use_cache=False).logits[:, :-1]
     logits = logits.float() if temperature == 1.0 else logits.float() / temperature
     normaliser = torch.logsumexp(logits, -1)
@@ -64,10 +64,10 @@ def logprobs(
 
 
 def make_optimizer(model: torch.nn.Module, options: Any) -> torch.optim.Optimizer:
-    """Return AdamW with the numbers of `options`; matrices decay, norms and biases do not.
+    """Return AdamW with the values of `options`; matrices decay, norms and biases do not.
 
     Args:
-      options: has the keys of `config.optimizer` as attributes; the rate stays what it is at first.
+      options: has the keys of `config.optimizer` as attributes; the learning rate is constant.
     """
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]

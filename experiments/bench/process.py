@@ -1,4 +1,4 @@
-"""Running one side of a comparison as a process of its own, pinned to given cores."""
+"""Run one side of a comparison as a process, pinned to given cores."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def pinned(arguments: Sequence[str], cores: Sequence[int], timeout: float = 1800) -> str:
-    """Runs `python ARGUMENTS` with affinity `cores`; returns stdout. Fails loudly with stderr."""
+    """Run `python ARGUMENTS` with affinity `cores`; return stdout, or raise with stderr."""
     done = subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
@@ -27,19 +27,19 @@ def pinned(arguments: Sequence[str], cores: Sequence[int], timeout: float = 1800
 
 
 def rlx_run(config: str, workdir: Path, cores: Sequence[int], *overrides: str) -> list[dict]:
-    """One `rlx.main` run; returns the records of its metrics.jsonl."""
+    """Run `rlx.main` once; return the records of its metrics.jsonl."""
     pinned(["-m", "rlx.main", f"--config={config}", f"--workdir={workdir}", *overrides], cores)
     with open(workdir / "metrics.jsonl") as file:
         return [json.loads(line) for line in file]
 
 
 def cores_of(text: str) -> list[int]:
-    """`"0,1"` → [0, 1]."""
+    """Return [0, 1] for `"0,1"`."""
     return [int(part) for part in text.split(",")]
 
 
 def median_spread(values: Sequence[float]) -> str:
-    """Median and the range of the middle half."""
+    """Return the median and the range of the middle half."""
     if len(values) < 4:
         return f"{statistics.median(values):.3f} [{min(values):.3f}, {max(values):.3f}]"
     low, _, high = statistics.quantiles(values, n=4)

@@ -1,9 +1,9 @@
-"""Calls per second and p99 of the sandbox with many at once, against `python -c` for each call.
+"""Compare the sandbox with `python -c` per call: calls per second and p99 with many at once.
 
     python -m experiments.bench.sandbox --calls=256 --at_once=64 --rounds=5
 
-Each round runs both in turns, on the same programs; printed are medians, ranges and their ratio. A
-call's time is from when it was asked for, waiting for its turn included.
+Each round runs both in turns on the same programs. Medians, ranges and their ratio are printed. The
+time of a call includes waiting for its turn.
 """
 
 import argparse
@@ -39,7 +39,7 @@ async def measured(
 
 
 async def plain() -> str:
-    """Run the program by a process of Python's, unconfined."""
+    """Run the program in a Python process, unconfined."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-I", "-c", CODE, stdout=asyncio.subprocess.PIPE
     )

@@ -1,9 +1,9 @@
-"""How long a newcomer waits: `import rlx`, and from the command to the first trained step.
+"""Time `import rlx`, and the command up to the first trained step.
 
     python -m experiments.bench.startup [--cores=0,1] [--repeats=5]
 
-Targets: 0.5 s and 30 s on two cores. The command runs as anybody would run it, from a process
-that has nothing loaded; the first step counts once its record is in metrics.jsonl.
+Targets: 0.5 s and 30 s on two cores. The command runs as a user's would, from a new process. The
+first step ends when its record is in metrics.jsonl.
 """
 
 import argparse
@@ -23,7 +23,7 @@ PATIENCE = 300.0  # seconds for a first step before the benchmark gives up
 
 
 def import_seconds(cores: list[int], repeats: int) -> tuple[list[float], list[float]]:
-    """Seconds of `python -c "import rlx"` and of `python -c ""`, alternating."""
+    """Return seconds of `python -c "import rlx"` and of `python -c ""`, alternating."""
     taken: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeats):
         for program, seconds in zip(("import rlx", ""), taken, strict=True):
@@ -34,7 +34,7 @@ def import_seconds(cores: list[int], repeats: int) -> tuple[list[float], list[fl
 
 
 def first_step_seconds(cores: list[int], workdir: Path) -> float:
-    """Seconds from the command to its first record; the run is then interrupted as by Ctrl-C."""
+    """Return seconds from the command to its first record, then interrupt the run like Ctrl-C."""
     log = workdir.with_suffix(".log")
     start = time.perf_counter()
     with open(log, "w") as out:

@@ -1,16 +1,16 @@
-"""The train step beside the same step in PyTorch; on a GPU, its model FLOP utilisation.
+r"""Compare the train step with the same step in PyTorch; on a GPU, print model FLOP utilisation.
 
-    python -m experiments.bench.train_step [--cores=0,1] [--threads=1,2] [--steps=15] \\
+    python -m experiments.bench.train_step [--cores=0,1] [--threads=1,2] [--steps=15] \
         [--trainers=jax,trainer_torch,trainer_torch:bfloat16[:compile]] [--rival=torch|trl]
     python -m experiments.bench.train_step --platform=cuda      # 1.5B shape, bf16, utilisation
 
-Forward, backward and AdamW of one GRPO update, fp32. rlx's side is the trainer's own update with
-packing, in microbatches of 1,536 tokens a core, which stay in the cache; the rival `torch` is a
+One GRPO update: forward, backward and AdamW, fp32. rlx's side is the trainer's update with packing,
+in microbatches of 1,536 tokens per core, which fit in the cache. The rival `torch` is a
 transformers model with the same loss on one padded batch of the same sequences, prepared
-beforehand (microbatches do not change its time), `trl` that with TRL's own step. `even` sequences
-need no padding: there only the kernels differ. Both sides are processes pinned to the same cores
-that step in turns; each pair of neighbouring steps gives a ratio, and the median and quartiles of
-those are printed, for wall and CPU time.
+beforehand; microbatches do not change its time. The rival `trl` uses TRL's own step. `even`
+sequences need no padding, so there only the kernels differ. Both sides are processes pinned to the
+same cores, and step in turns. Each pair of neighbouring steps gives a ratio. Medians and quartiles
+of these are printed, for wall and CPU time.
 """
 
 import argparse
@@ -33,7 +33,7 @@ SEQUENCES = {"tiny": 64, "25m": 32, "135m": 16}
 
 
 class Worker:
-    """One side's process: `module` as train_step_workers, which speaks lines of JSON."""
+    """One side's process, whose module reads and writes JSON lines as train_step_workers does."""
 
     def __init__(
         self,
@@ -53,13 +53,13 @@ class Worker:
         self.facts = self._read()
 
     def step(self) -> dict:
-        """Runs one step; seconds."""
+        """Run one step; return seconds."""
         self.process.stdin.write("step\n")
         self.process.stdin.flush()
         return self._read()
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         self.process.stdin.close()
         self.process.wait(60)
 
@@ -74,7 +74,7 @@ def compare(
     model: str, lengths: str, threads: int, cores: list[int], steps: int, rival: str, side: str,
     dtype: str, compiled: bool,
 ) -> dict:  # fmt: skip
-    """One row of the table: the trainer of that side and the rival in turns."""
+    """Return one row of the table: the trainer of that side and the rival in turns."""
     options = {
         "model": model, "lengths": lengths, "threads": threads, "platform": "cpu",
         "sequences": SEQUENCES[model], "budget": 1536 * threads, "chunk": 8192, "remat": "none",
@@ -114,7 +114,7 @@ def compare(
 
 
 def utilisation(a: argparse.Namespace) -> dict:
-    """Tokens a second and model FLOP utilisation of rlx's step on one accelerator."""
+    """Return tokens per second and model FLOP utilisation of rlx's step on one accelerator."""
     model = a.models.split(",")[0]
     options = {
         "side": "jax", "model": model, "lengths": a.lengths.split(",")[0], "threads": 0,
@@ -143,7 +143,7 @@ def utilisation(a: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    """Prints one JSON object a row."""
+    """Print one JSON object per row."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--platform", default="cpu", help="cpu (beside torch) | cuda")
     parser.add_argument("--models", default="", help="of tiny,25m,135m,0.5b,1.5b")

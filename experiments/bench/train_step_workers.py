@@ -1,7 +1,7 @@
-"""The two sides of the train-step benchmark, each a process that steps when told.
+"""The two sides of the train-step benchmark, each a process that makes a step on request.
 
-`python -m experiments.bench.train_step_workers '{"side": "jax", ...}'` writes one JSON line when
-it is ready and one for each line it reads: wall and CPU seconds of a step. Called by train_step.
+`python -m experiments.bench.train_step_workers '{"side": "jax", ...}'` writes one JSON line when it
+is ready. For each line that it reads it writes one: wall and CPU seconds of a step.
 """
 
 import json
@@ -22,7 +22,7 @@ Step = Callable[[], float]
 
 
 def qwen2(vocab, layers, width, heads, kv_heads, mlp) -> ModelConfig:
-    """A tied Qwen2 of the given shape."""
+    """Return the config of a tied Qwen2 of the given shape."""
     return ModelConfig(
         "Qwen2ForCausalLM", vocab_size=vocab, num_layers=layers, model_dim=width, mlp_dim=mlp,
         num_heads=heads, num_kv_heads=kv_heads, head_dim=width // heads, tie_embeddings=True,
@@ -41,10 +41,10 @@ MODELS = {
 
 
 def make_lengths(kind: str, sequences: int, seed: int = 0) -> np.ndarray:
-    """[S, 2] prompt and completion tokens.
+    """Return [S, 2] prompt and completion tokens.
 
-    `even`: 32 + 64 each, nothing to pad. `uneven`: prompts of 20–40, completions log-normal around
-    40 within 16–128. `gsm8k`: 130 and 190 with the spread of that data set, completions ≤ 1024.
+    `even`: 32 + 64 each, without padding. `uneven`: prompts of 20–40, completions log-normal around
+    40 within 16–128. `gsm8k`: 130 and 190 with that data set's spread, completions ≤ 1024.
     """
     rng = np.random.default_rng(seed)
     if kind == "even":
@@ -58,7 +58,7 @@ def make_lengths(kind: str, sequences: int, seed: int = 0) -> np.ndarray:
 
 
 def make_groups(lengths: np.ndarray, vocab: int, samples: int = 8) -> list[Group]:
-    """Groups of random tokens, rewards and behaviour logprobs near those of a random model."""
+    """Return groups of random tokens and rewards; behaviour logprobs suit a random model."""
     rng = np.random.default_rng(1)
     groups = []
     for start in range(0, len(lengths), samples):
@@ -68,7 +68,7 @@ def make_groups(lengths: np.ndarray, vocab: int, samples: int = 8) -> list[Group
             mask = np.arange(size) >= prompt
             members.append(
                 Trajectory(
-                    # from 3: transformers gives a pad token's embedding no gradient
+                    # from 3, because transformers gives a pad token's embedding no gradient
                     tokens=rng.integers(3, vocab, size).astype(np.int32),
                     loss_mask=mask,
                     behaviour_logprobs=np.where(mask, -np.log(vocab), 0).astype(np.float32),
@@ -83,7 +83,7 @@ def make_groups(lengths: np.ndarray, vocab: int, samples: int = 8) -> list[Group
 
 
 def make_config(options: dict):
-    """The run's config: GRPO, AdamW, one minibatch; the microbatch holds `budget` tokens."""
+    """Return a config: GRPO, AdamW, one minibatch; a microbatch holds `budget` tokens."""
     config = default()
     config.train.max_tokens_per_microbatch = options["budget"]
     config.train.row_buckets = tuple(options["row_buckets"])
@@ -96,7 +96,7 @@ def make_config(options: dict):
 
 
 def jax_side(options: dict) -> tuple[Step, dict]:
-    """The trainer's own update: groups in, packed, one update, on the device."""
+    """Return the trainer's own update: groups in, packed, one update, on the device."""
     import jax
 
     from rlx.model import params
@@ -127,7 +127,7 @@ def jax_side(options: dict) -> tuple[Step, dict]:
 
 
 def trainer_torch_side(options: dict) -> tuple[Step, dict]:
-    """The update of trainer=torch, of a transformers model with random weights."""
+    """Return the update of trainer=torch, of a transformers model with random weights."""
     import tempfile
 
     import torch
@@ -154,7 +154,7 @@ def trainer_torch_side(options: dict) -> tuple[Step, dict]:
 
 
 def torch_side(options: dict) -> tuple[Step, dict]:
-    """transformers' model, the same loss, one right-padded batch made before the clock starts."""
+    """Return the rival's step: transformers' model, the same loss, one right-padded batch."""
     import torch
 
     from experiments.bench.plain_torch import init, make_optimizer, train_step
@@ -181,10 +181,10 @@ def torch_side(options: dict) -> tuple[Step, dict]:
 
 
 def trl_side(options: dict) -> tuple[Step, dict]:
-    """TRL's GRPOTrainer: its forward pass, loss and backward pass of one batch, fused AdamW.
+    """Return TRL's GRPOTrainer step: forward, loss and backward of one batch, fused AdamW.
 
-    It generates nothing: what it would make of completions is made before the clock starts, prompts
-    padded on the left and completions on the right, as it does.
+    Its inputs are made before the clock starts, as its generation would make them: prompts padded
+    on the left, completions on the right.
     """
     import tempfile
 
@@ -213,7 +213,7 @@ def trl_side(options: dict) -> tuple[Step, dict]:
             ),
         )  # fmt: skip
     batch = trl_batch(make_groups(lengths, shape.vocab_size))
-    trainer._prepare_inputs = lambda given: given  # else it generates
+    trainer._prepare_inputs = lambda given: given  # prevents generation
     trainer.current_gradient_accumulation_steps = 1
     optimizer = make_optimizer(trainer.model, config.optimizer)
 
@@ -231,7 +231,7 @@ def trl_side(options: dict) -> tuple[Step, dict]:
 
 
 def trl_batch(groups: list[Group]) -> dict:
-    """What TRL's loss reads: prompts and completions of one batch apart, as tensors."""
+    """Return the inputs of TRL's loss: prompts and completions of one batch, as tensors."""
     import torch
 
     whole = padded(groups)
@@ -248,7 +248,7 @@ def trl_batch(groups: list[Group]) -> dict:
 
 
 def padded(groups: list[Group]) -> dict[str, np.ndarray]:
-    """One sequence a row, padded on the right; the group's normalised reward as advantage."""
+    """Return one sequence per row, padded on the right, with normalised rewards as advantages."""
     trajectories = [t for group in groups for t in group.trajectories]
     shape = (len(trajectories), max(len(t.tokens) for t in trajectories))
     batch = {name: np.zeros(shape, np.int64) for name in ("tokens", "positions", "segment_ids")}
@@ -270,7 +270,7 @@ def padded(groups: list[Group]) -> dict[str, np.ndarray]:
 
 
 def train_flops(model: ModelConfig, lengths: np.ndarray) -> float:
-    """Model FLOPs of one forward and backward pass: 6 a weight and token, causal attention.
+    """Return model FLOPs of a forward and backward pass: 6 per weight and token, causal attention.
 
     The output embedding counts, the input embedding does not; recomputation (remat) does not.
     """
@@ -288,11 +288,11 @@ SIDES = {"jax": jax_side, "trainer_torch": trainer_torch_side, "torch": torch_si
 
 
 def main() -> None:
-    """Serves steps over stdin and stdout."""
+    """Serve steps over stdin and stdout."""
     options = json.loads(sys.argv[1])
-    keep_freed_memory()  # both sides: it helps torch as well
+    keep_freed_memory()  # for both sides, because it helps torch too
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever libraries print is not the protocol
+    os.dup2(2, 1)  # keeps output of libraries out of the protocol
     start = time.perf_counter()
     step, facts = SIDES[options["side"]](options)
     for _ in range(2):

@@ -1,12 +1,12 @@
-"""How far vLLM's behaviour logprobs are from the trainer's, token by token, and transformers'.
+"""Compare vLLM's behaviour logprobs with the trainer's and transformers', token by token.
 
     python -m experiments.bench.vllm_consistency        # the embedded model, fp32 and bf16
     python -m experiments.bench.vllm_consistency --dry
 
-Completions come over the wire from `rlx.serve --engine=vllm`, before and after a publish of other
-weights, several ways of sampling and short and long ones together; the trainer (rlx's decoder, as
-the proximal logprobs are made) and transformers score the same tokens at the same temperature.
-A bf16 engine is beside the trainer computing in bf16 and in fp32. Target: fp32 at most 1e-4.
+Completions come over gRPC from `rlx.serve --engine=vllm`, before and after a publish, with several
+ways of sampling, and short and long ones together. The trainer (as for proximal logprobs) and
+transformers score the same tokens at the same temperature. A bf16 engine is compared with the
+trainer in bf16 and in fp32. Target: fp32 at most 1e-4.
 """
 
 import argparse
@@ -38,7 +38,7 @@ SAMPLES = 4  # a prompt
 
 
 def changed(params, seed: int):
-    """Other weights: each of the old ones up to 20 % off."""
+    """Return other weights: each of the old ones changed by up to 20 %."""
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     moved = [
@@ -58,7 +58,7 @@ async def draw(fleet: Fleet, prompts: list[np.ndarray], sampling: Sampling) -> l
 
 
 async def every_way(fleet: Fleet, prompts, lengths: dict[str, int]) -> dict[str, list]:
-    """(way, length) → samples."""
+    """Return (way, length) → samples."""
     found = {}
     for way, sampling in WAYS.items():
         for name, new in lengths.items():
@@ -70,7 +70,7 @@ async def every_way(fleet: Fleet, prompts, lengths: dict[str, int]) -> dict[str,
 
 
 def scored(config, params, directory: Path, dtype: str, version: int, found: dict) -> list[float]:
-    """Prints a line for each way of sampling; returns each one's max |Δ| to the trainer."""
+    """Print a line for each way of sampling; return each one's max |Δ| to the trainer."""
     worst = []
     for name, samples in found.items():
         assert all((s.completion.versions == version).all() for s in samples)
@@ -99,7 +99,7 @@ def scored(config, params, directory: Path, dtype: str, version: int, found: dic
 
 
 async def one_dtype(args, dtype: str, scratch: Path) -> float:
-    """Prints the table's part of one engine dtype; returns the largest |Δ|."""
+    """Print the table's part of one engine dtype; return the largest |Δ|."""
     cores = process.cores_of(args.cores)
     plan = CpuPlan(tuple(cores[:1]), (tuple(cores[1:2]),))
     source = hf.resolve("rlx:arithmetic")
@@ -116,7 +116,7 @@ async def one_dtype(args, dtype: str, scratch: Path) -> float:
             if version:
                 params = changed(params, version)
             directory = scratch / f"{dtype}-{version}"
-            hf.save(directory, config, params, dtype, source=source)  # as the engine has them
+            hf.save(directory, config, params, dtype, source=source)  # the engine's weights
             _, params = hf.load(directory)
             if version:
                 await fleet.publish(version, directory, "stream")

@@ -1,19 +1,17 @@
-"""What the fleet costs on vLLM: tokens/s through workflow and gRPC beside LLM.generate.
+"""Compare tokens/s on vLLM through workflow and gRPC with vLLM's own LLM.generate.
 
     python -m experiments.bench.vllm_fleet                        # tiny, 64 and 128 sequences
     python -m experiments.bench.vllm_fleet --model=0.5b --slots=64 --groups=8 --most=96
     python -m experiments.bench.vllm_fleet --model=135m --slots=16,64 --seeds=yes --engine=jax
     python -m experiments.bench.vllm_fleet --dry                  # a minute; figures mean nothing
 
-Both make the same requests: the same prompts, numbers of new tokens (uniform in [least, most], EOS
-suppressed by the minimum), temperature 1, sampled logprobs, and seeds if any. rlx: the RLVR
-workflow without its reward → Fleet → gRPC → `rlx.serve --engine=vllm`, or jax. Rival: vLLM's own
-offline `LLM.generate`, all requests in one call, with the same engine settings. Engines, with
-everything of vLLM or the server, are on the second of `--cores`; rlx's client, where a trainer
-would be, is on the first. They take turns; the share is the median over rounds of the quotient of
-a round. CPU: ms of the engines' core (server and EngineCore, or LLM and EngineCore) per 1,000
-tokens; other work on the machine moves it less than it moves tokens/s, most of all where the client
-waits for its core.
+Both make the same requests: prompts, numbers of new tokens (uniform in [least, most]), temperature
+1, sampled logprobs, and seeds if any. The minimum suppresses EOS. rlx's path is the RLVR workflow
+without its reward → Fleet → gRPC → `rlx.serve --engine=vllm` (or jax). vLLM's side is one offline
+`LLM.generate` call with the same engine settings. Engines and server are on the second of
+`--cores`; rlx's client, like a trainer, is on the first. They take turns; the share is the median
+over rounds of the quotient. CPU is ms on the engines' core per 1,000 tokens. Other work on the
+machine changes it less than tokens/s, which suffer most when the client waits for its core.
 """
 
 import argparse
@@ -44,14 +42,14 @@ SEED_STEP = 1 << 10
 
 
 class NoReward:
-    """In the place of the reward pool: nothing is computed."""
+    """Stands in for the reward pool and computes nothing."""
 
     async def grade(self, calls):
         return Graded([0.0] * len(calls), [{} for _ in calls])
 
 
 class Unseeded(Fleet):
-    """A Fleet whose requests have no seed, which the real one always gives them."""
+    """A Fleet that removes the seeds of requests."""
 
     async def generate(self, prompt_tokens, sampling, n, *, session=None, priority=0):
         sampling = dataclasses.replace(sampling, seed=None)
@@ -63,7 +61,7 @@ class Unseeded(Fleet):
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One round: rows with their number of new tokens and seed, the same for both sides."""
+    """Return the requests of one round, the same for both sides: rows, new tokens and seeds."""
 
     rows: list[dict]
     lengths: list[int]
@@ -81,7 +79,7 @@ def work_of(round_: int, args: argparse.Namespace, slots: int) -> Work:
 
 
 async def through_fleet(fleet: Fleet, workflow: RLVR, work: Work, samples: int) -> float:
-    """Tokens/s of one round."""
+    """Return tokens/s of one round through the fleet."""
     start = time.perf_counter()
 
     async def group(k: int) -> int:
@@ -100,7 +98,7 @@ async def through_fleet(fleet: Fleet, workflow: RLVR, work: Work, samples: int) 
 def offline(
     rival: vllm_workers.Rival, prompts: Prompts, work: Work, samples: int, seeded: bool
 ) -> float:
-    """Tokens/s of the same requests, one by one in one call."""
+    """Return tokens/s of the same requests in one call."""
     requests = [
         [prompts.ids(row), n, seed + k if seeded else None]
         for row, n, seed in zip(work.rows, work.lengths, work.seeds, strict=True)
@@ -112,7 +110,7 @@ def offline(
 
 
 async def compare(model: Path, slots: int, seeded: bool, args, cores, scratch: Path) -> None:
-    """Prints one row of the table."""
+    """Print one row of the table."""
     options = {"slots": slots, "max_model_len": args.max_model_len, "dtype": args.dtype}
     plan = CpuPlan(tuple(cores[:1]), (tuple(cores[1:2]),))
     config = load_config(model)
@@ -144,14 +142,14 @@ async def compare(model: Path, slots: int, seeded: bool, args, cores, scratch: P
                     )
                 tokens = args.samples * sum(work.lengths)
                 pair[side] = rate, 1e6 * (cpu_seconds(pids[side]) - before) / tokens
-            if round_ >= 0:  # the first one warms up
+            if round_ >= 0:  # the first one is a warm-up
                 rounds.append(pair)
         await fleet.close()
     report(rounds, slots, seeded)
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process and of those it started, so far."""
+    """Return user and system time of a process and its children so far."""
     process = psutil.Process(pid)
     times = [p.cpu_times() for p in (process, *process.children(recursive=True))]
     return sum(t.user + t.system for t in times)
@@ -169,7 +167,7 @@ def report(rounds: list[dict[str, tuple[float, float]]], slots: int, seeded: boo
 
 
 def spread(values) -> str:
-    """Median and range, whole numbers."""
+    """Return median and range, whole numbers."""
     return f"{statistics.median(values):.0f} [{min(values):.0f}, {max(values):.0f}]"
 
 

@@ -1,23 +1,23 @@
-"""Publishing weights to vLLM with requests in flight: bytes, stall, time to the first new token.
+"""Measure publishing weights to vLLM with requests in flight: bytes, stall, first new token.
 
     python -m experiments.bench.vllm_publish                      # tiny, 32 requests in flight
     python -m experiments.bench.vllm_publish --model=0.5b --publishes=5 --requests=8
     python -m experiments.bench.vllm_publish --dry                # figures mean nothing
 
-Each publish follows an update of every parameter by ±learning rate in float32, cast to the
-served dtype. Columns, medians [quartiles] in ms:
+Before each publish every parameter is changed by ±learning rate in float32, and cast to the served
+dtype. Columns, medians [quartiles] in ms:
 
   stall        pause to resume, as the server reports it: no decode step ran
-  gap          longest time between two messages of one request around the publish, at the client;
-               tokens travel at most every 0.15 s, so `without` is the same with no publish
+  gap          longest time between two messages of one request around the publish, at the client.
+               Tokens are sent at most every 0.15 s: `without` is the gap with no publish.
   first token  from parameters ready to the first message with a token of the new version
-  of which     host: parameters → tensors with HF names; write: file and checksum in /dev/shm;
-               verify, stage: the server's checksum, EngineCore's reading, checking and packing
+  of which     host: parameters → tensors with HF names; write: file and checksum in /dev/shm.
+               verify, stage: the server's checksum, EngineCore's reading, checking and packing.
   copy         the same bytes copied within memory, and into a fresh file in /dev/shm
 
-The rival in the same run, on the same core: vLLM's documented way, pause_generation(mode="keep")
-→ collective_rpc("reload_weights") → resume_generation. It leaves a tied head as it was on a CPU
-and checks nothing; its gap is between single tokens.
+The rival in the same run, on the same core, is vLLM's documented way: pause_generation(mode="keep")
+→ collective_rpc("reload_weights") → resume_generation. On a CPU it does not update a tied head, and
+it checks nothing. Its gap is between single tokens.
 """
 
 import argparse
@@ -46,7 +46,7 @@ SETTLE = 3  # messages of every request between two publishes
 
 
 class InFlight:
-    """Requests that never end, and when their messages came."""
+    """Requests that never end, and the times of their messages."""
 
     def __init__(self, stub: rpc.RolloutStub, count: int):
         self._stub = stub
@@ -59,13 +59,13 @@ class InFlight:
         sampling = Sampling(max_new_tokens=room, min_new_tokens=room, seed=index)
         prompt = (np.arange(PROMPT, dtype=np.int32) + 7 * index) % 200
         done: list[int] = []
-        while True:  # an aborted request goes on from the tokens it has
+        while True:  # an aborted request continues from its tokens
             tokens = np.concatenate([prompt, np.array(done, np.int32)])
             request = Request(f"r{index}", tokens, sampling, prefix_len=len(done))
             done = await self._read(index, request, done)
 
     async def _read(self, index: int, request: Request, done: list[int]) -> list[int]:
-        """Follows one request to its end; returns the tokens of a completion to be continued."""
+        """Follow one request to its end; return the tokens of a completion to be continued."""
         async for reply in self._stub.Generate(wire.request_message(request), timeout=600):
             now = time.perf_counter()
             self.arrivals[index].append(now)
@@ -78,13 +78,13 @@ class InFlight:
         return done
 
     async def settle(self, messages: int = SETTLE) -> None:
-        """Until every request has had some messages more."""
+        """Wait until every request has had some more messages."""
         wanted = [len(times) + messages for times in self.arrivals]
         while any(len(t) < n for t, n in zip(self.arrivals, wanted, strict=True)):
             await asyncio.sleep(0.01)
 
     def gap(self, begun: float) -> float:
-        """Longest s between two messages of one request, of which the second came after `begun`."""
+        """Return the longest seconds between messages of a request, the second after `begun`."""
         return max(
             b - a for times in self.arrivals for a, b in itertools.pairwise(times) if b > begun
         )
@@ -96,7 +96,7 @@ class InFlight:
 
 
 class Trainer:
-    """Float32 parameters that move by the learning rate, and what is published of them."""
+    """Float32 parameters that move by the learning rate, and the weights to publish."""
 
     def __init__(self, model: Path, dtype: str, learning_rate: float):
         import jax
@@ -125,7 +125,7 @@ class Trainer:
 
 
 async def ours(model: Path, trainer: Trainer, method: str, kv: str, args, scratch: Path) -> dict:
-    """The figures of `args.publishes` publishes by one method."""
+    """Return the figures of `args.publishes` publishes by one method."""
     cores = process.cores_of(args.cores)
     plan = CpuPlan(tuple(cores[:1]), (tuple(cores[1:2]),))
     options = {"slots": args.requests, "max_model_len": MAX_LEN, "dtype": args.dtype}
@@ -159,7 +159,7 @@ async def ours(model: Path, trainer: Trainer, method: str, kv: str, args, scratc
             row["publish"] = 1e3 * report.seconds
             row |= {"file": report.num_bytes / 1e6, "sent": report.sent_bytes / 1e6}
             row |= named(await fleet.drain_spans())
-            if version:  # the first one touches new memory
+            if version:  # the first one allocates memory
                 rows.append(row)
         await flight.close()
         await channel.close()
@@ -168,7 +168,7 @@ async def ours(model: Path, trainer: Trainer, method: str, kv: str, args, scratc
 
 
 def named(spans: dict[str, list[tuple[str, int, int]]]) -> dict[str, float]:
-    """ms of the server's part."""
+    """Return ms of the server's part."""
     names = {"swap weights": "stall", "stage weights": "stage", "verify weights": "verify"}
     return {
         names[name]: (end - start) / 1e6
@@ -183,7 +183,7 @@ def columns(rows: list[dict[str, float]]) -> dict[str, list[float]]:
 
 
 def scale(trainer: Trainer, repeats: int) -> dict[str, list[float]]:
-    """ms to write the file as `publish` does, and to copy as many bytes."""
+    """Return ms to write the file as `publish` does, and to copy the same bytes."""
     tensors = trainer.tensors()
     figures: dict[str, list[float]] = {"write": [], "copy": [], "copy to file": []}
     for _ in range(repeats + 1):
@@ -207,7 +207,7 @@ def scale(trainer: Trainer, repeats: int) -> dict[str, list[float]]:
 
 
 def rivals(model: Path, trainer: Trainer, args, scratch: Path) -> dict[str, dict]:
-    """vLLM's documented way, KV kept and recomputed."""
+    """Return the figures of vLLM's documented way, with KV kept and recomputed."""
     published = scratch / "published"
     published.mkdir(exist_ok=True)
     shutil.copyfile(model / "config.json", published / "config.json")
@@ -235,7 +235,7 @@ def show(name: str, figures: dict[str, list[float]]) -> None:
 
 
 def spread(values: list[float]) -> str:
-    """Median [quartiles], in whole ms where it is long."""
+    """Return median [quartiles]; long times in whole ms."""
     low, middle, high = np.percentile(values, [25, 50, 75])
     digits = 0 if middle >= 100 else 1
     return f"{middle:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
@@ -272,7 +272,7 @@ def main() -> None:
                 flush=True,
             )
             trainer = Trainer(model, args.dtype, args.learning_rate)
-            # Methods differ before the engine has the file, policies afterwards: not all pairs.
+            # Not all pairs: methods differ before the engine has the file, policies afterwards.
             methods, policies = args.methods.split(","), args.kv.split(",")
             pairs = [(methods[0], kv) for kv in policies] + [(m, policies[0]) for m in methods[1:]]
             for method, kv in pairs:
@@ -290,7 +290,7 @@ def main() -> None:
 
 
 def ratios(everything: dict[str, dict[str, list[float]]]) -> None:
-    """Prints what the stalls are in terms of a copy and of the rival's."""
+    """Print stalls in multiples of a copy's time and of the rival's."""
     scales = everything["scale"]
     print("\n" + ", ".join(f"{name} {spread(values)} ms" for name, values in scales.items()))
     copy = float(np.median(scales["copy"]))

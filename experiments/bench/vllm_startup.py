@@ -1,8 +1,8 @@
-"""Seconds from the command `python -m rlx.serve --engine=vllm` to its ready line, on one core.
+"""Time `python -m rlx.serve --engine=vllm` up to its ready line, on one core.
 
     python -m experiments.bench.vllm_startup [--core=1] [--repeats=5] [--model=rlx:arithmetic]
 
-Target: 8 s for the tiny model. The first start, which reads vLLM from the disk, is shown apart.
+Target: 8 s for the tiny model. The first start reads vLLM from the disk and is listed separately.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import time
 
 
 def ready_seconds(model: str, core: int) -> float:
-    """One start; the server is stopped when it is ready."""
+    """Return the seconds of one start; the server is stopped when it is ready."""
     start = time.perf_counter()
     server = subprocess.Popen(
         [sys.executable, "-m", "rlx.serve", "--engine=vllm", f"--model={model}",

@@ -1,10 +1,10 @@
-"""What the vLLM benchmarks share: models, and vLLM as its own documentation would use it.
+"""Shared parts of the vLLM benchmarks: models, and vLLM used as in its own documentation.
 
     python -m experiments.bench.vllm_workers offline|evaluate|reload --model=DIR …
 
-A rival runs in a process of its own on the server's core, with the settings that VllmEngine gives
-vLLM (rlx/engines/vllm/vllm_engine.py: eager, one process for EngineCore and worker, blocks of 32,
-whole prefills), and takes one JSON line of work at a time. While it has none it costs nothing.
+A rival runs in its own process on the server's core. It has VllmEngine's settings
+(rlx/engines/vllm/vllm_engine.py): eager, one process for EngineCore and worker, blocks of 32, whole
+prefills. It takes one JSON line of work at a time, and uses no CPU between them.
 """
 
 import argparse
@@ -34,9 +34,9 @@ MODELS = ("tiny", "135m", "0.5b")
 
 @contextlib.contextmanager
 def model_dir(name: str, scratch: Path) -> Iterator[Path]:
-    """The HF directory of one of MODELS; the large one is made in `scratch` when it is not there.
+    """Return the HF directory of one of MODELS; make the large one in `scratch` if missing.
 
-    The random one has the arithmetic tokenizer: its ids are in its vocabulary.
+    The random one has the arithmetic tokenizer, whose ids are in its vocabulary.
     """
     from rlx.model.directory import resolve
 
@@ -45,7 +45,7 @@ def model_dir(name: str, scratch: Path) -> Iterator[Path]:
         return
     path = scratch / "qwen2-0.5b-shape"
     if not path.exists():
-        # A process of its own gives back the memory that making it takes.
+        # A separate process, so that its memory is freed.
         done = subprocess.run(
             [sys.executable, "-m", "experiments.bench.vllm_workers", "make", f"--model={path}"]
         )
@@ -54,7 +54,7 @@ def model_dir(name: str, scratch: Path) -> Iterator[Path]:
 
 
 def make(path: str) -> None:
-    """Writes random bfloat16 weights of Qwen2.5-0.5B's shape, 1 GB."""
+    """Write random bfloat16 weights of Qwen2.5-0.5B's shape, 1 GB."""
     import dataclasses
 
     import jax
@@ -68,7 +68,7 @@ def make(path: str) -> None:
 
 
 def kv_bytes(path: Path, tokens: int, dtype: str) -> int:
-    """KV cache for `tokens` tokens, as VllmEngine reckons it."""
+    """Return the bytes of a KV cache for `tokens` tokens, as VllmEngine calculates it."""
     from rlx.engines.vllm.vllm_start import kv_bytes
     from rlx.model.directory import load_config
 
@@ -94,7 +94,7 @@ class Rival:
         return self._process.pid
 
     def ask(self, work: Any = None) -> Any:
-        """Its answer to `work`; to nothing: that it is ready."""
+        """Return its answer to `work`; without work wait until it is ready."""
         assert self._process.stdin
         assert self._process.stdout
         if work is not None:
@@ -120,7 +120,7 @@ class Rival:
 
 
 def _wire():
-    """(answer, lines of work): stdout is ours alone, whatever vLLM prints goes to stderr."""
+    """Return (answer, lines of work); stdout has only answers, output of vLLM goes to stderr."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -151,7 +151,10 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def offline(args: argparse.Namespace) -> None:
-    """LLM.generate; work: [[prompt ids, new tokens, seed or null], …]; answers tokens, seconds."""
+    """Serve LLM.generate.
+
+    Work: [[prompt ids, new tokens, seed or null], …]; answers tokens, seconds.
+    """
     from vllm import LLM, SamplingParams
 
     answer, works = _wire()
@@ -175,7 +178,7 @@ def offline(args: argparse.Namespace) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """LLM.generate as an evaluation script calls it, texts and all, with natural ends.
+    """Serve LLM.generate as an evaluation script calls it, with texts and natural ends.
 
     Work: [[prompt ids, n, temperature, top_p, seed, most new tokens], …]; answers tokens, seconds.
     """
@@ -201,7 +204,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 async def reload(args: argparse.Namespace) -> None:
-    """pause_generation(keep) → reload_weights → resume_generation, with requests in flight.
+    """Serve pause_generation(keep) → reload_weights → resume_generation, with requests in flight.
 
     Work: [path of an HF directory, clear_cache]; answers ms from pause to resume, the longest
     time between two tokens of a request around it, and ms to the first token after it.
@@ -228,7 +231,7 @@ async def reload(args: argparse.Namespace) -> None:
                 arrivals[index].append(time.perf_counter())
             serial += 1
 
-    async def settle() -> None:  # every request has had tokens of late
+    async def settle() -> None:  # until every request has had recent tokens
         counts = [len(times) + 2 for times in arrivals]
         while any(len(t) < n for t, n in zip(arrivals, counts, strict=True)):
             await asyncio.sleep(0.01)

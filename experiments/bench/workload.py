@@ -1,8 +1,8 @@
 """The end-to-end workload: a random 3.7M-parameter Qwen2, 8 prompts x 8 samples x 64 new tokens.
 
-With a model's path it is that model, asked word problems in its own chat template. Both sides of
-the benchmark read the same directory (model, tokenizer, prompts) and the same reward; the minimum
-and maximum of new tokens are equal, so that both generate the same amount.
+With a model's path it is that model, with word problems in its own chat template. Both sides of the
+benchmark use the same directory (model, tokenizer, prompts) and reward. The minimum and maximum of
+new tokens are equal, so both generate the same amount.
 """
 
 import json
@@ -37,13 +37,13 @@ TEMPLATE = (
 
 
 def reward(prompt="", completion="", prompt_ids=(), completion_ids=(), **row) -> float:
-    """Share of even token ids: cheap, dense, and learnable. rlx's signature."""
+    """Return the share of even token ids: a cheap, dense and learnable reward."""
     ids = np.asarray(completion_ids)
     return float((ids % 2 == 0).mean()) if ids.size else 0.0
 
 
 def make(directory: Path, model: str = "") -> Path:
-    """Writes (or links) model, tokenizer and prompts.jsonl into `directory`; returns it."""
+    """Write (or link) model, tokenizer and prompts.jsonl into `directory`; return it."""
     directory.mkdir(parents=True, exist_ok=True)
     if model:
         from rlx.model.directory import resolve
@@ -59,7 +59,7 @@ def make(directory: Path, model: str = "") -> Path:
 
 
 def _random(directory: Path) -> list[str]:
-    """Writes the random model and its tokenizer; returns prompts of its words."""
+    """Write the random model and its tokenizer; return prompts of its words."""
     import jax
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -69,7 +69,7 @@ def _random(directory: Path) -> list[str]:
 
     rng = np.random.default_rng(0)
     corpus = ["".join(rng.choice(list("abcdefghijklmnop"), 4)) for _ in range(20_000)]
-    # Byte-level BPE, because transformers loads every Qwen2 directory with Qwen2's own tokenizer.
+    # Byte-level BPE: transformers loads each Qwen2 directory with Qwen2's own tokenizer class.
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -91,7 +91,7 @@ def _random(directory: Path) -> list[str]:
 
 
 def get_config(directory: str):
-    """The rlx side: `--config=experiments/bench/workload.py:DIR`."""
+    """Return rlx's config: `--config=experiments/bench/workload.py:DIR`."""
     from rlx.config import default
 
     c = default()

@@ -1,4 +1,4 @@
-"""Part `attention`: the attention that training uses against a plain one, forward and backward.
+"""Part `attention`: compare training's attention with a plain one, forward and backward.
 
 The plain one is softmax(q·kᵀ + mask)·v by einsum in float32 at full precision, on the same bfloat16
 numbers (float32 on a CPU, which has no kernel). On a GPU the mask path is compared and timed too.
@@ -34,7 +34,7 @@ def plain(q, k, v, segment_ids, _=None):
 
 
 def by_mask(q, k, v, segment_ids, _=None):
-    """Return the trainer's attention where nothing tells how long the segments are."""
+    """Return the trainer's attention without segment sizes, by a mask."""
     return attention(q, k, v, segment_ids)
 
 
@@ -49,7 +49,7 @@ def both_passes(attend: Attend) -> Callable[..., tuple[jax.Array, ...]]:
 
 
 def inputs(rows: int, length: int, heads: int, kv_heads: int, width: int, dtype: Any) -> tuple:
-    """Return (cotangent, q, k, v, ids, sizes); no gradient comes from padding."""
+    """Return (cotangent, q, k, v, ids, sizes); the cotangent is 0 on padding."""
     ids = measure.segments(rows, length, padding=True)
     rng = np.random.default_rng(0)
 

@@ -1,7 +1,7 @@
-"""Part `decode`: tokens a second of the JAX engine, 1.5B in bfloat16, random weights.
+"""Part `decode`: tokens per second of the JAX engine, 1.5B in bfloat16, random weights.
 
-A decode step of a small batch must read every weight once: its roofline is the weights' bytes over
-the memory's bytes/s, and the engine's share of it is printed.
+A decode step of a small batch must read every weight once. The roofline is therefore the weights'
+bytes over the memory's bytes/s; the engine's share of it is printed.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ PROMPT = 64  # tokens
 
 
 async def generate(engine: JaxEngine, batch: int, new: int, vocabulary: int) -> int:
-    """Return the tokens made for `batch` requests of `new` tokens each."""
+    """Generate `new` tokens for each of `batch` requests; return the number of tokens."""
     rng = np.random.default_rng(0)
 
     async def one(index: int) -> int:
@@ -38,7 +38,7 @@ async def generate(engine: JaxEngine, batch: int, new: int, vocabulary: int) -> 
 
 
 async def rates(path: str, o: dict[str, Any], vocabulary: int) -> dict[int, float]:
-    """Return tokens a second by batch size: the better of two rounds after two to warm up."""
+    """Return tokens per second by batch size: the better of two rounds, after two to warm up."""
     batches = o["batches"]
     dtype = "float32" if o["tiny"] else "bfloat16"
     engine = JaxEngine(path, slots=max(batches), max_model_len=PROMPT + o["new"], dtype=dtype)
@@ -60,7 +60,7 @@ async def rates(path: str, o: dict[str, Any], vocabulary: int) -> dict[int, floa
 
 
 def run(o: dict[str, Any]) -> dict[str, Any]:
-    """Return tokens a second by batch size, and the roofline of a step."""
+    """Return tokens per second by batch size, and the roofline of a step."""
     model = TINY if o["tiny"] else MODELS["1.5b"]
     with tempfile.TemporaryDirectory() as directory:
         path = str(Path(directory) / "model")

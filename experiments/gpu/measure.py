@@ -1,4 +1,4 @@
-"""The device, what it can do at most, the time of a function on it, and packed rows to time."""
+"""The device, its peak rates, the time of a function on it, and packed rows for timing."""
 
 import statistics
 import time
@@ -20,7 +20,7 @@ PEAKS = {
 
 
 def device() -> dict[str, Any]:
-    """Return the name of the device, its peaks (FLOP/s, bytes/s) and where they are from."""
+    """Return the device's name, its peaks (FLOP/s, bytes/s) and their source."""
     first = jax.devices()[0]
     found = next((peak for name, peak in PEAKS.items() if name in first.device_kind), None)
     flops, bytes_per_second = found or _measured()
@@ -43,9 +43,9 @@ def _measured() -> tuple[float, float]:
 
 
 def seconds(function: Callable[..., Any], *arguments: Any, calls: int = 5) -> float:
-    """Return the seconds of one call, the median of three rounds of `calls` after one to warm up.
+    """Return the seconds of one call: the median of three rounds of `calls`, after a warm-up.
 
-    Calls are dispatched together and waited for at the end.
+    All calls of a round are dispatched before the first is waited for.
     """
     jax.block_until_ready(function(*arguments))
     rounds = []

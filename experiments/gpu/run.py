@@ -1,27 +1,27 @@
-"""One GPU hour: is the trainer right and fast on a GPU, and is its memory what we say?
+r"""One hour on a GPU: is the trainer correct and fast there, and is the memory estimate right?
 
     python -m experiments.gpu.run                            # every part, on one H100 or H200
     python -m experiments.gpu.run --parts=attention,step_4k  # some of them
     python -m experiments.gpu.run --platform=cpu --tiny      # every part, tiny, on any machine
-    python -m experiments.gpu.run --trainer=torch            # attention, step_*, task of that trainer
+    python -m experiments.gpu.run --trainer=torch            # attention, step_*, task with torch
 
 | part | question |
 |---|---|
 | attention | does packed attention equal a plain one, forward and backward, with grouped heads? |
-| step_4k, step_16k, step_32k | how fast is a train step of 1.5B, in rows of so many tokens: model FLOP utilisation, each part beside its roofline, and the memory estimate beside the peak |
+| step_4k, step_16k, step_32k | how fast is a train step of 1.5B with rows of that length? reports model FLOP utilisation, each part against its roofline, estimated and peak memory |
 | task | does the embedded task learn, with trainer and JAX engine on the same GPU? |
-| decode | how many tokens a second does the JAX engine make of 1.5B? |
+| decode | how many tokens per second does the JAX engine make of 1.5B? |
 
-Each part is a process of its own, ended after --minutes (8); one that fails is reported and the
-others go on. Everything is written to one JSON file (--out) after each part, and printed as one
-table. No network; models are random but for the embedded task's, which comes with rlx. The exit
-status is 1 when a part failed or the attentions differ.
+Each part is a process of its own, which is ended after --minutes (8). If one fails, it is reported
+and the others continue. After each part the results are written to one JSON file (--out) and
+printed as one table. No network is needed; models are random except for the embedded one. The exit
+status is 1 if a part failed or the attentions differ.
 
-rlx runs from its source here; the table names modules that are missing. Beside JAX that is usually
-ml-collections, and for the task math-verify, latex2sympy2-extended, antlr4-python3-runtime, grpcio
-and protobuf. Where there is no network, unpack wheels of its Python into a folder and name that:
+rlx runs from its source here; the table names missing modules. JAX's image usually lacks
+ml-collections. The task also needs math-verify, latex2sympy2-extended, antlr4-python3-runtime,
+grpcio and protobuf. Without a network, unpack wheels for its Python into a folder:
 
-    pip install --target=wheels --no-deps --only-binary=:all: --python-version=3.12 \\
+    pip install --target=wheels --no-deps --only-binary=:all: --python-version=3.12 \
         --platform=manylinux_2_28_x86_64 --platform=manylinux2014_x86_64 ml-collections ...
     PYTHONPATH=wheels python -m experiments.gpu.run
 """  # noqa: E501
@@ -76,7 +76,7 @@ def main() -> int:
     parser.add_argument("--chunk", type=int, default=4096, help="model.logprob_chunk of them")
     parser.add_argument("--minutes", type=float, default=8.0, help="of each part")
     parser.add_argument("--out", default="runs/gpu.json")
-    parser.add_argument("--part", default="", help=argparse.SUPPRESS)  # in its own process
+    parser.add_argument("--part", default="", help=argparse.SUPPRESS)  # in a process of its own
     a = parser.parse_args()
     if a.part:
         print(json.dumps(_part(a)), flush=True)
@@ -99,7 +99,7 @@ def main() -> int:
 
 
 def _part(a: argparse.Namespace) -> dict[str, Any]:
-    """Return one part's result, computed here."""
+    """Return one part's result, computed in this process."""
     options = PARTS[a.part][1]
     if a.tiny:
         options = TINY[a.part]
@@ -119,7 +119,7 @@ def _module(name: str, trainer: str) -> str:
 
 
 def _in_process(name: str, a: argparse.Namespace) -> dict[str, Any]:
-    """Return how one part went: its status (ok | failed | late | missing), seconds, result."""
+    """Run one part as a process; return status (ok | failed | late | missing), seconds, result."""
     needed = (*PARTS[name][2], *TORCH) if name == "task" else TORCH
     needed = needed if a.trainer == "torch" else PARTS[name][2]
     missing = [module for module in needed if not _there(module)]
@@ -146,7 +146,7 @@ def _in_process(name: str, a: argparse.Namespace) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         status = "late"
     finally:
-        if process.poll() is None:  # what it started is in its group
+        if process.poll() is None:  # its children are in its group
             os.killpg(process.pid, signal.SIGKILL)
     if status == "late":
         said, errors = process.communicate()
@@ -159,12 +159,12 @@ def _in_process(name: str, a: argparse.Namespace) -> dict[str, Any]:
 def _there(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package that it is in
+    except ModuleNotFoundError:  # the package of the module is missing
         return False
 
 
 def table(report: dict[str, Any]) -> list[str]:
-    """Return the report's lines: of each part how it went and what it found."""
+    """Return the report's lines: each part's status and result."""
     lines = []
     for name, part in report["parts"].items():
         lines.append(f"{name:10} {part['status']:8}{part.get('seconds', 0):6.0f} s")

@@ -1,14 +1,14 @@
 """Part `step_*`: one train step of 1.5B (GRPO, AdamW, bfloat16 with float32 parameters).
 
-Useful FLOPs alone count, of forward and backward: 6 a weight and token for products (the embedding
-is looked up, the head is a product), 12 · heads · head width a query and key that it sees in its
-segment and a layer for attention. What remat computes again does not count, padding neither.
+Only useful FLOPs count, forward and backward. Products have 6 per weight and token; the embedding
+is looked up, the head is a product. Attention has 12 · heads · head width per layer, for each pair
+of query and visible key of a segment. Recomputation by remat and padding do not count.
 
     utilisation = useful FLOPs / seconds / peak FLOP/s
 
-Each part of the step is also timed by itself, forward and backward and again forward where remat
-does so, and stands beside its roofline: max(FLOPs / peak FLOP/s, least bytes / memory's bytes/s).
-`other` is what the step takes beyond them: norms, RoPE, embedding, loss, copies.
+Each part of the step is also timed separately, with remat's recomputation. Its roofline is
+max(FLOPs / peak FLOP/s, least bytes / memory's bytes/s). `other` is the rest of the step: norms,
+RoPE, embedding, loss, copies.
 """
 
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ TINY = qwen2(512, 2, 64, 4, 2, 160)
 
 
 class Work(NamedTuple):
-    """Useful FLOPs of a part of a step, and the bytes that it must at least move."""
+    """Useful FLOPs of a part of a step, and the least bytes that it must move."""
 
     flops: float
     bytes: float
@@ -49,7 +49,7 @@ def work(model: ModelConfig, ids: np.ndarray) -> dict[str, Work]:
     keys = model.num_kv_heads * model.head_dim
 
     def products(*shapes: tuple[int, int]) -> Work:
-        """In each layer x @ w and its two gradients, of [tokens, D] and [D, F], in bfloat16."""
+        """Return the work of x @ w and its two gradients in all layers, [tokens, D] and [D, F]."""
         flops = sum(6 * tokens * d * f for d, f in shapes)
         moved = sum(6 * tokens * (d + f) + 8 * d * f for d, f in shapes)  # float32 gradients of w
         return Work(layers * flops, layers * moved)
@@ -61,13 +61,13 @@ def work(model: ModelConfig, ids: np.ndarray) -> dict[str, Work]:
         "attention": Work(12 * layers * heads * pairs, 12 * layers * tokens * (heads + keys)),
         # float32 logits, written and read in both passes
         "head": Work(6 * tokens * wide * model.vocab_size, 16 * tokens * model.vocab_size),
-        # read: gradient (twice: its norm), parameter, two moments; written: the last three
+        # read: gradient twice (once for its norm), parameter, two moments; written: the last three
         "optimizer": Work(0, 32 * parameters.count(model)),
     }
 
 
 def make_config(o: dict[str, Any]):
-    """Return a run whose minibatch is one microbatch of these rows."""
+    """Return a config whose minibatch is one microbatch of these rows."""
     c = default()
     c.model.compute_dtype, c.model.remat = "bfloat16", o["remat"]
     c.model.logprob_chunk = o["chunk"]
@@ -80,7 +80,7 @@ def make_config(o: dict[str, Any]):
 
 
 def sizes_of(config: Any, model: ModelConfig) -> memory.RunSizes:
-    """Return what the estimate of a train step is made from; there are no servers."""
+    """Return the inputs of the memory estimate of a train step, without servers."""
     return memory.RunSizes(
         model, TrainOptions.of(config), config.data.max_prompt_tokens,
         config.sampling.max_new_tokens, config.rollout.batch_prompts, config.sampling.n_samples,
@@ -90,7 +90,7 @@ def sizes_of(config: Any, model: ModelConfig) -> memory.RunSizes:
 
 
 def make_batch(model: ModelConfig, ids: np.ndarray) -> dict[str, Any]:
-    """Return a microbatch of random tokens, as `objective.gather` gives it."""
+    """Return a microbatch of random tokens, in the form of `objective.gather`."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, model.vocab_size, ids.shape).astype(np.int32)
     first = np.diff(ids, axis=1, prepend=0) != 0
@@ -110,7 +110,7 @@ def make_batch(model: ModelConfig, ids: np.ndarray) -> dict[str, Any]:
 def parts_seconds(
     model: ModelConfig, state: Any, ids: np.ndarray, o: dict[str, Any]
 ) -> dict[str, float]:
-    """Return seconds of each part in a step, each timed by itself and times the layers."""
+    """Return the seconds of each part of a step, timed separately, times the layers."""
     rows, length = ids.shape
     layer = jax.tree.map(lambda leaf: leaf[0], state.params["layers"])
     x = jax.random.normal(jax.random.key(0), (rows, length, model.model_dim), jnp.bfloat16)

@@ -1,10 +1,8 @@
 """Part `task`: the embedded task from start to end, trainer and JAX engine on one device.
 
-The trainer may be torch's: then two libraries share the GPU.
-
-The server is started by hand, as README's "Servers by hand" has it, since those that a run starts
-compute on the CPU. Of the GPU's memory it may take 15 %, the trainer 60 %. Products are in full
-float32: the run's gate compares the two sides' log-probabilities, and TF32 differs by 1e-3.
+With the torch trainer two libraries share the GPU. The server is started by hand, because servers
+that a run starts compute on the CPU. It may take 15 % of the GPU's memory, and the trainer 60 %.
+Products are in full float32: TF32 differs by 1e-3, which the run's gate would report.
 """
 
 import json
@@ -25,7 +23,7 @@ def _environment(share: float) -> dict[str, str]:
 
 
 def run(o: dict[str, Any]) -> dict[str, Any]:
-    """Return accuracy before and after, seconds of the steps, and what the last ones measured."""
+    """Return accuracy before and after, seconds of the steps, and the last steps' metrics."""
     model = ROOT / "rlx" / "assets" / "arithmetic"
     serve = [sys.executable, "-m", "rlx.serve", f"--model={model}", f"--max-model-len={LENGTH}"]
     with tempfile.TemporaryDirectory() as scratch, open(f"{scratch}/server.log", "w") as log:
@@ -54,7 +52,7 @@ def run(o: dict[str, Any]) -> dict[str, Any]:
         finally:
             server.terminate()
             server.wait()
-    warm = steps[len(steps) // 2 :]  # programs are compiled in the first ones
+    warm = steps[len(steps) // 2 :]  # the first ones compile
     return {
         "accuracy": {record["step"]: record["greedy_acc"] for record in evals},
         "steps": len(steps),

@@ -1,7 +1,7 @@
-"""Part `attention` for trainer=torch: each kernel that is installed against plain attention.
+"""Part `attention` for trainer=torch: compare each installed kernel with plain attention.
 
-Forward and backward, in bfloat16 on a GPU and float32 on a CPU, of packed segments and heads that
-share keys; plain is torch's attention of one segment after the other in float32.
+Forward and backward of packed segments with grouped heads, in bfloat16 on a GPU and float32 on a
+CPU. The plain one is torch's attention of each segment in float32.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ def plain(query: Tensor, key: Tensor, value: Tensor, sizes: list[int]) -> Tensor
 
 
 def by_kernel(name: str, query: Tensor, key: Tensor, value: Tensor, sizes: list[int]) -> Tensor:
-    """Return what the trainer's kernel of that name gives, [1, N, heads, H]."""
+    """Return the output of the trainer's kernel of that name, [1, N, heads, H]."""
     module: Any = torch.nn.Identity()
     module.is_causal, module.config = True, SimpleNamespace(_attn_implementation=name)
     ends = torch.tensor(np.cumsum([0, *sizes]), dtype=torch.int32, device=DEVICE)
@@ -58,7 +58,7 @@ def errors(attend: Any, shape: tuple[int, int, int], sizes: list[int], dtype: An
 
 
 def run(o: dict[str, Any]) -> dict[str, Any]:
-    """Return errors of each kernel and number of key heads, their limit, whether all are below."""
+    """Return errors by kernel and number of key heads, their limit, and whether all are below."""
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     sizes, cases = segment_lengths(2, o["length"]), {}
     fitting = [

@@ -2,7 +2,7 @@
 
     utilisation = useful FLOPs / seconds / peak FLOP/s
 
-Useful are those of `train_flops`; the packing of the batch on the host is part of the seconds.
+`train_flops` counts the useful FLOPs. The seconds include packing the batch on the host.
 """
 
 import statistics
@@ -31,7 +31,7 @@ TINY = qwen2(512, 2, 64, 4, 2, 160)
 
 
 def device() -> dict[str, Any]:
-    """Return the device's name and its peak, FLOP/s of bfloat16; None where it is unknown."""
+    """Return the device's name and its peak, bfloat16 FLOP/s; None if unknown."""
     kind = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
     peak = next((flops for name, flops in PEAKS.items() if name in kind), None)
     platform = "gpu" if DEVICE == "cuda" else "cpu"
@@ -39,7 +39,7 @@ def device() -> dict[str, Any]:
 
 
 def segment_lengths(rows: int, length: int) -> list[int]:
-    """Return the tokens of the segments of rows: ½, ¼, ⅛ and ⅛ of each."""
+    """Return the lengths of each row's segments, in tokens: ½, ¼, ⅛ and ⅛ of it."""
     return [length // n for n in (2, 4, 8, 8)] * rows
 
 
