@@ -301,10 +301,10 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
         )
     for key in ("compile", "offload_optimizer") if config.trainer != "torch" else ():
         if config.train[key]:
-            raise UserError(f"train.{key} is of trainer=torch; unset it, or set trainer=torch")
+            raise UserError(f"train.{key} works only with trainer=torch; unset it or set that")
     if config.train.balance_coefficient and config.trainer != "jax":
         raise UserError(
-            "train.balance_coefficient is of trainer=jax; set it to 0, or set trainer=jax"
+            "train.balance_coefficient works only with trainer=jax; set it to 0 or set that"
         )
     for entry in config.data.mix:
         kinds = [type(part) for part in entry] if isinstance(entry, tuple | list) else []
@@ -368,8 +368,7 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
     if config.fleet.tls.ca and not others:
         raise UserError(
             f"fleet.tls.ca={config.fleet.tls.ca} without fleet.addresses or fleet.join: local "
-            "servers listen on loopback alone and need no TLS; give addresses or leave fleet.tls "
-            "empty"
+            "servers listen on loopback and need no TLS; give addresses or leave fleet.tls empty"
         )
 
 

@@ -1,8 +1,8 @@
 """`python -m rlx.convert SOURCE TARGET`: orbax checkpoint → HF directory, or back.
 
 The direction follows from SOURCE. A checkpoint is DIR/step_*, or the directory that holds several
-(a run's WORKDIR/checkpoints, or WORKDIR itself), of which the newest complete one is read. A LoRA
-run's checkpoint holds only adapters. They are merged into the model that the run began with
+(a run's WORKDIR/checkpoints, or WORKDIR itself); then the newest complete one is read. A LoRA run's
+checkpoint holds only adapters. They are merged into the model that the run began with
 (--model, or the one that the checkpoint names); --adapter=DIR also writes a PEFT directory. An HF
 directory has a config.json; TARGET gets one checkpoint of its parameters. TARGET must not exist.
 --gguf=FILE --hf=DIR makes an HF directory of a GGUF file, without SOURCE and TARGET.

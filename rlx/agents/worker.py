@@ -67,7 +67,7 @@ class Worker:
             async with limit:
                 value = await loading.instance(cls, kwargs).run(data, **given)
             ids = list(value) if isinstance(value, Mapping) else []
-            if value is None:  # told over HTTP, or a mistake that the gateway's side names
+            if value is None:  # reported over HTTP, or the gateway names the mistake
                 self._end.send(id=number, value=None)
             elif wrong := returns.mistake(value, ids):
                 self._end.send(id=number, error=wrong, traceback="")

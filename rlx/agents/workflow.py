@@ -47,14 +47,14 @@ class AgentError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """How agents run, and what becomes of their rewards.
+    """Settings of agents' processes and rewards.
 
     Attributes:
       system_prompt, question_key: of `data["messages"]`, for rows that have no messages.
       workers: number of processes; one serves many runs as long as they wait rather than compute.
       turn_discount, export: see `trajectories.of_run`.
       block_seconds: how long an agent may block its process's event loop.
-      reward_seconds: how long after a run that returned none its reward may still be told.
+      reward_seconds: how long a run that returned no reward may still send one.
       limits: of each process.
       process_per_run: give each run its own process, so that none sees another's key; `workers` at
         once.
@@ -243,7 +243,7 @@ async def run_agent(
     workers: WorkerPool, data: Mapping[str, Any], base_url: str, api_key: str,
     seconds: float | None = None,
 ) -> Any:  # fmt: skip
-    """Return what `run` of a new agent returns for `data`: a float or {completion id: float}.
+    """Return the result of a new agent's `run` on `data`, a float or {completion id: float}.
 
     Cancelling this cancels the agent. After `seconds` it fails, at the line where it waits.
 

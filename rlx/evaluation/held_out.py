@@ -1,8 +1,10 @@
 """Evaluate a run on held-out rows: greedy answers by the fleet, the loss by the trainer, or both.
 
-measure (trainer's thread)            the loss on held-out groups ─┐
-begin (when the fleet has the step's  greedy answers, while  ──────┴▶ take: records, in order
-       weights, on any thread)        training goes on
+Two parts meet in one record.
+
+    measure (trainer's thread)            the loss on held-out groups ─┐
+    begin (when the fleet has the step's  greedy answers, while  ──────┴▶ take: records, in order
+           weights, on any thread)        training goes on
 """
 
 import asyncio

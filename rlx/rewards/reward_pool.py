@@ -4,13 +4,13 @@
                                   ▲              │ each reward as it is computed
                                   └──────────────┘ none within the limit: the worker is replaced
 
-An async function gets all completions of a group at once; one whose parameters are plural gets them
-in one call. Several functions have their turn, and their weighted sum is the reward.
+An async function is called for all completions of a group at the same time. A function with plural
+parameters gets them in one call. The reward is the weighted sum of all functions.
 
-A function that raises, hangs, kills its process or returns something other than a finite number
-is a `RewardError`: a failure of that prompt, retried within the run's budget. Workers, and all
-processes they started, end with this process, however it ends (`process_supervisor.py`). Functions
-are sent by name, never as code; workers answer with numbers and text.
+`RewardError`: a function raised, hung, killed its process, or returned something other than a
+finite number. The prompt is tried again within the run's budget. Workers and all processes they
+started end with this process, however it ends (`process_supervisor.py`). Functions are sent by
+name, never as code; workers answer with numbers and text.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ class RewardSpan:
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """What the completions of a group got, in their order.
+    """The grades of a group's completions, in their order.
 
     Attributes:
       rewards: the weighted sums.

@@ -42,7 +42,7 @@ class KeptCommand:
         return code, whole.decode(errors="replace").splitlines()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the command alone."""
+        """Send a signal to the command, and not to what it started."""
         if self._process.running:
             os.kill(self._pid, number)
 

@@ -59,7 +59,7 @@ NO_LIMITS = WorkerLimits()
 
 
 class WorkerHandle(Protocol):
-    """What a pool does with a worker's process, wherever it is; as `SupervisedProcess` says."""
+    """A worker's process, here or on another machine; see `SupervisedProcess`."""
 
     @property
     def running(self) -> bool: ...
