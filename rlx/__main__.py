@@ -11,19 +11,19 @@ from rlx.base import unknown
 from rlx.cli import command
 
 COMMANDS = {  # module, what it does
-    "train": ("rlx.main", "train, or continue: --config=FILE or --config=rlx:NAME"),
-    "serve": ("rlx.serve", "one rollout server"),
-    "cluster": ("rlx.cluster", "servers on machines with ssh"),
-    "gateway": ("rlx.gateway", "the HTTP APIs of OpenAI and Anthropic, for any client"),
-    "evaluate": ("rlx.evaluate", "scores of models, without a trainer"),
-    "compare": ("rlx.compare", "an engine's logprobs beside the trainer's and transformers'"),
-    "convert": ("rlx.convert", "a checkpoint to an HF directory or the other trainer's, or back"),
-    "areal": ("rlx.areal", "a YAML file of AReaL's as a config"),
-    "keys": ("rlx.keys", "every key of a config: default, choices or range, what it is"),
-    "configs": ("rlx.configs", "the configs that come with rlx, for --config=rlx:NAME"),
+    "train": ("rlx.main", "train or resume: --config=FILE or --config=rlx:NAME"),
+    "serve": ("rlx.serve", "start one rollout server"),
+    "cluster": ("rlx.cluster", "start servers on machines with ssh"),
+    "gateway": ("rlx.gateway", "serve the HTTP APIs of OpenAI and Anthropic"),
+    "evaluate": ("rlx.evaluate", "score models, without a trainer"),
+    "compare": ("rlx.compare", "compare an engine's logprobs with the trainer's and transformers'"),
+    "convert": ("rlx.convert", "convert a checkpoint to an HF directory, or back"),
+    "areal": ("rlx.areal", "translate AReaL's YAML file to a config"),
+    "keys": ("rlx.keys", "list every key of a config with default, values and meaning"),
+    "configs": ("rlx.configs", "list the configs that come with rlx, for --config=rlx:NAME"),
     "report": ("rlx.report", "write a run's report again"),
-    "doctor": ("rlx.doctor", "what would keep rlx, or a run, from working"),
-    "debug-workflow": ("rlx.debug_workflow", "an agent against any OpenAI-compatible server"),
+    "doctor": ("rlx.doctor", "find problems that would stop rlx, or a run"),
+    "debug-workflow": ("rlx.debug_workflow", "debug an agent with any OpenAI-compatible server"),
 }
 
 

@@ -143,7 +143,7 @@ def _of_file(path: Path) -> ModuleType:
     if not path.is_file():
         others = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
         near = difflib.get_close_matches(str(path), others, n=1)
-        hint = f"did you mean {near[0]}?" if near else "give its path from here, or the whole one"
+        hint = f"did you mean {near[0]}?" if near else "give a path relative to this directory"
         raise UserError(f"there is no file {path}; {hint}")
     path = path.resolve()
     name = _OF_FILE + "".join(c if c.isalnum() else "_" for c in str(path.with_suffix("")))

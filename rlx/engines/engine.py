@@ -18,9 +18,9 @@ class EngineOptions:
         "puts the trainer on the same GPUs", "[0, 1)",
     )  # fmt: skip
     slots: int = option(64, "sequences decoded together on one server", "1")
-    max_model_len: int = option(0, "tokens; 0: the model's context, in a run the two budgets")
+    max_model_len: int = option(0, "tokens; 0: the model's context, in a run both budgets")
     decode_steps: int = option(8, "tokens of a sequence in one jitted decode call", "1")
-    kv_on_update: str = option("keep", "caches at an update; abort: send again", KV_POLICIES)
+    kv_on_update: str = option("keep", "caches after an update; abort: send again", KV_POLICIES)
 
 
 class EngineStopped(RuntimeError):

@@ -177,7 +177,7 @@ def sentence(record: Mapping[str, Any]) -> str:
     servers = len(record["servers"])
     return (
         f"gate: {record['tokens']} tokens of {servers} server{'s' * (servers != 1)}, version "
-        f"{record['step']}, score the same in the trainer: |Δ logprob| mean "
+        f"{record['step']}, same log-probabilities in engine and trainer: |Δ| mean "
         f"{record['mean_delta']:.1e}, max {record['max_delta']:.1e}"
     )
 

@@ -121,7 +121,7 @@ def test_a_server_that_forgets_an_update_stops_the_run_and_costs_no_step(serve, 
          "--config.gate.every_steps=2", "--config.total_steps=9"]
     )  # fmt: skip
     assert status == 2, out + errors
-    assert "version 0, score the same in the trainer" in out
+    assert "version 0, same log-probabilities in engine and trainer" in out
     line = errors.strip().splitlines()[-1]
     assert "disagree on version 2" in line
     assert "stale weights: the engine still has the run's first weights" in line
