@@ -26,7 +26,7 @@ def main() -> None:
     p.add_argument("--model", required=True, help="HF directory or hub name")
     p.add_argument("--servers", default="", help="running servers of the model: host:port,…")
     p.add_argument("--tls", default="", help="of --servers: ca.pem, or ca.pem,cert.pem,key.pem")
-    p.add_argument("--engine", default="jax", choices=("jax", "vllm"), help="engine of the server to start")
+    p.add_argument("--engine", default="jax", choices=("jax", "vllm"), help="engine to start")
     p.add_options(EngineOptions, "slots", "max_model_len")
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     p.add_argument("--chat-template", default="", help="a file; default: the model's own")

@@ -23,7 +23,9 @@ def tried(tokenizer, *names, seconds=20.0):
     config = default()
     config.reward.terms = tuple((name, 1.0) for name in names)
     config.reward.timeout_seconds = seconds
-    inputs._try_rewards(config, Prompts(tokenizer), ROW)
+    given = inputs.Inputs()
+    given.weights, given.prompts = inputs.check_reward(config), Prompts(tokenizer)
+    inputs._try_rewards(config, given, ROW)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_a_reward_model_is_checked_before_anything_starts(tokenizer, reward_mode
             rewarded_by(tokenizer, path, *terms)
     with pytest.raises(UserError, match=r"path=rlx:arithmetic is a language model of .*, wanted"):
         rewarded_by(tokenizer, "rlx:arithmetic", ("model", 1.0))
-    with pytest.raises(UserError, match=r"wanted a reward model of 9064; train one by preset rew"):
+    with pytest.raises(UserError, match=r"wanted a reward model of 9064; train one with preset rew"):
         rewarded_by(tokenizer, reward_model, ("model", 1.0), **{"sampling.max_new_tokens": 9000})
     own = tokenizer_files.load_tokenizer(reward_model)
     assert rewarded_by(own, reward_model, ("model", 0.5)).keywords == {"weight": 0.5}
