@@ -85,7 +85,7 @@ def test_a_reward_model_is_checked_before_anything_starts(tokenizer, reward_mode
             rewarded_by(tokenizer, path, *terms)
     with pytest.raises(UserError, match=r"path=rlx:arithmetic is a language model of .*, wanted"):
         rewarded_by(tokenizer, "rlx:arithmetic", ("model", 1.0))
-    with pytest.raises(UserError, match=r"wanted a reward model of 9064; train one with preset rew"):
+    with pytest.raises(UserError, match=r"a reward model of 9064; train one with preset rew"):
         rewarded_by(tokenizer, reward_model, ("model", 1.0), **{"sampling.max_new_tokens": 9000})
     own = tokenizer_files.load_tokenizer(reward_model)
     assert rewarded_by(own, reward_model, ("model", 0.5)).keywords == {"weight": 0.5}
