@@ -132,7 +132,7 @@ def test_whatever_happens_a_run_ends_only_after_an_outage_of_its_length(events, 
 
 
 @pytest.mark.parametrize("live", [128, 512])
-def test_a_judge_that_is_down_for_half_a_second_ends_no_run(
+def test_a_judge_that_is_down_for_two_seconds_ends_no_run(
     live, tmp_path, fake_fleet, fake_workflow
 ):
     """In real workers: all prompts under way fail at once, and each comes to its end."""
@@ -161,7 +161,7 @@ def test_a_judge_that_is_down_for_half_a_second_ends_no_run(
     try:
         for step in range(4):
             if step == 2:
-                (tmp_path / "up").write_text(str(time.time() + 0.5))
+                (tmp_path / "up").write_text(str(time.time() + 2.0))
             fleet.version = step
             executor.set_version(step)
             assert executor.collect(timeout=60) is not None
