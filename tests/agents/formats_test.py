@@ -69,7 +69,7 @@ def test_the_jax_engine_has_none_and_the_field_is_named(agents, fields, param):
     async def main():
         engine = JaxEngine(MODEL, slots=2, max_model_len=64)
         async with agents.gateway(engine, tokenizer=MODEL) as g, agents.client(g) as client:
-            with pytest.raises(openai.BadRequestError, match="JAX engine has none") as error:
+            with pytest.raises(openai.BadRequestError, match="by the JAX engine") as error:
                 await client.chat.completions.create(model="m", messages=ASK, **fields)
             assert error.value.param == param
             if param == "response_format":

@@ -685,7 +685,7 @@ def test_training_reports_draws_that_are_truncated_once(agents):
 
     (line,) = agents.run(main(True))
     assert "top_p=0.5, top_k=3, min_new_tokens=2" in line
-    assert "importance weights are biased" in line
+    assert "biases importance weights" in line
     assert agents.run(main(False)) == []
     own = {"top_p": 0.5, "top_k": 3, "min_new_tokens": 2}
     assert agents.run(main(True, **own)) == []  # the run's own has been reported at its start

@@ -309,7 +309,7 @@ def test_listening_elsewhere_without_a_token_is_one_line():
     result = serve("--host=0.0.0.0", RLX_FLEET_TOKEN="")
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
-    assert "takes a token and TLS" in line
+    assert "needs a token and TLS" in line
 
 
 def test_serve_by_hand_ends_on_sigterm_with_status_0():

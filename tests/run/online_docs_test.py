@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlx.agents import online_routes
+from rlx.agents import online_routes, session_state
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/online.md").read_text()
@@ -20,7 +20,7 @@ START, CURL = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
 
 def test_the_page_has_every_status_and_every_route():
     told = set(map(int, re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE)))
-    assert told == {*online_routes._STATUS.values(), 401, 403, 503}
+    assert told == {*session_state._STATUS.values(), 401, 403, 503}
     for _, path in online_routes._ROUTES:
         assert path.replace("{id}", "ID") in PAGE
 

@@ -358,7 +358,7 @@ def test_a_teacher_is_asked_for_where_trajectories_have_none(trainer, params, ma
 
 def test_peers_of_a_turn_need_trajectories_that_tell_their_turns(trainer, params, make_groups):
     by_turn = trainer(**{"algorithm.peers": "turn"})
-    with pytest.raises(UserError, match=r"peers=turn .* tell no turns; .* peers=prompt"):
+    with pytest.raises(UserError, match=r"peers=turn .* have no turns; .* peers=prompt"):
         by_turn.update(by_turn.init(params), make_groups())
 
 
