@@ -81,7 +81,7 @@ def forget_edited() -> None:
 
     To be called between two runs: in one, all parts must have the same module.
     """
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # at once: other threads import
         loaded = getattr(module, _EDITED, None) if name.startswith(_OF_FILE) else None
         if loaded and loaded != _edited(Path(str(module.__file__))):
             del sys.modules[name]
@@ -89,7 +89,7 @@ def forget_edited() -> None:
 
 def own_files() -> list[Path]:
     """Return the files of the modules in this process that are a user's, not of a library."""
-    files = [str(getattr(module, "__file__", None)) for module in list(sys.modules.values())]
+    files = [str(getattr(module, "__file__", None)) for module in sys.modules.copy().values()]
     own = (f for f in files if f.endswith(".py") and not any(part in f for part in LIBRARIES))
     return [Path(file) for file in dict.fromkeys(own)]
 
