@@ -233,10 +233,10 @@ def test_an_answer_that_was_lost_on_the_way_is_not_trained_on(site):
             _, (message,) = await site.ask(talk, "chat", asked, ["north"], retries=retries)
         await site.ask(talk, "chat", [*asked, message, asked[0]], ["on"])
         await site.ask(talk, "chat", asked, ["south"])  # asked for anew, and answered
-        site.engine.max_model_len, before = 1, site.engine.max_model_len
+        site.engine.room, before = 1, site.engine.room
         with pytest.raises(AssertionError):  # no answer, so no answer was lost
             await site.ask(talk, "chat", asked, ["south"])
-        site.engine.max_model_len = before
+        site.engine.room = before
         await site.ask(talk, "chat", asked, ["south"], retries=1)
         return talk.session.interactions
 

@@ -48,6 +48,7 @@ class ScriptedEngine:
     def __init__(self, reply=repeat, *, max_model_len=4096, step_seconds=0.0, together=0):
         self.tokenizer, self.reply = make_tokenizer(), reply
         self.max_model_len, self.step_seconds, self.together = max_model_len, step_seconds, together
+        self.room = max_model_len  # tokens of a prompt; unlike max_model_len no status has it
         self.slots = 512
         self._met = asyncio.Event()
         self.decode_steps = 3
@@ -82,10 +83,10 @@ class ScriptedEngine:
         return EngineStatus(self.version, self.running, 0, self.slots, self.max_model_len, 0, False)
 
     async def generate(self, request):
-        if len(request.prompt_tokens) >= self.max_model_len:
+        if len(request.prompt_tokens) >= min(self.room, self.max_model_len):
             raise ValueError(
                 f"the prompt has {len(request.prompt_tokens)} tokens, max_model_len is "
-                f"{self.max_model_len}; shorten it"
+                f"{min(self.room, self.max_model_len)}; shorten it"
             )
         self.requests.append(request)
         s, live = request.sampling, {}
