@@ -303,7 +303,7 @@ def test_reward_workers_are_where_the_resources_are_and_go_on_elsewhere(cluster)
             return int((found.groups() or "0")[0])
 
         wanted = (
-            "9 workers with reward.resources=grader:1 want 9 grader, and the Ray cluster has 2; "
+            "9 workers with reward.resources=grader:1 need 9 grader, and the Ray cluster has 2; "
         )
         assert pool.stdout.readline() == f"{wanted}lower reward.workers\n"
         first = graded()
