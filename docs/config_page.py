@@ -75,8 +75,8 @@ def page() -> str:
 
 HEAD = """# Every key of the config
 
-Each is a flag of `python -m rlx.main`: `--config.rollout.max_staleness=0`. A file in `configs/`
-starts from these defaults and sets what differs. This page is made from the declarations in
-[rlx/config.py](../rlx/config.py), which checks the values before anything starts: choices and
-ranges below are those that it goes by; what depends on several keys it says in one line.
+Each key is a flag of `python -m rlx.main`, for example `--config.rollout.max_staleness=0`. A file
+in `configs/` starts from these defaults and changes some. This page is written from the
+declarations in [rlx/config.py](../rlx/config.py), which checks choices and ranges before anything
+starts.
 """

@@ -32,7 +32,7 @@ def _section(doc: str, *rooms: type, **own: Field) -> tuple[str, dict[str, Field
     return doc, own | {n: field for room in rooms for n, field in options_of(room).items()}
 
 
-_RESOURCES = option("", 'of a Ray cluster for each process, e.g. "CPU:1"; "": run here')
+_RESOURCES = option("", 'Ray resources of each process, e.g. "CPU:1"; "": run here')
 _EVERY = {
     "every_epochs": option(0, "passes over the data between two; 0: not by epochs", "0"),
     "every_steps": option(0, "train batches between two; 0: not by steps", "0"),
@@ -43,7 +43,7 @@ _EVERY = {
 SECTIONS = {
     "": _section(
         "",
-        seed=option(0, "of the data's order, of sampling and of random weights"),
+        seed=option(0, "random seed for data order, sampling and initial weights"),
         total_steps=option(100, "train batches; each ends with one publish", "1"),
         trainer=option("jax", "library that computes the updates", ("jax", "torch")),
         allocation_mode=option("", 'e.g. "vllm:d4+jax:f4": sets servers, trainer, mesh and GPUs'),
@@ -52,9 +52,9 @@ SECTIONS = {
         "The language model: where it is and how it computes.",
         path=option("", "HF directory or hub name; a run needs one"),
         random_init=option(False, "take config and tokenizer from `path`, and random weights"),
-        dtype=option("float32", "of parameters; bfloat16 only for the base of LoRA", _DTYPES),
-        compute_dtype=option("float32", "of activations", _DTYPES),
-        publish_dtype=option("float32", "of weights that servers and exports receive", _DTYPES),
+        dtype=option("float32", "type of parameters; bfloat16 only for the base of LoRA", _DTYPES),
+        compute_dtype=option("float32", "type of activations", _DTYPES),
+        publish_dtype=option("float32", "type of weights for servers and exports", _DTYPES),
         remat=option("none", "recomputed in the backward pass. dots: all except products; "
                      "attention: all except qkv and attention; full: everything",
                      ("none", "dots", "attention", "full")),
@@ -75,7 +75,7 @@ SECTIONS = {
         chosen_key=option("chosen", "column with the better answer (reward model, DPO, IPO)"),
         rejected_key=option("rejected", "column with the worse answer"),
         chat_template=option("", '"": of the model; a Jinja file; none: raw prompts'),
-        max_prompt_tokens=option(1024, "of a row, chat template included"),
+        max_prompt_tokens=option(1024, "longest prompt, chat template included"),
         overlong=option("error", "rows over max_prompt_tokens or the context", ("error", "skip")),
         shuffle=option(True, "draw each epoch's order from seed"),
         allow_change=option(False, "resume from a checkpoint although the rows have changed"),
@@ -83,9 +83,9 @@ SECTIONS = {
     "reward": _section(
         "The functions that grade answers, in worker processes.",
         WorkerLimits,
-        name=option("gsm8k", "in rlx.rewards.rewards, or FILE.py:function, module:function"),
+        name=option("gsm8k", "name in rlx.rewards.rewards, FILE.py:function or module:function"),
         terms=option((), "(name, weight) pairs, added up, each logged; empty: only reward.name"),
-        timeout_seconds=option(5.0, "for one completion", "(0, inf]"),
+        timeout_seconds=option(5.0, "limit for one completion", "(0, inf]"),
         workers=option(1, "processes of rewards, and of agents", "1"),
         resources=_RESOURCES,
     ),
@@ -101,7 +101,7 @@ SECTIONS = {
         turn_discount=option(1.0, "share of the next completion's return that counts", "[0, 1]"),
         export=option("tree", "rows of a run: docs/agents.md", ("tree", "concat", "individual")),
         reward_seconds=option(0.0, "wait for the reward of a run that returned None", "0"),
-        block_seconds=option(300.0, "for which an agent may block its event loop", "(0, inf)"),
+        block_seconds=option(300.0, "longest time an agent may block its event loop", "(0, inf)"),
         process_per_run=option(False, "hide each run's key from others; reward.workers at once"),
         resources=_RESOURCES,
     ),
@@ -126,10 +126,10 @@ SECTIONS = {
         max_staleness=option(2, "η: versions; 0: synchronous training", "0"),
         force_staleness=option(False, "let each batch lag by exactly max_staleness; experiments"),
         max_concurrent_rollouts=option(64, "prompts being answered at one time", "1"),
-        max_attempts=option(3, "at a prompt; then it is listed in skipped.jsonl", "1"),
-        max_failure_rate=option(0.5, "of recent prompts: an outage begins; 1: never", "[0, 1]"),
+        max_attempts=option(3, "attempts at a prompt; then it is listed in skipped.jsonl", "1"),
+        max_failure_rate=option(0.5, "share of failures that begins an outage; 1: off", "[0, 1]"),
         outage_seconds=option(120.0, "length of an outage that ends the run", "[0, inf)"),
-        request_timeout_seconds=option(600.0, "for one attempt at a prompt"),
+        request_timeout_seconds=option(600.0, "limit for one attempt at a prompt"),
         workflow=option("rlvr", "one graded turn; or tools, multi_turn, online (applications ask); "
                         "or FILE.py:Class, module:Class: your own workflow or agent"),
         workflow_kwargs=option(None, "dict of arguments for its constructor"),
@@ -165,17 +165,17 @@ SECTIONS = {
         processes=option(0, "number of processes; 1 ignores variables of Slurm, Ray and torchrun"),
         process=option(-1, "number of this one, from 0"),
         timeout_seconds=option(60.0, "without sign of life or progress; then all end", "(0, inf)"),
-        join_seconds=option(300.0, "for all processes to connect at the start", "(0, inf)"),
-        call_seconds=option(1800.0, "for a call that process 0 takes part in", "(0, inf)"),
+        join_seconds=option(300.0, "limit for all processes to connect at the start", "(0, inf)"),
+        call_seconds=option(1800.0, "limit for a call that process 0 takes part in", "(0, inf)"),
     ),
     "scheduler": _section(
         "Which hosts the run's processes are on, and who starts them there.",
         type=option("local", "local: this machine", ("local", "slurm", "ray")),
         nodes=option(1, "hosts, taken whole", "1"),
-        gpus_per_node=option(0, "of each host; 0: none, everything computes on CPUs", "0"),
+        gpus_per_node=option(0, "GPUs of each host; 0: everything computes on CPUs", "0"),
         retries=option(-1, "restarts of a run that lost a process or host, or has made steps; "
                        "-1: 3 with slurm and ray, none with local", "-1"),
-        partition=option("", 'of Slurm, like account … exclude; "": the cluster\'s default'),
+        partition=option("", 'Slurm partition, like account … exclude; "": its default'),
         account=option("", "Slurm's account"),
         qos=option("", "Slurm's quality of service"),
         time=option("", 'e.g. "12:00:00"'),
@@ -183,11 +183,11 @@ SECTIONS = {
         exclude=option("", "hosts not to take"),
         options=option((), 'further ones of sbatch, e.g. ("--mem=0", "--reservation=rl")'),
         container=option("none", "around each process", ("none", "apptainer", "pyxis")),
-        image=option("", "of the container"),
+        image=option("", "image of the container"),
         mounts=option((), "FROM:TO, in addition to the workdir"),
         pre_commands=option((), "lines of bash before each process, in its container"),
         template=option("", "a file in place of rlx/launch/slurm_job.sh"),
-        wait_seconds=option(60.0, "with Ray, for resources in use or nodes that come", "(0, inf)"),
+        wait_seconds=option(60.0, "with Ray, wait for resources in use or new nodes", "(0, inf)"),
     ),
     "fleet": _section(
         "The servers that generate.",
@@ -203,8 +203,8 @@ SECTIONS = {
                        ("path", "stream", "delta", "adapter")),
         publish_dir=option("/dev/shm", "place of weights in transit; the workdir if it is full"),
         threads=option(0, "CPU threads of a server; 0: cores divided by processes", "0"),
-        kill_seconds=option(60.0, "of silence; then a local server is restarted", "(0, inf)"),
-        max_restarts=option(5, "of a local server, in a row", "0"),
+        kill_seconds=option(60.0, "silence after which a local server is restarted", "(0, inf)"),
+        max_restarts=option(5, "restarts of a local server in a row", "0"),
     ),
     "fleet.tls": _section(
         "PEM files, for fleet.addresses beyond this machine.",
@@ -224,7 +224,7 @@ SECTIONS = {
         enabled=option(True, "compare them"),
         every_steps=option(50, "publishes between two checks; 0: only before the first step", "0"),
         prompts=option(4, "asked of each server at a check", "1"),
-        max_new_tokens=option(32, "of each answer to compare", "1"),
+        max_new_tokens=option(32, "length of each answer to compare", "1"),
         max_delta=option(0.0, "nats, of one token; 0: by model.publish_dtype and compute_dtype"),
         mean_delta=option(0.0, "nats, on average; 0: likewise"),
     ),
@@ -239,7 +239,7 @@ SECTIONS = {
         "Held-out questions for the policy, always before the first and after the last step.",
         **_EVERY,
         num_questions=option(200, "number of held-out rows; 0: no evaluations", "0"),
-        max_new_tokens=option(0, "of an answer; 0: sampling.max_new_tokens", "0"),
+        max_new_tokens=option(0, "longest answer; 0: sampling.max_new_tokens", "0"),
     ),
     "sandbox": _section("The confinement of programs that a model wrote.", SandboxOptions),
     "export": _section(

@@ -6,6 +6,7 @@ AGENTS.md has the rules. Code, formulas and tables are left out: their words are
 import ast
 import io
 import re
+import runpy
 import tokenize
 from pathlib import Path
 from typing import NamedTuple
@@ -135,3 +136,8 @@ def test_prose_is_plain(path):
     texts = (of_page if path.suffix == ".md" else of_python)(path.read_text())
     wrong = [f"{path.name}:{text.line}: {fault}" for text in texts for fault in faults(text.words)]
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_generated_reference_of_the_config_is_plain():
+    page = runpy.run_path(str(ROOT / "docs/config_page.py"))["page"]()
+    assert [fault for text in of_page(page) for fault in faults(text.words)] == []

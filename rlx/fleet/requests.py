@@ -28,7 +28,7 @@ class Sampling:
     temperature: float = option(1.0, "above 0; losses use the same distribution")
     top_p: float = option(1.0, "share of the probability to draw tokens from; 1: all", "(0, 1]")
     top_k: int = option(0, "number of likeliest tokens to draw from; 0: all", "0")
-    max_new_tokens: int = option(256, "in an answer, also in answers of a dataset", "1")
+    max_new_tokens: int = option(256, "longest answer, also in a dataset", "1")
     min_new_tokens: int = option(0, "before an answer may end", "0")
     stop: tuple[str, ...] = option((), "texts that end an answer")
     stop_token_ids: tuple[int, ...] = ()

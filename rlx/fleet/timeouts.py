@@ -14,10 +14,10 @@ class Timeouts:
       backoff: the longest pause between two attempts to join a lost server.
     """
 
-    publish_timeout_seconds: float = option(120.0, "for a server to take weights; then it is lost")
-    connect_seconds: float = option(60.0, "for running servers to answer at the start", "(0, inf)")
+    publish_timeout_seconds: float = option(120.0, "limit to take weights; then a server is lost")
+    connect_seconds: float = option(60.0, "limit for servers to answer at the start", "(0, inf)")
     probe_seconds: float = option(1.0, "between two probes of a server", "(0, inf)")
-    hang_seconds: float = option(5.0, "of silence; then its requests go elsewhere", "(0, inf)")
-    outage_seconds: float = option(300.0, "of waiting while no server is alive", "(0, inf)")
+    hang_seconds: float = option(5.0, "silence after which its requests go elsewhere", "(0, inf)")
+    outage_seconds: float = option(300.0, "longest wait while no server is alive", "(0, inf)")
     request: float = 600.0
     backoff: float = 2.0

@@ -23,7 +23,7 @@ class LoraConfig:
       targets: names in LORA_TARGETS, in its order; HF's names (`q_proj`) become ours.
     """
 
-    rank: int = option(0, "of each adapter; 0: off, train the whole model", "0")
+    rank: int = option(0, "rank of each adapter; 0: train the whole model", "0")
     alpha: float = option(16.0, "an adapter's output is multiplied by alpha / rank", "(0, inf)")
     targets: tuple[str, ...] = option(LORA_TARGETS, "names of matrices, these or HF's (q_proj)")
 

@@ -1,1 +1,1 @@
-"""Files, locks, processes, memory, signals and threads: standard library only."""
+"""Files, locks, processes, memory, signals and threads; imports only rlx.base."""

@@ -28,7 +28,7 @@ class OptimizerOptions:
 
     name: str = option("adamw", "rule of an update", tuple(OPTIMIZERS))
     learning_rate: float = option(1e-6, "the peak, after warm-up", "[0, inf)")
-    schedule: str = option("constant", "of the rate after warm-up", tuple(SCHEDULES))
+    schedule: str = option("constant", "learning rate after warm-up", tuple(SCHEDULES))
     warmup_steps: int = option(0, "optimizer updates of linear warm-up from 0", "[0, inf)")
     b1: float = option(0.9, "share of the first moment kept at each update", "[0, 1)")
     b2: float = option(0.999, "share of the second moment kept", "[0, 1)")

@@ -45,7 +45,7 @@ class WorkerLimits:
     """
 
     memory_gb: float = option(0.0, "address space of each process; 0: no limit", "0")
-    max_processes: int = option(0, "of a worker and everything it starts; 0: no limit", "0")
+    max_processes: int = option(0, "processes of a worker and all it starts; 0: no limit", "0")
     environment: tuple[str, ...] = option((), "further variables it sees, after PATH, HOME, …")
     sandbox: SandboxOptions = field(default_factory=SandboxOptions)
 

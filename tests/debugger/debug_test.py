@@ -67,7 +67,7 @@ def debug(server, tmp_path, monkeypatch, capfd):
 
 
 def failures(report):
-    """What went wrong, by the number of the row."""
+    """Return row number → error of each failed run."""
     return {run["index"]: run["error"] for run in report["many"]["runs"]}
 
 
