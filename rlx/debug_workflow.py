@@ -12,7 +12,7 @@ from rlx.agents import loading, workflow
 from rlx.base import UserError
 from rlx.cli import command
 from rlx.doctor import failures
-from rlx.run import command_line, flags
+from rlx.run import flags
 from rlx.system.jsonl import jsonable, write_atomically
 
 FLAGS = {
@@ -33,7 +33,7 @@ FLAGS = {
 
 def main() -> int:
     """Run the debugger as the flags say, write its report, and return the exit status."""
-    config, values = command_line.parse(sys.argv, config_needed=False, switches=None, **FLAGS)
+    config, values = flags.parse(sys.argv, config_needed=False, switches=None, **FLAGS)
     agent, kwargs = loading.workflow_of(values, config.rollout if config else values)
     if ":" not in agent or not values.base_url:
         raise UserError("give --workflow=FILE.py:CLASS and --base_url=http://HOST:PORT/v1")

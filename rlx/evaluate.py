@@ -9,7 +9,7 @@ from pathlib import Path
 from rlx.cli import command
 from rlx.config import check
 from rlx.doctor import failures
-from rlx.run import command_line, flags
+from rlx.run import flags
 
 FLAGS = {
     "datasets": "names (gsm8k, math_500, math, train_amc_aime, aime24, amc23, arithmetic, "
@@ -31,7 +31,7 @@ FLAGS = {
 
 def main() -> int:
     """Parse the command line, ask the questions, print the table."""
-    config, values = command_line.parse(sys.argv, config_needed=True, switches=None, **FLAGS)
+    config, values = flags.parse(sys.argv, config_needed=True, switches=None, **FLAGS)
     from rlx.agents import named_workflow
 
     # A mistake in it is reported before what takes seconds to import.

@@ -16,7 +16,7 @@ from rlx.config import check
 from rlx.doctor import failures
 from rlx.doctor.findings import status
 from rlx.doctor.table import show
-from rlx.run import command_line
+from rlx.run import flags
 from rlx.run.allocate import apply_allocation
 from rlx.run.run_checks import findings
 from rlx.system.workdir_lock import chosen_workdir
@@ -25,7 +25,7 @@ from rlx.train.hosts import Cluster
 
 def main() -> int:
     """Parse, check, and hand over to the loop; return the exit status."""
-    config, values = command_line.parse(
+    config, values = flags.parse(
         sys.argv,
         switches={"dry_run": "check everything the run needs, print what was found, and stop"},
         workdir="directory of the run; default: under runs/",

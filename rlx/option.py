@@ -34,11 +34,18 @@ def read_options(room: type[T], *sections: Mapping[str, Any], **others: Any) -> 
 
     Args:
       others: further fields, and those that are not as the sections have them.
+
+    Raises:
+      ValueError: several sections have a key that `others` does not name.
     """
-    names = {field.name for field in dataclasses.fields(cast(Any, room))}
-    given = {n: v for section in sections for n, v in section.items() if n in names}
-    given = {n: tuple(v) if isinstance(v, list) else v for n, v in given.items()}
-    return room(**{**given, **others})
+    names = {field.name for field in dataclasses.fields(cast(Any, room))} - others.keys()
+    given = dict(others)
+    for section in sections:
+        for name in names.intersection(section):
+            if name in given:
+                raise ValueError(f"{name} of {room.__name__} is a key of several sections")
+            given[name] = tuple(v) if isinstance(v := section[name], list) else v
+    return room(**given)
 
 
 def check_value(key: str, value: Any, values: Values) -> None:

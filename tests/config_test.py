@@ -9,6 +9,8 @@ from ml_collections import ConfigDict
 
 from rlx import config as module
 from rlx.base import UserError
+from rlx.fleet.requests import Sampling
+from rlx.option import read_options
 
 # section → key → type, default, and the range or choices where it has them
 SECTIONS = json.loads((Path(__file__).parent / "fixtures" / "config_keys.json").read_text())
@@ -65,3 +67,11 @@ def test_a_key_accepts_its_values_and_no_others(key):
         assert not re.match(
             rf"{key}=\S+ (is below {low};|must be (in|finite))", refusal(key, value)
         )
+
+
+def test_a_name_that_two_sections_have_must_be_given():
+    rooms = {"seed": 1}, {"seed": 2, "top_k": 3}
+    with pytest.raises(ValueError, match="seed of Sampling is a key of several sections"):
+        read_options(Sampling, *rooms)
+    found = read_options(Sampling, *rooms, seed=4)
+    assert (found.seed, found.top_k) == (4, 3)

@@ -81,7 +81,7 @@ def train(out: Path, steps: int) -> int:
 
     from rlx.agents.workflow import AgentWorkflow
     from rlx.run import loop
-    from rlx.run.room_options import training_sampling
+    from rlx.run.room_options import RunOptions
 
     prepare = loop.prepare
 
@@ -89,7 +89,7 @@ def train(out: Path, steps: int) -> int:
         inputs = prepare(config)
         tokenizer = AutoTokenizer.from_pretrained(inputs.model_dir)
         agent = AgentWorkflow(
-            f"{HERE / 'agent.py'}:Adds", tokenizer, training_sampling(config),
+            f"{HERE / 'agent.py'}:Adds", tokenizer, RunOptions.of(config).sampling,
             config.sampling.n_samples,
         )  # fmt: skip
         inputs.workflow = Mixed(inputs.workflow, agent)

@@ -13,13 +13,13 @@ from rlx.doctor import failures
 from rlx.doctor.findings import status
 from rlx.doctor.table import show
 from rlx.launch.remote_servers import Machines, table
-from rlx.run import command_line
+from rlx.run import flags
 from rlx.run.run_checks import findings
 
 
 def main() -> int:
     """Print the table; return the exit status."""
-    config, values = command_line.parse(
+    config, values = flags.parse(
         sys.argv, config_needed=False, switches={"cluster": "compare hosts in place of this one"},
         workdir="directory the run would have, which all hosts see; default: runs/",
         hosts="with --cluster: a,b,c by names that ssh knows; default: of the Slurm job",

@@ -36,6 +36,11 @@ class Finding:
             raise ValueError(f"level {self.level!r} is not one of {', '.join(LEVELS)}")
 
 
+def advised(area: str, name: str, found: str, remedy: str = "") -> Finding:
+    """Return a row that is a warning if it has a remedy, else ok."""
+    return Finding(area, name, "warning" if remedy else "ok", found, remedy)
+
+
 def attempt(
     area: str, name: str, function: Callable[[], _T], found: Callable[[Any], str]
 ) -> tuple[Finding, _T | None]:

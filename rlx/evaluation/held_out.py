@@ -10,7 +10,7 @@ Two parts meet in one record.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,9 +28,9 @@ CONCURRENCY = 64  # questions at one time, in addition to training's prompts
 PRIORITY = 1  # ahead of training's prompts, so that few answers come from newer weights
 
 
-@dataclass(frozen=True, eq=False)
-class HeldOutOptions:
-    """Options of held-out evaluations.
+@dataclass(eq=False, kw_only=True)
+class HeldOut:
+    """Evaluates steps that are due, each once.
 
     Attributes:
       rows: questions. groups: the same rows as a trainer takes them; empty for rollouts.
@@ -38,20 +38,6 @@ class HeldOutOptions:
       total_steps: steps of the run, the last of which is evaluated.
       patience: with failed attempts at a question; however many fail, the run goes on.
       timeout: seconds for one question.
-    """
-
-    rows: Sequence[Mapping[str, Any]]
-    groups: Sequence[Group]
-    sampling: Sampling | None
-    total_steps: int
-    patience: Patience
-    timeout: float
-
-
-class HeldOut:
-    """Evaluates steps that are due, each once.
-
-    Args:
       done: steps that eval.jsonl has already.
       start: the step at which the run begins or goes on.
       owed: the last step until then that was due; if it is not done, `start` is evaluated.
@@ -61,29 +47,31 @@ class HeldOut:
       say: takes one line for the user.
     """
 
-    def __init__(
-        self,
-        options: HeldOutOptions,
-        done: Iterable[int],
-        start: int,
-        owed: int,
-        timeline: Timeline,
-        elapsed: Callable[[], float],
-        on_skip: Callable[[dict[str, Any]], None],
-        say: Callable[[str], None],
-    ):
-        self._options, self._timeline, self._elapsed = options, timeline, elapsed
-        self._on_skip, self._say = on_skip, say
-        self._done, self._extra = set(done), set[int]()
-        if max(self._done, default=-1) < owed:  # of `owed` the weights are gone
-            self.add(start)
+    rows: Sequence[Mapping[str, Any]]
+    groups: Sequence[Group]
+    sampling: Sampling | None
+    total_steps: int
+    patience: Patience
+    timeout: float
+    done: set[int]
+    start: int
+    owed: int
+    timeline: Timeline
+    elapsed: Callable[[], float]
+    on_skip: Callable[[dict[str, Any]], None]
+    say: Callable[[str], None]
+
+    def __post_init__(self):
+        self._extra = set[int]()
+        if max(self.done, default=-1) < self.owed:  # of `owed` the weights are gone
+            self.add(self.start)
         self._losses: dict[int, tuple[dict[str, float], float]] = {}  # and the seconds they took
         self._under_way: deque[tuple[int, Future[dict[str, Any]]]] = deque()
 
     def due(self, step: int) -> bool:
         """Return whether to evaluate `step`: the first, the last, or one that was added."""
-        wanted = step == 0 or step >= self._options.total_steps or step in self._extra
-        return wanted and bool(self._options.rows) and step not in self._done
+        wanted = step == 0 or step >= self.total_steps or step in self._extra
+        return wanted and bool(self.rows) and step not in self.done
 
     def add(self, step: int) -> None:
         """Make `step` due as well."""
@@ -96,15 +84,15 @@ class HeldOut:
 
     def measure(self, step: int, loss: Callable[[Sequence[Group]], Mapping[str, float]]) -> None:
         """Compute the loss on the held-out groups if `step` is due and there are groups."""
-        if self._options.groups and self.due(step):
-            began, found = time.monotonic(), loss(self._options.groups)
+        if self.groups and self.due(step):
+            began, found = time.monotonic(), loss(self.groups)
             means = {f"held_out_{k}": v for k, v in found.items() if not k.startswith("n_")}
             self._losses[step] = means, time.monotonic() - began
 
     def begin(self, step: int, executor: Executor) -> None:
         """Start the evaluation of `step`, if it is due, with the servers' current weights."""
         if self.due(step):
-            self._done.add(step)
+            self.done.add(step)
             self._under_way.append((step, executor.loop.submit(self._record(step, executor))))
 
     def take(self, seconds: float | None = 0.0) -> Iterator[dict[str, Any]]:
@@ -122,17 +110,17 @@ class HeldOut:
             try:
                 yield future.result()
             except Exception as error:
-                self._done.discard(step)
-                self._say(f"no evaluation of step {step}: {type(error).__name__}: {error}")
+                self.done.discard(step)
+                self.say(f"no evaluation of step {step}: {type(error).__name__}: {error}")
 
     async def _record(self, step: int, executor: Executor) -> dict[str, Any]:
         """Return the line of eval.jsonl; runs on the executor's loop."""
-        began, questions = time.monotonic(), len(self._options.rows)
+        began, questions = time.monotonic(), len(self.rows)
         losses, spent = self._losses.pop(step, ({}, 0.0))
         record = {"step": step, "version": step, "num_questions": questions, **losses}
-        if self._options.sampling:
-            with self._timeline.span("evaluation", "evaluation", track="held-out", step=step):
-                groups = await self._answers(step, executor, self._options.sampling)
+        if self.sampling:
+            with self.timeline.span("evaluation", "evaluation", track="held-out", step=step):
+                groups = await self._answers(step, executor, self.sampling)
             rewards = [g.trajectories[-1].run_reward for g in groups]
             found = [t for group in groups for t in group.trajectories]
             record |= {
@@ -144,23 +132,23 @@ class HeldOut:
                 **info_means(found),
             }
         seconds = spent + time.monotonic() - began
-        return {**record, "seconds": seconds, "elapsed_seconds": self._elapsed()}
+        return {**record, "seconds": seconds, "elapsed_seconds": self.elapsed()}
 
     async def _answers(self, step: int, executor: Executor, sampling: Sampling) -> list[Group]:
         """Return the groups of the questions that did not fail, one answer each."""
         runner = RowRunner(
-            executor.loop, executor.fleet, concurrency=CONCURRENCY, timeout=self._options.timeout,
-            patience=replace(self._options.patience, rate=1.0),
+            executor.loop, executor.fleet, concurrency=CONCURRENCY, timeout=self.timeout,
+            patience=replace(self.patience, rate=1.0),
         )  # fmt: skip
         seed = sampling.seed or 0
         futures = [
             runner.submit(executor.workflow, Task(row, index, seed, sampling, 1, PRIORITY))
-            for index, row in enumerate(self._options.rows)
+            for index, row in enumerate(self.rows)
         ]
         groups = []
         for future in futures:
             try:
                 groups.append(await asyncio.wrap_future(future))
             except Skipped as skipped:
-                self._on_skip({**skipped.record("eval"), "step": step})
+                self.on_skip({**skipped.record("eval"), "step": step})
         return groups

@@ -69,7 +69,6 @@ class Job:
     nodes: str = ""  # in Slurm's notation, such as n[0-2]
     restarts: int = 0  # how often Slurm has requeued it
     status: int = 0  # exit status of its script
-    signal: int = 0  # that ended it, or 0
 
     @property
     def ended(self) -> bool:
@@ -134,15 +133,13 @@ def lives(number: str) -> bool:
 def parse_job(line: str) -> Job:
     """Return the job that a line of `scontrol show job --oneliner` describes."""
     found = dict(pair.split("=", 1) for pair in line.split() if "=" in pair)
-    status, _, signal = found.get("ExitCode", "0:0").partition(":")
     reason, nodes = found.get("Reason", "None"), found.get("NodeList", "(null)")
     return Job(
         found["JobState"],
         "" if reason == "None" else reason.replace("_", " "),
         "" if nodes == "(null)" else nodes,
         int(found.get("Restarts", 0)),
-        int(status),
-        int(signal or 0),
+        int(found.get("ExitCode", "0:0").partition(":")[0]),
     )
 
 

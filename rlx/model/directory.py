@@ -1,9 +1,7 @@
-"""HF directories: find one, read and check its files, write one. No JAX."""
+"""Find an HF directory; read its config, check its files. No JAX."""
 
 import dataclasses
-import json
 import math
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,16 +12,8 @@ from rlx.base import UserError, unknown
 from rlx.model import params as parameters
 from rlx.model.config_forms import NotOurs, read_json
 from rlx.model.model_config import ModelConfig, end_tokens
-from rlx.model.params import Row
-from rlx.model.tensors import WEIGHTS, Buckets, LazyTensors, open_tensors, save_tensors
-from rlx.system.atomic_directory import atomic_directory
-
-# Copied next to exported weights from the directory that the run started from.
-COMPANIONS = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
-    "generation_config.json",
-)  # fmt: skip
+from rlx.model.params import Row, check_shape
+from rlx.model.tensors import LazyTensors, open_tensors
 
 # Tensors that old exporters wrote and no decoder reads.
 _IGNORED = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
@@ -109,32 +99,6 @@ def check_tensors(tensors: LazyTensors, config: ModelConfig) -> None:
             check_shape(name, tensors.shape(name), row)
 
 
-def write(
-    path: str | Path,
-    config: ModelConfig,
-    tensors: Buckets,
-    source: str | Path | None = None,
-    chat_template: str = "",
-) -> None:
-    """Write an HF directory: config.json, model.safetensors, and `source`'s tokenizer files.
-
-    `path` is replaced in one step; on UserError nothing is left behind.
-
-    Args:
-      chat_template: replaces that of `source`.
-    """
-    with atomic_directory(Path(path)) as fresh:
-        name = np.dtype(next(iter(tensors.tensors.values())).dtype).name
-        record = {**config.to_hf(), "dtype": name, "torch_dtype": name}
-        (fresh / "config.json").write_text(json.dumps(record, indent=2) + "\n")
-        save_tensors(tensors, fresh / WEIGHTS)
-        for companion in COMPANIONS if source else ():
-            if Path(source or "", companion).exists():
-                shutil.copyfile(Path(source or "", companion), fresh / companion)
-        if chat_template:
-            (fresh / "chat_template.jinja").write_text(chat_template)
-
-
 def check_names(tensors: Mapping[str, Any], config: ModelConfig, rows: tuple[Row, ...]) -> None:
     """Raise UserError for a missing or extra tensor."""
     config.require_ours("JAX")
@@ -164,12 +128,3 @@ def check_names(tensors: Mapping[str, Any], config: ModelConfig, rows: tuple[Row
 
 def _tensors(names: list[str]) -> str:
     return f"{len(names)} tensors are" if len(names) > 1 else "1 tensor is"
-
-
-def check_shape(name: str, got: tuple[int, ...], row: Row) -> None:
-    """Raise UserError unless a tensor has its row's shape."""
-    if got != row.hf_shape:
-        raise UserError(
-            f"tensor {name!r} has shape {got}, config.json wants {row.hf_shape}; get both again, "
-            "from one and the same model"
-        )

@@ -20,10 +20,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers import pre_tokenizers as pre
 
 from rlx.base import UserError, install, unknown
-from rlx.model import directory
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
-from rlx.model.tensors import Buckets
+from rlx.model.tensors import Buckets, write_directory
 
 _ARCHITECTURES = {name.lower(): f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Qwen3")}
 _SCALING = {  # key of rope.scaling → HF's name; ModelConfig refuses other keys
@@ -108,7 +107,7 @@ def convert(file: Path, target: Path, dtype: str = "", command: str = "") -> str
         with tempfile.TemporaryDirectory() as companions:
             _write_tokenizer(keys, config, Path(companions))
             template = str(keys.get("tokenizer.chat_template", ""))
-            directory.write(target, config, tensors, companions, template)
+            write_directory(target, config, tensors, companions, template)
     except UserError as error:
         raise type(error)(f"{file}: {error}") from error
     except NotImplementedError as error:  # of gguf
@@ -196,7 +195,7 @@ def _tensors(
             f"{config.architecture} (and {len(some) - 1} others); rlx has no such model"
         )
     for name, row in rows.items():
-        directory.check_shape(name, tuple(int(n) for n in stored[theirs[name]].shape[::-1]), row)
+        parameters.check_shape(name, tuple(int(n) for n in stored[theirs[name]].shape[::-1]), row)
 
     def weights() -> Iterator[dict[str, np.ndarray]]:
         for name in rows:

@@ -22,10 +22,9 @@ from rlx.model.buckets import export
 from rlx.model.directory import check as check
 from rlx.model.directory import load_config as load_config
 from rlx.model.directory import resolve as resolve
-from rlx.model.directory import write as write
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params, Row
-from rlx.model.tensors import BUCKET, LazyTensors
+from rlx.model.tensors import BUCKET, LazyTensors, write_directory
 from rlx.model.tensors import INDEX as INDEX
 from rlx.model.tensors import WEIGHTS as WEIGHTS
 from rlx.model.tensors import open_tensors as open_tensors
@@ -90,8 +89,10 @@ def save(
     source: str | Path | None = None,
     chat_template: str = "",
 ) -> None:
-    """Write an HF directory of parameters; see `write`."""
-    write(path, config, export(params, parameters.table(config), dtype), source, chat_template)
+    """Write an HF directory of parameters; see `write_directory`."""
+    write_directory(
+        path, config, export(params, parameters.table(config), dtype), source, chat_template
+    )
 
 
 def _read(tensors: Mapping[str, Any], row: Row, dtype: Any, index: Slices) -> np.ndarray:
@@ -112,10 +113,10 @@ def _read(tensors: Mapping[str, Any], row: Row, dtype: Any, index: Slices) -> np
 def _part(tensors: Mapping[str, Any], name: str, index: Slices, row: Row) -> np.ndarray:
     """Return a slice of one of HF's tensors after checking its shape."""
     if isinstance(tensors, LazyTensors):
-        directory.check_shape(name, tensors.shape(name), row)
+        parameters.check_shape(name, tensors.shape(name), row)
         return tensors.part(name, _in_whole(index, row))
     whole = np.asarray(tensors[name])
-    directory.check_shape(name, whole.shape, row)
+    parameters.check_shape(name, whole.shape, row)
     return whole[_in_whole(index, row)]
 
 

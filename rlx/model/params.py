@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlx.base import UserError
 from rlx.model.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -255,3 +256,12 @@ def attention_cost(config: ModelConfig, platform: str = "gpu") -> float:
     dense = 2 * (count(config) - unused)
     attention = 4 * config.num_layers * config.num_heads * config.head_dim
     return ATTENTION_SLOWDOWN.get(platform, 1.0) * attention / dense
+
+
+def check_shape(name: str, got: tuple[int, ...], row: Row) -> None:
+    """Raise UserError unless a tensor has its row's shape."""
+    if got != row.hf_shape:
+        raise UserError(
+            f"tensor {name!r} has shape {got}, config.json wants {row.hf_shape}; get both again, "
+            "from one and the same model"
+        )

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,10 +16,18 @@ from safetensors import SafetensorError, safe_open
 
 from rlx.base import UserError
 from rlx.model.config_forms import read_json
+from rlx.model.model_config import ModelConfig
+from rlx.system.atomic_directory import atomic_directory
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 BUCKET = 1 << 30  # bytes of tensors on the host at a time, while they move to or from a device
+# Copied next to exported weights from the directory that the run started from.
+COMPANIONS = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "generation_config.json",
+)  # fmt: skip
 _DTYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -180,3 +189,29 @@ def _write(file: BinaryIO, data: memoryview, crc: int) -> int:
         while block:
             block = block[file.write(block) :]
     return crc
+
+
+def write_directory(
+    path: str | Path,
+    config: ModelConfig,
+    tensors: Buckets,
+    source: str | Path | None = None,
+    chat_template: str = "",
+) -> None:
+    """Write an HF directory: config.json, model.safetensors, and `source`'s tokenizer files.
+
+    `path` is replaced in one step; on UserError nothing is left behind.
+
+    Args:
+      chat_template: replaces that of `source`.
+    """
+    with atomic_directory(Path(path)) as fresh:
+        name = np.dtype(next(iter(tensors.tensors.values())).dtype).name
+        record = {**config.to_hf(), "dtype": name, "torch_dtype": name}
+        (fresh / "config.json").write_text(json.dumps(record, indent=2) + "\n")
+        save_tensors(tensors, fresh / WEIGHTS)
+        for companion in COMPANIONS if source else ():
+            if Path(source or "", companion).exists():
+                shutil.copyfile(Path(source or "", companion), fresh / companion)
+        if chat_template:
+            (fresh / "chat_template.jinja").write_text(chat_template)

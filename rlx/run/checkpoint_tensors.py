@@ -1,9 +1,10 @@
 """Read the policy of any checkpoint, one tensor at a time under HF names, without JAX."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,84 +19,57 @@ from rlx.model.tensors import Buckets
 _OF_TORCH = "policy.model."
 
 
-class _Tensors(Mapping[str, np.ndarray]):
-    """Trained parameters of a checkpoint by name; each access reads one."""
+class _Stored(NamedTuple):
+    """A tensor in a checkpoint: its shape, and what reads it."""
 
-    _names: Mapping[str, Any]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
 
 
-class _JaxTensors(_Tensors):
-    """Trained parameters of a checkpoint by trainer=jax.
-
-    params.layers.q[i], [in, out] is model.layers.i.self_attn.q_proj.weight, [out, in].
-    """
-
-    def __init__(self, path: Path, rows: tuple[Row, ...]):
-        import tensorstore
-
-        self._open, self._base = tensorstore.open, f"file://{Path(path).absolute()}/state/"
-        found = json.loads((path / "state" / "_METADATA").read_text())["tree_metadata"].values()
-        leaves = {leaf["key_metadata"][0]["key"] for leaf in found}
-        # An HF tensor may concatenate several of ours: (leaf, index, transposed).
-        places: dict[str, list[tuple[str, tuple[int, ...], bool]]] = {}
-        for row in rows:
-            leaf = "params." + ".".join(row.path)
-            for at, name in zip(row.places, row.names, strict=True):
-                if leaf in leaves:
-                    places.setdefault(name, []).append((leaf, at, row.transposed))
-        self._names = places
-
-    def _parts(self, name: str) -> list[Any]:
-        """Return a tensor's stored parts, not read yet, with the axes of HF's file."""
-        parts = []
-        for leaf, at, transposed in self._names[name]:
-            store = {"driver": "ocdbt", "base": self._base, "path": f"{leaf}/"}
-            found = self._open({"driver": "zarr", "kvstore": store}, read=True).result()
-            found = found[at] if at else found
-            parts.append(found.T if transposed else found)
-        return parts
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape, without reading it."""
-        first, *more = (tuple(part.shape) for part in self._parts(name))
-        return (first[0] + sum(shape[0] for shape in more), *first[1:]) if more else first
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        read = [part.read().result() for part in self._parts(name)]
-        return np.asarray(read[0] if len(read) == 1 else np.concatenate(read), order="C")
+def _stored(path: Path, rows: tuple[Row, ...]) -> dict[str, _Stored]:
+    """Return name → trained parameter of a checkpoint."""
+    return _of_jax(path, rows) if (path / "state").is_dir() else _of_torch(path)
 
 
-class _TorchTensors(_Tensors):
-    """Trained parameters of a checkpoint by trainer=torch."""
+def _of_jax(path: Path, rows: tuple[Row, ...]) -> dict[str, _Stored]:
+    # params.layers.q[i], [in, out] is model.layers.i.self_attn.q_proj.weight, [out, in].
+    import tensorstore
 
-    def __init__(self, path: Path):
-        from rlx_torch.torch_checkpoint import TorchCheckpoint
+    base = f"file://{path.absolute()}/state/"
+    tree = json.loads((path / "state" / "_METADATA").read_text())["tree_metadata"].values()
+    leaves = {leaf["key_metadata"][0]["key"] for leaf in tree}
+    parts: dict[str, list[Any]] = {}  # an HF tensor may concatenate several of ours
+    for row in rows:
+        leaf = "params." + ".".join(row.path)
+        if leaf not in leaves:
+            continue
+        place = {"driver": "ocdbt", "base": base, "path": f"{leaf}/"}
+        found = tensorstore.open({"driver": "zarr", "kvstore": place}, read=True).result()
+        for at, name in zip(row.places, row.names, strict=True):
+            part = found[at] if at else found
+            parts.setdefault(name, []).append(part.T if row.transposed else part)
 
-        self._found = TorchCheckpoint(path)
-        names = (n.removeprefix(_OF_TORCH) for n in self._found if n.startswith(_OF_TORCH))
-        self._names = {self._peft(name): _OF_TORCH + name for name in names}
+    def read(name: str) -> np.ndarray:
+        arrays = [part.read().result() for part in parts[name]]
+        return np.asarray(arrays[0] if len(arrays) == 1 else np.concatenate(arrays), order="C")
 
-    @staticmethod
-    def _peft(name: str) -> str:
-        """Return PEFT's name of an adapter; other names unchanged."""
-        return PREFIX + name.replace(".default", "") if ".default." in name else name
+    def shape(first: Any, *more: Any) -> tuple[int, ...]:
+        joined = (first.shape[0] + sum(part.shape[0] for part in more), *first.shape[1:])
+        return joined if more else tuple(first.shape)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape, without reading it."""
-        return self._found.shape(self._names[name])
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._found[self._names[name]]
+    return {name: _Stored(shape(*found), partial(read, name)) for name, found in parts.items()}
 
 
-def _tensors(path: Path, rows: tuple[Row, ...]) -> Any:
-    return _JaxTensors(path, rows) if (path / "state").is_dir() else _TorchTensors(path)
+def _of_torch(path: Path) -> dict[str, _Stored]:
+    from rlx_torch.torch_checkpoint import TorchCheckpoint
+
+    found, stored = TorchCheckpoint(path), {}
+    for key in filter(lambda key: key.startswith(_OF_TORCH), found):
+        name = key.removeprefix(_OF_TORCH)
+        if ".default." in name:  # an adapter, as PEFT names it
+            name = PREFIX + name.replace(".default", "")
+        stored[name] = _Stored(found.shape(key), partial(found.__getitem__, key))
+    return stored
 
 
 def policy_of(path: Path, model: ModelConfig, dtype: str = "") -> Buckets:
@@ -108,21 +82,21 @@ def policy_of(path: Path, model: ModelConfig, dtype: str = "") -> Buckets:
       UserError: the checkpoint belongs to another model.
     """
     rows = parameters.table(model)
-    found, shapes = _tensors(path, rows), dict[str, tuple[int, ...]]()
+    found, shapes = _stored(path, rows), dict[str, tuple[int, ...]]()
     for row in rows:
         for name in row.names:
-            shapes[name] = found.shape(name) if name in found else ()
+            shapes[name] = found[name].shape if name in found else ()
             if shapes[name] != row.hf_shape:
                 raise UserError(
                     f"checkpoint {path} has {name} as {list(shapes[name]) or 'nothing'}, the model "
                     f"wants {list(row.hf_shape)}; give the checkpoint's model"
                 )
-    kind = np.dtype(dtype or found[next(iter(shapes))].dtype)
+    kind = np.dtype(dtype or found[next(iter(shapes))].read().dtype)
     specs = {name: np.broadcast_to(np.zeros((), kind), shape) for name, shape in shapes.items()}
-    return Buckets(specs, ({name: found[name].astype(kind)} for name in shapes))
+    return Buckets(specs, ({name: found[name].read().astype(kind)} for name in shapes))
 
 
 def adapters_of(path: Path, model: ModelConfig, lora: LoraConfig) -> dict[str, np.ndarray]:
     """Return a checkpoint's adapters under PEFT names."""
-    found = _tensors(path, lora_config.table(model, lora))
-    return {name: found[name] for name in found if name.startswith(PREFIX)}
+    found = _stored(path, lora_config.table(model, lora))
+    return {name: each.read() for name, each in found.items() if name.startswith(PREFIX)}

@@ -15,7 +15,7 @@ from packaging.version import Version
 from rlx.base import UserError, install
 from rlx.cli.text import number
 from rlx.doctor import capacity, machine
-from rlx.doctor.findings import Finding, attempt, problem, problems
+from rlx.doctor.findings import Finding, advised, attempt, problem, problems
 from rlx.doctor.memory import RunSizes
 from rlx.fleet.addresses import read_addresses
 from rlx.launch.teacher import ScorerOptions
@@ -23,7 +23,7 @@ from rlx.model import directory
 from rlx.model import params as parameters
 from rlx.model.mesh import WEIGHTS, check_devices, mesh_axes, num_row_shards
 from rlx.model.model_config import ModelConfig
-from rlx.run.inputs import Inputs, Missing, prepare
+from rlx.run.inputs import Missing, prepare
 from rlx.run.room_options import sizes_of
 from rlx.system.jsonl import read_jsonl
 from rlx.train import packing
@@ -37,6 +37,7 @@ def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterat
     inputs = prepare(config, partial(record_check, rows))
     yield from rows
     bad, model = {row.name for row in problems(rows)}, vars(inputs).get("model_config")
+    sizes = sizes_of(config, model) if model and not bad & {"values", "algorithm"} else None
     if not bad:
         rows_seen = np.linspace(0, len(inputs.train_rows) - 1, SAMPLED_ROWS).astype(int)
         ids = [inputs.prompts.ids(inputs.train_rows[i]) for i in np.unique(rows_seen)]
@@ -44,11 +45,22 @@ def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterat
         yield judge_prompts(prompts, config.data.max_prompt_tokens)
     if model and "mesh" not in bad:
         yield attempt("config", "mesh", partial(_mesh, config, model, devices), str)[0]
-    if not bad:
-        yield from arithmetic(config, inputs, prompts, workdir, devices)
-    if model and not bad & {"values", "algorithm"}:
-        sizes = sizes_of(config, model)
-        yield from capacity.check(sizes, _teacher_sizes(config), workdir, devices)
+    if sizes and not bad:  # the arithmetic between numbers
+        yield judge_batch(sizes, len(inputs.train_rows))
+        shards = num_row_shards(mesh_axes(config.train.mesh, devices.count))
+        jax = config.trainer == "jax"  # torch attends to each segment by itself
+        cost = jax * parameters.attention_cost(inputs.model_config, devices.platform)
+        yield judge_microbatches(sizes, expected_tokens(config, prompts, workdir), cost, shards)
+        if jax and devices.platform == "gpu":
+            yield judge_attention(config.model.compute_dtype, metadata.version("jax"))
+        if inputs.algorithm.data == "rollouts":
+            yield judge_staleness(config, sizes.group)
+        if inputs.algorithm.needs_proximal_pass(config.train.minibatches):
+            what = "one more forward pass per batch (algorithm.proximal=recompute)"
+            yield Finding("config", "proximal", "ok", what)
+    if sizes:
+        teacher = _teacher_sizes(config, inputs.options.teacher)
+        yield from capacity.check(sizes, teacher, workdir, devices)
 
 
 @contextmanager
@@ -63,7 +75,7 @@ def record_check(rows: list[Finding], area: str, name: str) -> Iterator[Callable
         row = problem(area, name, error)
         if row.found not in {row.found for row in rows}:
             rows.append(row)
-    rows += (Finding(area, name, "warning" if len(m) > 1 else "ok", *m) for m in messages if m[0])
+    rows += (advised(area, name, *texts) for texts in messages if texts[0])
 
 
 def _mesh(config: ConfigDict, model: ModelConfig, devices: machine.Devices) -> str:
@@ -81,9 +93,8 @@ def _mesh(config: ConfigDict, model: ModelConfig, devices: machine.Devices) -> s
     return f"{named}{more}; rows cut in {num_row_shards(axes)}, parameters {weights}"
 
 
-def _teacher_sizes(config: ConfigDict) -> RunSizes | None:
+def _teacher_sizes(config: ConfigDict, options: ScorerOptions) -> RunSizes | None:
     """Return the sizes of the teacher's servers; None if the run starts none."""
-    options = ScorerOptions.of_teacher(config)
     if not options.num_local:
         return None
     try:
@@ -104,47 +115,22 @@ def judge_prompts(tokens: np.ndarray, limit: int) -> Finding:
     most = int(tokens.max())
     what = f"{tokens.mean():.0f} tokens on average, {most} at most in {len(tokens)} sampled rows"
     enough = math.ceil(1.5 * most / 64) * 64
-    if limit > max(4 * most, enough):
-        return Finding("data", "prompt lengths", "warning", f"{what}; data.max_prompt_tokens="
-                       f"{limit} reserves memory for longer ones",
-                       f"set data.max_prompt_tokens={enough}")  # fmt: skip
-    return Finding("data", "prompt lengths", "ok", f"{what}; the limit is {limit}")
-
-
-def arithmetic(
-    config: ConfigDict,
-    inputs: Inputs,
-    prompts: np.ndarray,
-    workdir: Path,
-    devices: machine.Devices,
-) -> Iterator[Finding]:
-    """Yield the rows of batch, minibatches, microbatches and staleness."""
-    sizes = sizes_of(config, inputs.model_config)
-    yield judge_batch(sizes, len(inputs.train_rows))
-    shards = num_row_shards(mesh_axes(config.train.mesh, devices.count))
-    jax = config.trainer == "jax"  # torch attends to each segment by itself
-    cost = jax * parameters.attention_cost(inputs.model_config, devices.platform)
-    yield judge_microbatches(sizes, expected_tokens(config, prompts, workdir), cost, shards)
-    if jax and devices.platform == "gpu":
-        yield judge_attention(config.model.compute_dtype, metadata.version("jax"))
-    if inputs.algorithm.data == "rollouts":
-        yield judge_staleness(config, sizes.group)
-    if inputs.algorithm.needs_proximal_pass(config.train.minibatches):
-        yield Finding("config", "proximal", "ok",
-                      "one more forward pass per batch (algorithm.proximal=recompute)")  # fmt: skip
+    if limit <= max(4 * most, enough):
+        return advised("data", "prompt lengths", f"{what}; the limit is {limit}")
+    what += f"; data.max_prompt_tokens={limit} reserves memory for longer ones"
+    return advised("data", "prompt lengths", what, f"set data.max_prompt_tokens={enough}")
 
 
 def judge_attention(compute_dtype: str, jax: str) -> Finding:
     """Return the row of how attention is computed on an NVIDIA GPU."""
+    what, remedy = "cuDNN, on packed rows with Hopper and newer", ""
     if compute_dtype == "float32":
         what = "model.compute_dtype=float32: cuDNN has no kernel for it, XLA's blocks are slower"
-        return Finding("config", "attention", "warning", what, "set model.compute_dtype=bfloat16")
-    if Version(jax) < Version("0.11.2"):
+        remedy = "set model.compute_dtype=bfloat16"
+    elif Version(jax) < Version("0.11.2"):
         what = f"jax {jax} copies the keys for each query head in cuDNN's packed attention"
-        return Finding("config", "attention", "warning", what,
-                       f"use Python 3.12 or newer with jax 0.11.2 or newer: {install('cuda')}"
-                       )  # fmt: skip
-    return Finding("config", "attention", "ok", "cuDNN, on packed rows with Hopper and newer")
+        remedy = f"use Python 3.12 or newer with jax 0.11.2 or newer: {install('cuda')}"
+    return advised("config", "attention", what, remedy)
 
 
 def judge_batch(sizes: RunSizes, rows: int) -> Finding:
@@ -156,21 +142,17 @@ def judge_batch(sizes: RunSizes, rows: int) -> Finding:
         f"{'es' * (parts > 1)} of {batch / parts:g} prompts; {steps} steps see "
         f"{number(steps * batch / rows)} epochs of {rows} rows"
     )
+    remedy = ""
     if batch % parts:
-        return Finding("config", "batch", "warning", f"{what}: minibatches differ in size",
-                       f"make rollout.batch_prompts={batch} a multiple of train.minibatches={parts}"
-                       )  # fmt: skip
-    if 1 < rows < batch:
-        return Finding("config", "batch", "warning", f"{what}: a batch repeats rows",
-                       "add rows, or lower rollout.batch_prompts")  # fmt: skip
-    return Finding("config", "batch", "ok", what)
+        what += ": minibatches differ in size"
+        remedy = f"make rollout.batch_prompts={batch} a multiple of train.minibatches={parts}"
+    elif 1 < rows < batch:
+        what, remedy = f"{what}: a batch repeats rows", "add rows, or lower rollout.batch_prompts"
+    return advised("config", "batch", what, remedy)
 
 
 def expected_tokens(config: ConfigDict, prompts: np.ndarray, workdir: Path) -> float:
-    """Return the mean tokens of a trajectory.
-
-    Taken from the records in `workdir`, else the mean prompt plus half of the completion's budget.
-    """
+    """Return the mean tokens of a trajectory, by the records in `workdir` if there are any."""
     lengths = [r.get("avg_seq_len") for r in read_jsonl(workdir / "metrics.jsonl")]
     known = [length for length in lengths if length]
     return float(known[-1] if known else prompts.mean() + config.sampling.max_new_tokens / 2)
@@ -193,11 +175,14 @@ def judge_microbatches(
         f"{number(budget / expected)} of the expected ({expected:.0f}); a minibatch of {count} is "
         f"{parts} microbatch{'es' * (parts > 1)} in rows of {plan.row_length}, {full:.0%} full"
     )
+    remedy = ""
     if full < 0.5:
-        small = f"or a train.row_buckets entry nearer to {most} tokens"
-        return Finding("config", "microbatches", "warning", f"{what}: most of it is padding",
-                       f"lower train.max_tokens_per_microbatch, {small}")  # fmt: skip
-    return Finding("config", "microbatches", "ok", what)
+        what += ": most of it is padding"
+        remedy = (
+            "lower train.max_tokens_per_microbatch, or a train.row_buckets entry nearer to "
+            f"{most} tokens"
+        )
+    return advised("config", "microbatches", what, remedy)
 
 
 def judge_staleness(config: ConfigDict, group: int) -> Finding:
@@ -209,21 +194,21 @@ def judge_staleness(config: ConfigDict, group: int) -> Finding:
         f"(η + 1)·B = ({eta} + 1) × {batch} = {ahead} prompts ahead of the trainer, {most} live at "
         f"most: {live * group} sequences"
     )
-    if most < batch:
-        return Finding("config", "staleness", "warning", f"{what}; less than one batch at a "
-                       "time", f"raise rollout.max_concurrent_rollouts to {batch} or more"
-                       )  # fmt: skip
-    if config.fleet.addresses:  # with slots of their own
-        running = len(read_addresses(config.fleet.addresses))
-        what += f" for {running} running server{'s' * (running > 1)}"
-        return Finding("config", "staleness", "ok", what)
+    remedy = ""
     servers = config.fleet.num_servers
     slots = servers * config.fleet.slots
-    what += f" for {slots} slots"
-    if live * group < slots // 2:
-        remedy = "raise rollout.max_concurrent_rollouts" if most < ahead else (
-            f"lower fleet.slots to {max(live * group // max(servers, 1), 1)}, or raise "
-            "rollout.max_staleness"
-        )  # fmt: skip
-        return Finding("config", "staleness", "warning", f"{what}; half of them stay empty", remedy)
-    return Finding("config", "staleness", "ok", what)
+    if most < batch:
+        what += "; less than one batch at a time"
+        remedy = f"raise rollout.max_concurrent_rollouts to {batch} or more"
+    elif config.fleet.addresses:  # with slots of their own
+        running = len(read_addresses(config.fleet.addresses))
+        what += f" for {running} running server{'s' * (running > 1)}"
+    elif live * group >= slots // 2:
+        what += f" for {slots} slots"
+    else:
+        what += f" for {slots} slots; half of them stay empty"
+        fewer = max(live * group // max(servers, 1), 1)
+        remedy = f"lower fleet.slots to {fewer}, or raise rollout.max_staleness"
+        if most < ahead:
+            remedy = "raise rollout.max_concurrent_rollouts"
+    return advised("config", "staleness", what, remedy)

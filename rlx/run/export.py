@@ -9,21 +9,19 @@ from queue import SimpleQueue
 from threading import Semaphore
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from rlx.base import UserError
 from rlx.fleet import adapter
 from rlx.fleet.publish import Adapter
 from rlx.model import directory as directories
 from rlx.model import peft
 from rlx.model.model_config import ModelConfig
-from rlx.model.tensors import Buckets
+from rlx.model.tensors import Buckets, write_directory
 from rlx.run import checkpoint_tensors
 from rlx.run.inputs import INITIAL
 from rlx.system.atomic_directory import atomic_directory
 from rlx.train import checkpoint
 from rlx.train.contract import State, Update
-from rlx.train.train_options import lora_of
+from rlx.train.train_options import TrainOptions, lora_of
 
 AHEAD = 2  # buckets in flight to the host or in its memory
 POLL_SECONDS = 0.1  # how often a blocked writer looks for a failed reader
@@ -33,6 +31,7 @@ class Export:
     """Convert the trainer's weights to published, HF and PEFT forms.
 
     Args:
+      publish: how weights travel; see `config.fleet.publish`.
       model_dir: HF directory of the run's first weights, the base of LoRA adapters.
       source: HF directory whose tokenizer files are copied to exports.
       template: chat template of exports; "": the one in `source`.
@@ -42,12 +41,17 @@ class Export:
     """
 
     def __init__(
-        self, config: ConfigDict, update: Update, model_dir: Path, source: Path, template: str = ""
+        self,
+        options: TrainOptions,
+        publish: str,
+        update: Update,
+        model_dir: Path,
+        source: Path,
+        template: str = "",
     ):
         self._update, self._model_dir, self._source = update, model_dir, source
-        self._template, self._lora = template, lora_of(config.lora)
-        self._dtype = config.model.publish_dtype
-        self._by_adapter = config.fleet.publish == "adapter"
+        self._template, self._lora, self._dtype = template, options.lora, options.publish_dtype
+        self._by_adapter = publish == "adapter"
         self.base = adapter.digest(model_dir) if self._lora else b""
 
     def publish(self, state: State, send: Callable[[Buckets | Adapter], Future]) -> Future:
@@ -92,7 +96,7 @@ class Export:
         model, source, template = self._update.model, self._source, self._template
         return hand_over(
             self._update.weights(state),
-            lambda tensors: submit(directories.write, path, model, tensors, source, template),
+            lambda tensors: submit(write_directory, path, model, tensors, source, template),
             last,
         )
 
@@ -181,7 +185,7 @@ def checkpoint_to_hf(
         raise UserError(f"{path} has no LoRA adapters; remove --adapter")
     if not lora:
         tensors = checkpoint_tensors.policy_of(path, config, dtype)
-        directories.write(target, config, tensors, source=directory)
+        write_directory(target, config, tensors, source=directory)
         return f"{path} -> {target} (HF)"
     if config.foreign:
         raise UserError(f"{path} has adapters of a model that rlx does not have; use its run's hf/")

@@ -1,12 +1,14 @@
 """Parse command lines with a config: `--config=FILE[:ARG] --config.key=value`.
 
-In the place of FILE, rlx:NAME is configs/NAME.py of the files that come with rlx.
+In the place of FILE, rlx:NAME is configs/NAME.py of the files that come with rlx. FILE may also be
+a YAML file of AReaL, and `allocation_mode` one of its allocations.
 """
 
 import ast
 import difflib
 import re
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,8 +19,10 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from rlx.base import UserError
+from rlx.cli.command import say
 from rlx.cli.key_names import embedded, meant, unknown_key
 from rlx.config import default, leaves
+from rlx.launch import allocation
 
 
 def parse(
@@ -43,6 +47,27 @@ def parse(
     Raises:
       UserError: no or unreadable config, unknown flag or key, or a value of the wrong type.
     """
+    with tempfile.TemporaryDirectory() as directory:
+        if re.search(r"\.ya?ml\b", " ".join(argv)):
+            from rlx.areal import areal_yaml
+
+            argv = areal_yaml.with_python(argv, Path(directory))
+        config, values = _read(argv, config_needed, switches or {}, strings)
+    if config and config.get("allocation_mode"):
+        try:
+            allocation.parse(config.allocation_mode)
+        except UserError:
+            from rlx.areal import areal_allocation
+
+            config.allocation_mode, changes = areal_allocation.translate(config.allocation_mode)
+            for change in changes:
+                say(f"allocation_mode: {change}", sys.stderr)
+    return config, values
+
+
+def _read(
+    argv: list[str], config_needed: bool, switches: Mapping[str, str], strings: Mapping[str, str]
+) -> tuple[Any, flags.FlagValues]:
     argv = _joined(argv)
     config_file = next((a.split("=", 1)[1] for a in argv if a.startswith("--config=")), "")
     plain = [a for a in argv if not a.startswith("--config.")]
@@ -50,11 +75,11 @@ def parse(
     asked = config_needed or config_file or overrides
     if asked and "--help" not in argv and "-h" not in argv:
         _check_file(config_file, argv[1:])
-    _check_flags(plain, ("config", *strings, *(switches or {})))
+    _check_flags(plain, ("config", *strings, *switches))
     for override in overrides:
         if "=" not in override:
             raise UserError(f"{override} has no value; write {override}=VALUE")
-    values = _flags(strings, switches or {}, plain)
+    values = _flags(strings, switches, plain)
     if "--help" in argv or "-h" in argv:
         path = Path(argv[0])
         name = path.parent.name if path.name == "__main__.py" else path.name.removesuffix(".py")
@@ -82,7 +107,7 @@ def parse(
         _check_value(key, text, known[key])
         if isinstance(known[key], tuple):
             argv[argv.index(override)] = _as_tuple(override)
-    values = _flags(strings, switches or {}, argv)
+    values = _flags(strings, switches, argv)
     _parse(values, argv)
     return values["config"].value, values
 
@@ -97,11 +122,7 @@ def _check_value(key: str, text: str, default: Any) -> Any:
 
 
 def number(values: Any, name: str, kind: Callable[[str], Any], default: Any) -> Any:
-    """Return the value of a string flag as `kind` reads it; `default` where it is empty.
-
-    Raises:
-      UserError: it is no such number.
-    """
+    """Return a string flag as `kind` reads it, `default` if empty; UserError for no number."""
     text = getattr(values, name)
     try:
         return kind(text) if text else default

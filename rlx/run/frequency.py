@@ -28,12 +28,7 @@ class Position:
     seconds: float = 0.0
 
     def after(self, prompts: int, rows: int, seconds: float) -> "Position":
-        """Return the position one batch later.
-
-        Args:
-          prompts: total prompts taken from the data. rows: rows of the data, ≥ 1.
-          seconds: duration of the run.
-        """
+        """Return the position one batch later, after `prompts` in total from data of `rows`."""
         epoch = prompts // rows
         epoch_step = self.epoch_step + 1 if epoch == self.epoch else 0
         return Position(epoch, epoch_step, self.step + 1, seconds)
@@ -78,10 +73,6 @@ def to_host(now: Position, last: Mapping[str, Position]) -> dict[str, Any]:
 
 
 def from_host(host: Mapping[str, Any], begun: Position) -> tuple[Position, dict[str, Position]]:
-    """Return the current position and the last one of each kind.
-
-    Args:
-      host: result of `to_host`; {} for a new run. begun: default for missing positions.
-    """
+    """Return the position and the last one of each kind in `host`; `begun` where it has none."""
     found = {kind: Position(**host[kind]) for kind in ("now", *KINDS) if kind in host}
     return found.get("now", begun), {kind: found.get(kind, begun) for kind in KINDS}

@@ -29,15 +29,7 @@ from rlx.rollout.teacher_scores import ModelRewarded
 from rlx.rollout.tool_use import ToolUse
 from rlx.rollout.workflows import Prompts, Workflow, encode, render
 from rlx.run import dataset_rows, model_checks
-from rlx.run.room_options import (
-    agents_of,
-    check_reward,
-    context_of,
-    has_servers,
-    is_online,
-    pool_of,
-    training_sampling,
-)
+from rlx.run.room_options import RunOptions, agents_of, check_reward, pool_of
 from rlx.run.tokenizer_files import load_tokenizer
 from rlx.sandbox.sandbox import SandboxOptions
 from rlx.train import dry_call
@@ -54,7 +46,7 @@ class Missing(AttributeError):
 
 
 class Inputs:
-    """Model, algorithm, dataset rows and workflow of a run, before reward workers start.
+    """Options, model, dataset rows and workflow of a run, before reward workers start.
 
     Attributes:
       weights: name → weight of the rewards.
@@ -67,10 +59,12 @@ class Inputs:
       model_rewarded: (workflow, fleet) → workflow with a reward model's values; None without one.
     """
 
+    options: RunOptions
+    train: TrainOptions
+    algorithm: Algorithm
     weights: dict[str, float]
     model_dir: Path
     model_config: ModelConfig
-    algorithm: Algorithm
     prompts: Prompts
     reward_pool: RewardPool
     named: NamedWorkflow
@@ -97,24 +91,33 @@ def prepare(config: ConfigDict, row: Row = lambda *_: nullcontext(lambda *_: Non
       UserError: a file, line, row or tensor cannot work; the message names it.
     """
     inputs = Inputs()
+    inputs.options = RunOptions.of(config)
     with row("config", "values"):
         configs.check(config)
     with row("config", "reward"):
         inputs.weights = check_reward(config)
     with row("config", "algorithm"):
-        inputs.algorithm = TrainOptions.of(config).algorithm
+        inputs.train = TrainOptions.of(config)
+        inputs.algorithm = inputs.train.algorithm
     _read_model(config, inputs, row)
-    _check_model(config, inputs, row)
+    for name, check in model_checks.CHECKS.items():
+        with row("config", name):
+            check(config, inputs.model_config, inputs.options)
+    with row("config", "algorithm"):
+        model_checks.check_kind(config, inputs.model_config, inputs.algorithm, inputs.options)
+    with row("config", "loss"):
+        dry_call.check(inputs.algorithm, config.trainer)
     _read_rows(config, inputs, row)
     return inputs
 
 
 def _read_model(config: ConfigDict, inputs: Inputs, row: Row) -> None:
+    options, data = inputs.options, config.data
     with row("model", "directory") as say:
         inputs.model_dir = directory.resolve(config.model.path)
         say(str(inputs.model_dir))
     with row("model", "config.json") as say:
-        model = directory.load_config(inputs.model_dir).within(context_of(config))
+        model = directory.load_config(inputs.model_dir).within(options.context)
         inputs.model_config, count = model, parameters.count(model)
         say(f"{model.architecture}, {count / 1e6:.1f}M parameters, {model.num_layers} layers, "
             f"context {model.max_position}")  # fmt: skip
@@ -124,65 +127,54 @@ def _read_model(config: ConfigDict, inputs: Inputs, row: Row) -> None:
             count = len(list(inputs.model_dir.glob("*.safetensors")))
             say(f"names and shapes {fit}, by the headers of {count} file{'s' * (count > 1)}")
     with row("model", "teacher") as say:
-        options = ScorerOptions.of_teacher(config)
-        teacher.check(options, inputs.algorithm, inputs.model_dir, directory.check)
+        teacher.check(options.teacher, inputs.algorithm, inputs.model_dir, directory.check)
         known = "its vocabulary is the student's"
-        say(known if options.path else ", ".join(options.addresses))
-    system_prompt = config.data.system_prompt
+        say(known if options.teacher.path else ", ".join(options.teacher.addresses))
     with row("model", "tokenizer") as say:
-        tokenizer = load_tokenizer(inputs.model_dir, system_prompt, config.data.chat_template)
+        tokenizer = load_tokenizer(inputs.model_dir, data.system_prompt, data.chat_template)
+        most = inputs.model_config.vocab_size
         inputs.prompts = Prompts(
             tokenizer,
-            system_prompt=system_prompt,
-            question_key=config.data.question_key,
-            max_prompt_tokens=config.data.max_prompt_tokens,
+            system_prompt=data.system_prompt,
+            question_key=data.question_key,
+            max_prompt_tokens=data.max_prompt_tokens,
             max_model_len=inputs.model_config.max_position,
-            vocab_size=inputs.model_config.vocab_size,
+            vocab_size=most,
         )
-        most = inputs.model_config.vocab_size
         if len(tokenizer) > most:
             say(f"{len(tokenizer)} tokens, the model has {most}: rows with others are refused",
                 "use the tokenizer files of these weights")  # fmt: skip
         else:
             say(f"{len(tokenizer)} tokens")
     with row("model", "chat template") as say:
-        text = render(inputs.prompts.tokenizer, "?", system_prompt)
+        text = render(inputs.prompts.tokenizer, "?", data.system_prompt)
         around = len(encode(inputs.prompts.tokenizer, text)) - 1
-        system = " and the system prompt" if system_prompt else ""
+        system = " and the system prompt" if data.system_prompt else ""
         say(f"{around} tokens around a question{system}; prompts end in {text[-24:]!r}")
 
 
-def _check_model(config: ConfigDict, inputs: Inputs, row: Row) -> None:
-    for name, check in model_checks.CHECKS.items():
-        with row("config", name):
-            check(config, inputs.model_config)
-    with row("config", "algorithm"):
-        model_checks.check_kind(config, inputs.model_config, inputs.algorithm)
-    with row("config", "loss"):
-        dry_call.check(inputs.algorithm, config.trainer)
-
-
 def _read_rows(config: ConfigDict, inputs: Inputs, row: Row) -> None:
+    options = inputs.options
     with row("config", "workflow"):
         inputs.reward_pool = pool_of(config, inputs.weights, config.reward.workers)
         kwargs = loading.parse_kwargs(config.rollout.workflow_kwargs, "rollout.workflow_kwargs")
-        sampling, n = training_sampling(config), config.sampling.n_samples
-        sandbox = SandboxOptions(**config.sandbox)
-        name = config.rollout.workflow
-        inputs.named = NamedWorkflow(name, kwargs, inputs.prompts, sampling, n, sandbox)
-        answering = inputs.named.build(inputs.reward_pool, agents_of(config))
-        inputs.workflow = _workflow(config, inputs, answering)
+        inputs.named = NamedWorkflow(
+            config.rollout.workflow, kwargs, inputs.prompts, options.sampling,
+            config.sampling.n_samples, SandboxOptions(**config.sandbox),
+        )  # fmt: skip
+        inputs.workflow = _workflow(config, inputs)
     with row("config", "reward model"):
-        inputs.model_rewarded = _model_rewarded(config, inputs.prompts)
+        inputs.model_rewarded = _model_rewarded(config, options.reward_model, inputs.prompts)
     with row("data", "rows") as say:
-        *train, held_out = inputs.read = dataset_rows.rows(config, inputs.algorithm)
+        *train, held_out = inputs.read = dataset_rows.rows(
+            config, inputs.algorithm, inputs.weights, options
+        )
         counts = [f"{len(s.rows)} of {s.name}" for s in train]
         if len(counts) > 1:
             counts = [f"{c} (weight {s.weight:g})" for c, s in zip(counts, train, strict=True)]
         say(f"{', '.join(counts)} to train on, {len(held_out.rows)} held out")
     with row("data", "prompts") as say:
         workflow = inputs.workflow
-        answers = workflow if isinstance(workflow, AnswerWorkflow) else None
         own = workflow if isinstance(workflow, AnswerWorkflow | ToolUse) else inputs.prompts
         kept, notes = [], []
         for name, found, weight in inputs.read:
@@ -194,25 +186,50 @@ def _read_rows(config: ConfigDict, inputs: Inputs, row: Row) -> None:
         *inputs.sources, (_, inputs.eval_rows, _) = kept
         inputs.train_rows = [row for source in inputs.sources for row in source.rows]
         notes += filter(None, [rewards.float_answers(inputs.weights, inputs.train_rows)])
-        rows = inputs.eval_rows
-        inputs.held_out = [answers.group(row, i) for i, row in enumerate(rows)] if answers else []
+        inputs.held_out = []
+        if isinstance(workflow, AnswerWorkflow):
+            inputs.held_out = [workflow.group(row, i) for i, row in enumerate(inputs.eval_rows)]
         inputs.notes = "; ".join(notes)
         say(inputs.notes or "none is too long")
     with row("data", "first row"):
-        answered = inputs.algorithm.data == "rollouts" and not is_online(config)
+        answered = inputs.algorithm.data == "rollouts" and not options.online
         first = (inputs.train_rows if answered else inputs.eval_rows)[:1]
-        if first and has_servers(config):
+        if first and options.served:
             _try_rewards(config, inputs, first[0])
             inputs.named.try_out(first[0])
 
 
-def _model_rewarded(config: ConfigDict, prompts: Prompts) -> Callable[..., Workflow] | None:
-    """Return (workflow, fleet) → workflow with a reward model's values; None without a model.
+def _workflow(config: ConfigDict, inputs: Inputs) -> Workflow:
+    """Return the workflow that makes groups of the algorithm's kind."""
+    prompts, keys, options, agents = inputs.prompts, config.data, inputs.options, agents_of(config)
+    answering = inputs.named.build(inputs.reward_pool, agents)
+    if inputs.algorithm.data == "rollouts":
+        if not options.online:
+            return answering
+        if not (online := OnlineOptions.from_flags(config.online)):
+            raise UserError(
+                "rollout.workflow=online has no admin key; name a file in online.admin_key, or set "
+                f"${ADMIN_VARIABLE}"
+            )
+        n = config.sampling.n_samples
+        return OnlineWorkflow(
+            online, agents, config.online, prompts.tokenizer, options.sampling, n, answering
+        )
+    pairs = inputs.algorithm.data == "pairs"
+    return AnswerWorkflow(
+        prompts,
+        answering,
+        (keys.chosen_key, keys.rejected_key) if pairs else (keys.completion_key,),
+        end=end_token(prompts.tokenizer, inputs.model_config.eos_token_ids),
+        max_new_tokens=options.sampling.max_new_tokens,
+        max_tokens=inputs.train.row_budget,
+    )
 
-    Raises:
-      UserError: only one of model and reward term is given, or the model does not fit.
-    """
-    options = ScorerOptions.of_reward_model(config)
+
+def _model_rewarded(
+    config: ConfigDict, options: ScorerOptions, prompts: Prompts
+) -> Callable[..., Workflow] | None:
+    """Return (workflow, fleet) → workflow with a reward model's values; None without a model."""
     weight = rewards.weights_of(config.reward.name, config.reward.terms).get(rewards.MODEL)
     if (weight is None) == bool(options):
         raise UserError(
@@ -230,10 +247,10 @@ def _model_rewarded(config: ConfigDict, prompts: Prompts) -> Callable[..., Workf
             f"reward.model.path={options.path} is a {kind} model of {model.max_position} tokens, "
             f"wanted a reward model of {longest}; train one with preset reward_model"
         )
-    own, given = load_tokenizer(place, config.data.system_prompt), prompts.tokenizer
+    system, question = config.data.system_prompt, config.data.question_key
+    own, given = load_tokenizer(place, system), prompts.tokenizer
     if (own.get_vocab(), own.chat_template) == (given.get_vocab(), given.chat_template):
         return make
-    system, question = config.data.system_prompt, config.data.question_key
     read = Prompts(own, system_prompt=system, question_key=question)
     return partial(make, prompts=read, end=end_token(own, model.eos_token_ids))
 
@@ -248,31 +265,3 @@ def _try_rewards(config: ConfigDict, inputs: Inputs, row: Mapping[str, Any]) -> 
             pool.compute([call] * min(2, config.sampling.n_samples))
         except RewardError as error:
             raise UserError(f"{error}; correct it: this was a dry call on the first row") from error
-
-
-def _workflow(config: ConfigDict, inputs: Inputs, answering: Workflow) -> Workflow:
-    """Return the workflow that makes groups of the algorithm's kind."""
-    prompts, keys = inputs.prompts, config.data
-    if inputs.algorithm.data == "rollouts":
-        return _online(config, prompts, answering) if is_online(config) else answering
-    limits = {
-        "end": end_token(prompts.tokenizer, inputs.model_config.eos_token_ids),
-        "max_new_tokens": config.sampling.max_new_tokens,
-        "max_tokens": TrainOptions.of(config).row_budget,
-    }
-    pairs = inputs.algorithm.data == "pairs"
-    names = (keys.chosen_key, keys.rejected_key) if pairs else (keys.completion_key,)
-    return AnswerWorkflow(prompts, answering, names, **limits)
-
-
-def _online(config: ConfigDict, prompts: Prompts, evaluator: Workflow) -> Workflow:
-    """Return the workflow that waits for applications; raise UserError without an admin key."""
-    options = OnlineOptions.from_flags(config.online)
-    if options is None:
-        raise UserError(
-            "rollout.workflow=online has no admin key; name a file in online.admin_key, or set "
-            f"${ADMIN_VARIABLE}"
-        )
-    sampling, n, tokenizer = training_sampling(config), config.sampling.n_samples, prompts.tokenizer
-    agents = agents_of(config)
-    return OnlineWorkflow(options, agents, config.online, tokenizer, sampling, n, evaluator)

@@ -4,14 +4,12 @@ import os
 from pathlib import Path
 
 import jax
-from ml_collections import ConfigDict
 
 from rlx.doctor.machine import Devices
 from rlx.launch import xla_flags
 from rlx.model import compile_cache, hf, mesh
 from rlx.model import params as parameters
 from rlx.run.inputs import Inputs
-from rlx.run.room_options import context_of
 from rlx.train.contract import Update
 from rlx.train.hosts import Hosts
 from rlx.train.train_options import TrainOptions
@@ -25,7 +23,7 @@ def set_up() -> None:
         jax.config.update(name, value)
 
 
-def join(config: ConfigDict, hosts: Hosts) -> None:
+def join(hosts: Hosts) -> None:
     """Connect JAX to the devices of all processes."""
     # The preemption service and heartbeats of JAX abort a process without a message.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -35,9 +33,9 @@ def join(config: ConfigDict, hosts: Hosts) -> None:
         hosts.count,
         hosts.index,
         cluster_detection_method="deactivate",
-        initialization_timeout=int(config.cluster.join_seconds) + 1,
+        initialization_timeout=int(hosts.cluster.join) + 1,
         heartbeat_timeout_seconds=1_000_000,
-        shutdown_timeout_seconds=int(config.cluster.timeout_seconds) + 1,
+        shutdown_timeout_seconds=int(hosts.cluster.timeout) + 1,
     )
     jax.devices()
 
@@ -52,23 +50,26 @@ def devices() -> Devices:
     return Devices(jax.default_backend(), count=jax.device_count())
 
 
-def check_devices(config: ConfigDict) -> None:
+def check_devices(inputs: Inputs) -> None:
     """Raise UserError if `train.mesh` does not match the number of devices."""
-    mesh.check_devices(config.train.mesh, jax.device_count())
+    mesh.check_devices(inputs.train.mesh, jax.device_count())
 
 
-def random_weights(config: ConfigDict, directory: Path, inputs: Inputs) -> None:
+def random_weights(inputs: Inputs, directory: Path) -> None:
     """Write an HF directory with random weights."""
-    model = inputs.model_config
-    weights = parameters.init(model, jax.random.key(config.seed), config.model.dtype)
-    hf.save(directory, model, weights, config.model.publish_dtype, source=inputs.model_dir)
+    model, train = inputs.model_config, inputs.train
+    weights = parameters.init(model, jax.random.key(train.seed), train.dtype)
+    hf.save(directory, model, weights, train.publish_dtype, source=inputs.model_dir)
 
 
-def make(config: ConfigDict, path: str) -> Update:
-    """Return a trainer that starts from the weights of an HF directory."""
-    options = TrainOptions.of(config)
+def make(options: TrainOptions, context: int, path: str) -> Update:
+    """Return a trainer that starts from the weights of an HF directory.
+
+    Args:
+      context: tokens that a server takes, of prompt and answer together.
+    """
 
     def first(places: parameters.Params) -> parameters.Params:
         return hf.load(path, options.dtype, places)[1]
 
-    return JaxUpdate(hf.load_config(path).within(context_of(config)), options, source=first)
+    return JaxUpdate(hf.load_config(path).within(context), options, source=first)

@@ -23,7 +23,7 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 from threading import Event
-from typing import Any, NamedTuple
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -31,7 +31,7 @@ from rlx.base import Group, UserError
 from rlx.cli.command import say
 from rlx.cli.user_code import forget_edited
 from rlx.config import check
-from rlx.doctor import failures, memory
+from rlx.doctor import failures
 from rlx.fleet.client import Fleet, NoFleet
 from rlx.mismatch.gate import sentence
 from rlx.observe import environment, writers
@@ -41,7 +41,7 @@ from rlx.run import resume, run_records, trainers
 from rlx.run.allocate import apply_allocation, gpu_environment
 from rlx.run.inputs import prepare
 from rlx.run.parts import Parts, build
-from rlx.run.room_options import has_servers, is_online, sizes_of
+from rlx.run.room_options import sizes_of
 from rlx.run.saves import Saves
 from rlx.run.watchdog import watchdog
 from rlx.system.jsonl import read_jsonl
@@ -117,10 +117,11 @@ def run(
         with failures.friendly_errors(), ExitStack() as stack:
             killed = stack.enter_context(lock_workdir(workdir))
             messages = resume.prepare_workdir(config, workdir)
-            parts = Parts(config=config, workdir=workdir, inputs=inputs, hooks=hooks, stop=stop)
             sizes = sizes_of(config, inputs.model_config)
-            devices = trainers.library(config).devices
-            advice = partial(memory.advice, sizes, devices, started=False)
+            parts = Parts(
+                config=config, workdir=workdir, inputs=inputs, sizes=sizes, hooks=hooks, stop=stop
+            )
+            advice = partial(parts.advice, started=False)
             with failures.friendly_errors(advice, "before the first step"):
                 built = build(parts, stack, killed, messages, hosts, gpus)
             watch(parts)
@@ -139,14 +140,6 @@ def _result(workdir: Path, step: int, complete: bool) -> RunResult:
     return RunResult(workdir, step, complete, *records)
 
 
-class _Step(NamedTuple):
-    """A dispatched step without a record."""
-
-    step: int
-    groups: list[Group]
-    metrics: Future[Mapping[str, Any]]
-
-
 class _Loop:
     """The train state of a run, its step, and its background publishes and saves.
 
@@ -158,24 +151,26 @@ class _Loop:
       compiles: True until the first step has compiled.
       solved: no useful prompt is left.
       fruitless: consecutive recorded steps without learning.
-      seconds: of each phase since the last record. published: record of the last publish.
+      seconds: of each phase since the last record. published: metrics of the last publish.
+      under_way: the dispatched step without a record, its groups, and its metrics.
       device: thread that waits for the steps in order.
     """
 
     def __init__(self, parts: Parts, state: State, step: int):
         self.parts, self.config, self.state, self.step = parts, parts.config, state, step
-        self.served, self.data = has_servers(parts.config), parts.inputs.algorithm.data
+        options, self.data = parts.inputs.options, parts.inputs.algorithm.data
         self.executor, self.fleet, self.gate = parts.executor, parts.fleet, parts.gate
         self.progress, self.timeline, self.writer = parts.progress, parts.timeline, parts.writer
         self.held_out = parts.held_out
         self.last_record, self.now = time.monotonic(), parts.begun
-        self.rows = _ENDLESS if is_online(parts.config) else max(1, len(parts.inputs.train_rows))
+        self.rows = _ENDLESS if options.online else max(1, len(parts.inputs.train_rows))
+        self.served = options.served
         self.generated, self.fruitless, self.saveable, self.solved = 0, 0, True, False
         self.compiles = self.config.trainer == "jax" or self.config.train.compile
         self.seconds: dict[str, float] = {}
         self.published: dict[str, float] = {}
         self.publishing: Future | None = None
-        self.under_way: _Step | None = None
+        self.under_way: tuple[int, list[Group], Future[Mapping[str, Any]]] | None = None
         self.device, self.saves = ThreadPoolExecutor(1, "device"), Saves(parts, step, self._phase)
 
     def close(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -222,11 +217,12 @@ class _Loop:
         Records the current step if the device completes it before a batch is ready.
         """
         try:
-            if now := self.under_way:
-                with self._phase("train", step=now.step):
+            if self.under_way:
+                step, _, metrics = self.under_way
+                with self._phase("train", step=step):
                     # An update may compute synchronously, so a completed step is recorded first.
                     while not (
-                        futures.wait([now.metrics], BUSY_SECONDS).done or self.parts.stop.is_set()
+                        futures.wait([metrics], BUSY_SECONDS).done or self.parts.stop.is_set()
                     ):
                         if groups := self._take(0.0):
                             return groups
@@ -262,7 +258,7 @@ class _Loop:
             self.held_out.add(self.step)
         self._record()
         read = self.device.submit(self._read, self.step, metrics)
-        self.under_way = _Step(self.step, groups, read)
+        self.under_way = self.step, groups, read
         self._measure()
         self._publish()
 
@@ -303,13 +299,11 @@ class _Loop:
 
     def _check_newcomers(self) -> None:
         """Check servers that joined, and wait for any check, before sending them requests."""
-        if self.gate and not self.gate.asked and self._newcomers():
+        if not self.gate:
+            return
+        if not self.gate.asked and self._newcomers():
             self._ask_servers()
-        self._pass_gate()
-
-    def _pass_gate(self) -> None:
-        """Wait for the gate's check; raise UserError if servers and trainer disagree."""
-        if not self.gate or not self.gate.asked:
+        if not self.gate.asked:
             return
         self._record()
         with self._phase("gate", version=self.step):
@@ -335,7 +329,11 @@ class _Loop:
         if self.served:
             with self.timeline.span("publish", "publish", version=version):
                 report = await self.fleet.publish(version, weights, self.config.fleet.publish)
-            self.published = run_records.publish_record(report)
+            self.published = {
+                "publish_bytes": report.sent_bytes,  # to all servers; 0 by path
+                "publish_seconds": report.seconds,
+                "publish_stall_seconds": report.stall_seconds,  # longest pause of a server
+            }
         if self.data == "rollouts":
             self.executor.set_version(version)
         self.held_out.begin(version, self.executor)
@@ -357,14 +355,17 @@ class _Loop:
         record = run_records.step_record(
             step,
             metrics,
-            self.seconds,
-            {**counters, **self.published, **busy, "start": self.writer.start},
-            version=self.executor.version,
+            now - self.last_record,
+            generated - self.generated,
+            self.data,
             epoch=groups[-1].group_id // self.rows,
-            step_seconds=now - self.last_record,
+            version=self.executor.version,
             elapsed_seconds=self.parts.elapsed(),
-            generated_tokens=generated - self.generated,
-            data=self.data,
+            seconds=self.seconds,
+            start=self.writer.start,
+            **counters,
+            **self.published,
+            **busy,
         )
         self.last_record, self.generated, self.seconds = now, generated, {}
         self.compiles = False
@@ -391,9 +392,8 @@ class _Loop:
             spans = []
         for index, server in enumerate(spans):
             for text, start, end in server:
-                name, _, version = text.partition(
-                    " version "
-                )  # one name, so that viewers can sum its spans
+                # One name, so that viewers can sum its spans.
+                name, _, version = text.partition(" version ")
                 args = {"version": int(version)} if version else {}
                 self.timeline.add(f"{process} {index}", "engine", name, start, end, **args)
         return run_records.busy_seconds(spans)
@@ -440,11 +440,7 @@ class _Loop:
         self.saves.export(self.state, self.now)
 
     def finish(self) -> tuple[int, bool]:
-        """Save, evaluate a complete run's final weights, write the report.
-
-        Returns:
-          completed steps, and whether the run is complete.
-        """
+        """Save, evaluate and report; return completed steps, and whether the run is complete."""
         self.executor.stop_admitting()
         self._save()
         self.saves.end_or_fail()

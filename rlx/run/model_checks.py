@@ -8,11 +8,11 @@ from rlx.algorithms.algorithm import Algorithm
 from rlx.base import UserError
 from rlx.model import lora_config, mesh
 from rlx.model.model_config import ModelConfig
-from rlx.run.room_options import context_of, has_servers
+from rlx.run.room_options import RunOptions
 from rlx.train.train_options import lora_of
 
 
-def check_engine(config: ConfigDict, model: ModelConfig) -> None:
+def check_engine(config: ConfigDict, model: ModelConfig, options: RunOptions) -> None:
     """Raise UserError if JAX lacks the model, or vLLM is needed and not installed."""
     if config.trainer == "jax":
         model.require_ours("trainer=jax")
@@ -26,15 +26,14 @@ def check_engine(config: ConfigDict, model: ModelConfig) -> None:
         )
 
 
-def check_context(config: ConfigDict, model: ModelConfig) -> None:
+def check_context(config: ConfigDict, model: ModelConfig, options: RunOptions) -> None:
     """Raise UserError if a trajectory may exceed the model's context."""
-    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-    if longest > model.max_position:
+    if options.longest > model.max_position:
         raise UserError(
-            f"data.max_prompt_tokens + sampling.max_new_tokens = {longest} exceeds the model's "
-            f"context of {model.max_position} tokens; lower one of them"
+            f"data.max_prompt_tokens + sampling.max_new_tokens = {options.longest} exceeds the "
+            f"model's context of {model.max_position} tokens; lower one of them"
         )
-    hf, context = model.to_hf(), context_of(config)
+    hf, context = model.to_hf(), options.context
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     most = hf.get("original_max_position_embeddings", rope.get("original_max_position_embeddings"))
     long = "longrope" in (rope.get("rope_type"), rope.get("type")) and context > (most or 0)
@@ -45,17 +44,16 @@ def check_context(config: ConfigDict, model: ModelConfig) -> None:
         )
 
 
-def check_mesh(config: ConfigDict, model: ModelConfig) -> None:
+def check_mesh(config: ConfigDict, model: ModelConfig, options: RunOptions) -> None:
     """Raise UserError if `train.mesh` cannot split the model or its rows."""
     train = config.train
-    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
     mesh.check_model(train.mesh, model)
     if config.trainer == "torch":
         mesh.check_torch(train.mesh, model)
-    mesh.check_rows(train.mesh, longest, train.row_buckets, train.max_tokens_per_microbatch)
+    mesh.check_rows(train.mesh, options.longest, train.row_buckets, train.max_tokens_per_microbatch)
 
 
-def check_experts(config: ConfigDict, model: ModelConfig) -> None:
+def check_experts(config: ConfigDict, model: ModelConfig, options: RunOptions) -> None:
     """Raise UserError for adapters on experts, or a balance loss without experts."""
     lora = lora_of(config.lora)
     if lora and not model.foreign:
@@ -75,7 +73,9 @@ CHECKS = {
 }
 
 
-def check_kind(config: ConfigDict, model: ModelConfig, algorithm: Algorithm) -> None:
+def check_kind(
+    config: ConfigDict, model: ModelConfig, algorithm: Algorithm, options: RunOptions
+) -> None:
     """Raise UserError if model, servers or sampling do not fit the algorithm."""
     what = f"algorithm.preset={config.algorithm.preset} (loss={algorithm.loss})"
     scores = algorithm.kind.scores
@@ -86,13 +86,13 @@ def check_kind(config: ConfigDict, model: ModelConfig, algorithm: Algorithm) -> 
             f"model.path={config.model.path} is a reward model without logits, and {what} trains a "
             f"policy; give a {model.architecture} directory"
         )
-    if scores and has_servers(config):
+    if scores and options.served:
         raise UserError(
             f"{what} trains a reward model, which generates nothing; set fleet.num_servers=0 and "
             "no fleet.addresses"
         )
     if algorithm.data == "rollouts":
-        if not has_servers(config):
+        if not options.served:
             raise UserError(
                 f"fleet.num_servers=0 without fleet.addresses, and {what} trains on rollouts; give "
                 "one of them"

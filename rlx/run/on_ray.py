@@ -20,8 +20,7 @@ from rlx.launch.processes import Process, addresses, table
 from rlx.launch.ray_cluster import RayCluster, Running, joined
 from rlx.launch.run_secrets import TOKEN, make_secrets
 from rlx.run.inputs import INITIAL
-from rlx.run.on_hosts import ADDRESSES, processes_of
-from rlx.run.scheduler import DONE, FAILED, Ended, retry
+from rlx.run.scheduler import ADDRESSES, DONE, FAILED, Ended, processes_of, retry
 from rlx.system.jsonl import write_atomically
 from rlx.system.signals import interrupts
 from rlx.system.workdir_lock import SILENT_SECONDS
@@ -121,7 +120,7 @@ class _RayRun:
         self._cluster.start(one, self._environment, log)
 
     def _write_addresses(self) -> None:
-        """Write the servers' addresses into the file that trainer 0 polls."""
+        """Write the servers' addresses into the file that trainer 0 polls, if they changed."""
         text = "".join(f"{a}\n" for a in addresses([one.process for one in self._running]))
         if text != self._addresses:
             write_atomically(self._directory / ADDRESSES, text.encode())

@@ -3,14 +3,14 @@
 servers start ─▶ trainer is built ─▶ records open ─▶ fleet connects ─▶ executor admits
 """
 
-import dataclasses
+import itertools
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Event, current_thread, main_thread
@@ -25,14 +25,13 @@ from rlx.cli.text import size
 from rlx.cli.user_code import own_files
 from rlx.doctor import memory
 from rlx.doctor.memory import RunSizes
-from rlx.evaluation.held_out import HeldOut, HeldOutOptions
+from rlx.evaluation.held_out import HeldOut
 from rlx.fleet import wire
-from rlx.fleet.client import Fleet, NoFleet, Timeouts
+from rlx.fleet.client import Fleet, NoFleet
 from rlx.fleet.requests import TRUNCATED
 from rlx.fleet.tls import client_tls
 from rlx.launch import teacher
 from rlx.launch.local import CpuPlan, cpu_plan, servers_of
-from rlx.launch.teacher import ScorerOptions
 from rlx.mismatch import measure
 from rlx.mismatch.gate import Gate
 from rlx.observe import environment
@@ -41,7 +40,6 @@ from rlx.observe.metrics import MetricsWriter
 from rlx.observe.progress import Progress
 from rlx.observe.rundir import gaps
 from rlx.observe.timeline import Timeline
-from rlx.option import read_options
 from rlx.rollout import attempts
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor
@@ -50,17 +48,8 @@ from rlx.rollout.teacher_scores import TeacherScored
 from rlx.run import flags, resume, trainers
 from rlx.run.export import Export, require_base
 from rlx.run.frequency import Position, from_host
-from rlx.run.inputs import Inputs
-from rlx.run.room_options import (
-    as_json,
-    evaluation_sampling,
-    has_servers,
-    joining_of,
-    patience,
-    server_options,
-    sizes_of,
-    training_sampling,
-)
+from rlx.run.inputs import INITIAL, Inputs
+from rlx.run.room_options import as_json, joining_of
 from rlx.system import available_memory
 from rlx.system.jsonl import append_jsonl, read_jsonl
 from rlx.system.loop_thread import CLOSE_SECONDS, LoopThread
@@ -69,7 +58,6 @@ from rlx.system.workdir_lock import Killed
 from rlx.train import checkpoint, conductor
 from rlx.train.contract import State, Update
 from rlx.train.hosts import Hosts
-from rlx.train.train_options import TrainOptions
 
 SKIPS_SHOWN = 5  # skipped rows shown in the terminal; skipped.jsonl has all
 
@@ -83,13 +71,13 @@ class Parts:
       stop: set by the first Ctrl-C or SIGTERM, a hook, or another thread.
       elapsed: returns the seconds of the run, including earlier processes.
       teacher_fleet: fleet of the teacher that scores rollouts, if there is one.
-      advice: returns the remedy when out of memory.
       begun: position at the start. last: kind of `frequency.KINDS` → its last position.
     """
 
     config: ConfigDict
     workdir: Path
     inputs: Inputs
+    sizes: RunSizes
     stop: Event
     hooks: Hooks
     elapsed: Callable[[], float] = field(init=False)
@@ -104,21 +92,12 @@ class Parts:
     fleet: Fleet | NoFleet = field(init=False)
     teacher_fleet: Fleet | None = None
     gate: Gate | None = None
-    advice: Callable[[], str] = field(init=False)
     begun: Position = field(init=False)
     last: Mapping[str, Position] = field(init=False)
 
-
-def _restore(update: Any, trainer: str, path: Path) -> Any:
-    """Return the train state of a checkpoint; raise UserError if another trainer wrote it."""
-    before = checkpoint.read_host(path).get("config", {}).get("trainer", trainer)
-    if before != trainer:
-        raise UserError(
-            f"{path} was written by trainer={before}, got trainer={trainer}; resume with "
-            f"--config.trainer={before}, or convert it with `python -m rlx.convert` and start in a "
-            "new workdir with its weights"
-        )
-    return update.restore(path)
+    def advice(self, started: bool = True) -> str:
+        """Return the remedy when out of memory."""
+        return memory.advice(self.sizes, trainers.library(self.config).devices, started=started)
 
 
 def build(
@@ -144,20 +123,19 @@ def build(
       UserError: servers, teacher, checkpoint or storage cannot work.
     """
     config, workdir, inputs, hooks = parts.config, parts.workdir, parts.inputs, parts.hooks
-    begun, served = time.monotonic(), has_servers(config)
+    begun, options, library = time.monotonic(), inputs.options, trainers.library(config)
     parts.timeline = timeline = Timeline(earlier=workdir / "timeline.json")
     stack.callback(lambda: timeline.save(workdir / "timeline.json"))
     log = workdir / "console.log"
     progress = stack.enter_context(Progress(config.total_steps, title=workdir.name, log=log))
-    parts.progress = progress
-    for text in filter(None, [*messages, inputs.notes]):
-        progress.message(text)
-    _warn_truncated(config, progress.message)
-    _warn_low_memory(config, workdir, inputs, killed, progress.message)
+    parts.progress, say = progress, progress.message
+    warned = _warnings(parts, killed, library.devices().platform)
+    for text in filter(None, itertools.chain(messages, [inputs.notes], warned)):
+        say(text)
 
     def stop_after_step() -> None:
         parts.stop.set()
-        progress.message("finishing this step, then saving; press Ctrl-C again to stop at once")
+        say("finishing this step, then saving; press Ctrl-C again to stop at once")
 
     if current_thread() is main_thread():  # signals reach no other
         stack.enter_context(interrupts(stop_after_step, lambda: hooks.under_way))
@@ -166,50 +144,49 @@ def build(
     if token:  # for the next run in this process
         stack.callback(os.environ.__setitem__, wire.TOKEN_VARIABLE, token)
     own = 0 if config.fleet.addresses else config.fleet.num_servers
-    teacher_options = ScorerOptions.of_teacher(config)
-    reward_options = ScorerOptions.of_reward_model(config)
-    first_reward = own + teacher_options.num_local
-    plan = cpu_plan(cores, first_reward + reward_options.num_local, config.fleet.threads)
+    scorers = [each for each in (options.teacher, options.reward_model) if each]
+    plan = cpu_plan(cores, own + sum(each.num_local for each in scorers), config.fleet.threads)
+    places = iter(plan.servers)
+    own_plan = CpuPlan(plan.trainer, tuple(itertools.islice(places, own)))
     os.sched_setaffinity(0, plan.trainer)  # before JAX makes its threads
     stack.callback(os.sched_setaffinity, 0, cores)
-    trainers.library(config).check_devices(config)
-    model_dir = trainers.first_weights(config, workdir, inputs)
-    given: dict[str, Any] = {"token": token, "tls": client_tls(**config.fleet.tls)}
-    started: dict[str, Any] = {"workdir": workdir, "on_message": progress.message}
-    started |= server_options(config)
-    if served:
-        sizes = sizes_of(config, inputs.model_config)
-        started["publish_dir"] = publish_dir(config, sizes, workdir, progress.message)
-    scorers = {
-        teacher_options: plan.servers[own:first_reward],
-        reward_options: plan.servers[first_reward:],
-    }
+    library.check_devices(inputs)
+    model_dir = inputs.model_dir
+    if config.model.random_init:
+        model_dir = workdir / INITIAL
+        library.random_weights(inputs, model_dir)
+    started: dict[str, Any] = {
+        **options.servers, "token": token, "tls": client_tls(**config.fleet.tls),
+        "workdir": workdir, "on_message": say,
+    }  # fmt: skip
+    if options.served:
+        started["publish_dir"] = publish_dir(config, parts.sizes, workdir, say)
     scoring: dict[str, Any] = {  # local ones load and compile while the trainer is built
-        options.name: stack.enter_context(teacher.servers(options, cores, **given, **started))
-        for options, cores in scorers.items()
-        if options
+        each.name: stack.enter_context(
+            teacher.servers(each, tuple(itertools.islice(places, each.num_local)), **started)
+        )
+        for each in scorers
     }
-    if served:
-        own_plan = CpuPlan(plan.trainer, plan.servers[:own])
-        addresses = config.fleet.addresses
+    if options.served:
         servers = servers_of(
-            addresses, model_dir, plan=own_plan, gpus=gpus, joining=joining_of(config), **given,
-            **started,
+            config.fleet.addresses, model_dir, plan=own_plan, gpus=gpus,
+            joining=joining_of(config), **started,
         )  # fmt: skip
         stack.enter_context(servers)
     stack.callback(inputs.reward_pool.close)
-    if served:
+    if options.served:
         inputs.reward_pool.start()
 
-    make = partial(trainers.library(config).make, config)
+    make = partial(library.make, inputs.train, options.context)
     parts.update = update = conductor.driver(hosts, make, path=str(model_dir))
     template = inputs.prompts.tokenizer.chat_template if config.data.chat_template else ""
-    parts.export = export = Export(config, update, model_dir, inputs.model_dir, template)
+    parts.export = export = Export(
+        inputs.train, config.fleet.publish, update, model_dir, inputs.model_dir, template
+    )
     restored = None
     if config.checkpoint.recover_mode == "auto":
-        checkpoints = workdir / "checkpoints"
         restore = partial(_restore, update, config.trainer)
-        restored = checkpoint.restore_latest(checkpoints, restore, progress.message)
+        restored = checkpoint.restore_latest(workdir / "checkpoints", restore, say)
     if restored:
         require_base(restored.host, export.base, model_dir)
         state, step = restored.state, restored.host["step"]
@@ -218,7 +195,7 @@ def build(
         state, step, earlier = update.init(), 0, 0.0
 
     parts.elapsed = lambda: earlier + time.monotonic() - begun
-    hooks.say = progress.message
+    hooks.say = say
     place = {
         "cores": len(cores),
         "trainer_cores": len(plan.trainer),
@@ -228,41 +205,47 @@ def build(
     parts.writer = _records(parts, step, place, restored)
     stack.push(lambda kind, *_: hooks.end("stopped" if kind is KeyboardInterrupt else "failed"))
     hooks.begin(as_json(config), workdir, step)
-    note_skip = _Skips(workdir / "skipped.jsonl", progress.message)
-    evaluated = (record["step"] for record in read_jsonl(workdir / "eval.jsonl"))
-    questions = HeldOutOptions(
-        inputs.eval_rows,
-        inputs.held_out,
-        sampling=evaluation_sampling(config) if served else None,
-        total_steps=config.total_steps,
-        patience=patience(config),
-        timeout=config.rollout.request_timeout_seconds,
-    )
+    note_skip = _skip_notes(workdir / "skipped.jsonl", say)
     positions = restored.host.get("positions", {}) if restored else {}
     parts.begun, parts.last = from_host(positions, Position(step=step, seconds=earlier))
     parts.held_out = HeldOut(
-        questions, evaluated, step, parts.last["eval"].step, timeline, parts.elapsed, note_skip,
-        progress.message,
-    )  # fmt: skip
-    fleet: Fleet | NoFleet = NoFleet()
-    limits = read_options(Timeouts, config.fleet, request=config.rollout.request_timeout_seconds)
-    if served:
-        fleet = servers.fleet(
-            limits=limits, kv_on_update=config.fleet.kv_on_update, on_message=progress.message
-        )
-    fleets = {name: teacher.fleet(servers, limits, progress.message, name)
-              for name, servers in scoring.items()}  # fmt: skip
-    parts.fleet, parts.teacher_fleet = fleet, fleets.get(teacher_options.name)
-    reward_fleet = fleets.get(reward_options.name)
-    longest = min(TrainOptions.of(config).row_budget, max(config.train.row_buckets))
+        rows=inputs.eval_rows,
+        groups=inputs.held_out,
+        sampling=options.evaluation if options.served else None,
+        total_steps=config.total_steps,
+        patience=options.patience,
+        timeout=options.limits.request,
+        done={record["step"] for record in read_jsonl(workdir / "eval.jsonl")},
+        start=step,
+        owed=parts.last["eval"].step,
+        timeline=timeline,
+        elapsed=parts.elapsed,
+        on_skip=note_skip,
+        say=say,
+    )
+    parts.fleet = NoFleet()
+    if options.served:
+        kept = config.fleet.kv_on_update
+        parts.fleet = servers.fleet(limits=options.limits, kv_on_update=kept, on_message=say)
+    fleet = parts.fleet
+    fleets = {
+        name: teacher.fleet(found, options.limits, say, name) for name, found in scoring.items()
+    }
+    parts.teacher_fleet = fleets.get(options.teacher.name)
     parts.loop = loop = LoopThread("executor")
+    longest = min(inputs.train.row_budget, max(inputs.train.row_buckets))
+    reward_fleet = fleets.get(options.reward_model.name)
     parts.executor = executor = _executor(parts, reward_fleet, longest, note_skip)
     if isinstance(inputs.workflow, OnlineWorkflow):
-        needed = partial(_oldest_needed, workdir / "checkpoints", config.rollout.max_staleness)
+
+        def oldest() -> int:  # version whose tokens a resumed run may need
+            steps = map(checkpoint.step_of, checkpoint.checkpoints(workdir / "checkpoints"))
+            return min(steps, default=0) - config.rollout.max_staleness
+
         first = restored.host["executor"]["cursor"]["position"] if restored else 0
         inputs.workflow.context = RunContext(
-            workdir / "sessions", first, lambda: executor.version, needed, longest, progress.message
-        )  # fmt: skip
+            workdir / "sessions", first, lambda: executor.version, oldest, longest, say
+        )
     loop.start()
     stack.callback(loop.close)
     stack.callback(executor.close)
@@ -274,34 +257,50 @@ def build(
     if restored:
         saved = restored.host["executor"]
         if changed := executor.restore(saved, restored.groups, config.data.allow_change):
-            progress.message(f"{changed}; continuing, because data.allow_change is set")
+            say(f"{changed}; continuing, because data.allow_change is set")
     # Local servers have just loaded the first weights.
     if restored or config.fleet.addresses or config.fleet.join:
         method = config.fleet.publish
         export.publish(state, lambda w: loop.submit(fleet.publish(step, w, method))).result()
     executor.set_version(step)
-    if served and config.gate.enabled:
+    if options.served and config.gate.enabled:
         parts.gate = _gate(config, inputs, model_dir, workdir / "hf")
-    devices = trainers.library(config).devices
-    parts.advice = partial(memory.advice, sizes_of(config, inputs.model_config), devices)
     return state, step
 
 
-def disk_warning(config: ConfigDict, workdir: Path, inputs: Inputs) -> str:
+def _restore(update: Update, trainer: str, path: Path) -> State:
+    """Return the train state of a checkpoint; raise UserError if another trainer wrote it."""
+    before = checkpoint.read_host(path).get("config", {}).get("trainer", trainer)
+    if before != trainer:
+        raise UserError(
+            f"{path} was written by trainer={before}, got trainer={trainer}; resume with "
+            f"--config.trainer={before}, or convert it with `python -m rlx.convert` and start in a "
+            "new workdir with its weights"
+        )
+    return update.restore(path)
+
+
+def _warnings(parts: Parts, killed: Killed | None, platform: str) -> Iterator[str]:
+    """Yield warnings about this run's samples, memory and disk; empty ones do not matter."""
+    options = parts.inputs.options
+    if options.served and (cut := options.sampling.truncation):
+        yield f"{cut} in config.sampling: {TRUNCATED}"
+    if killed:
+        yield str(killed)
+    if platform == "cpu":
+        always = bool(killed and killed.for_memory)
+        yield memory.low_memory_warning(parts.sizes, available_memory.memory(), always=always)
+    yield disk_warning(parts.sizes, parts.workdir)  # last: a full disk raises
+
+
+def disk_warning(sizes: RunSizes, workdir: Path) -> str:
     """Return a warning about disk space for checkpoints; raise DiskFull if none fits."""
-    there = [workdir / "checkpoints", workdir / "hf"]
-    files = [path for place in there for path in place.rglob("*") if path.is_file()]
-    return memory.full_disk_warning(
-        sizes_of(config, inputs.model_config),
-        shutil.disk_usage(workdir).free,
-        sum(path.stat().st_size for path in files),
-    )
-
-
-def _warn_truncated(config: ConfigDict, say: Callable[[str], None]) -> None:
-    cut = training_sampling(config).truncation
-    if cut and has_servers(config):
-        say(f"{cut} in config.sampling: {TRUNCATED}")
+    files = [
+        path for name in ("checkpoints", "hf") for path in (workdir / name).rglob("*")
+        if path.is_file()
+    ]  # fmt: skip
+    free = shutil.disk_usage(workdir).free
+    return memory.full_disk_warning(sizes, free, sum(path.stat().st_size for path in files))
 
 
 def publish_dir(
@@ -330,25 +329,6 @@ def publish_dir(
     raise UserError(f"{what}; in Docker set --shm-size=8g, or set it to a disk with space")
 
 
-def _warn_low_memory(
-    config: ConfigDict,
-    workdir: Path,
-    inputs: Inputs,
-    killed: Killed | None,
-    say: Callable[[str], None],
-) -> None:
-    """Warn before step 1 if this run may be OOM-killed or fill its disk."""
-    if killed:
-        say(str(killed))
-    for_memory = bool(killed and killed.for_memory)
-    there, sizes = available_memory.memory(), sizes_of(config, inputs.model_config)
-    on_cpu = trainers.library(config).devices().platform == "cpu"
-    if on_cpu and (text := memory.low_memory_warning(sizes, there, always=for_memory)):
-        say(text)
-    if text := disk_warning(config, workdir, inputs):  # last: a full disk raises
-        say(text)
-
-
 def _gate(config: ConfigDict, inputs: Inputs, first: Path, saved: Path) -> Gate:
     """Return the run's gate; its prompts are evenly spread training rows.
 
@@ -359,12 +339,12 @@ def _gate(config: ConfigDict, inputs: Inputs, first: Path, saved: Path) -> Gate:
     rows, count = inputs.train_rows, min(config.gate.prompts, len(inputs.train_rows))
     chosen = [rows[i * len(rows) // count] for i in range(count)]
     prompts = [np.array(inputs.prompts.ids(row), np.int32) for row in chosen]
-    training, model = training_sampling(config), config.model
+    training, model = inputs.options.sampling, config.model
     budget = min(config.gate.max_new_tokens, training.max_new_tokens)
     exact = model.compute_dtype == model.publish_dtype == "float32"
     return Gate(
         prompts,
-        dataclasses.replace(
+        replace(
             training,
             max_new_tokens=budget,
             min_new_tokens=min(training.min_new_tokens, budget),
@@ -433,7 +413,7 @@ def _executor(
         parts.fleet,
         seed=c.seed,
         force_staleness=r.force_staleness,
-        patience=patience(c),
+        patience=inputs.options.patience,
         max_tokens=longest,
         on_skip=lambda skipped: note_skip(skipped.record("train")),
         say=parts.progress.message,
@@ -445,27 +425,20 @@ def _executor(
     )
 
 
-def _oldest_needed(checkpoints: Path, max_staleness: int) -> int:
-    """Return the oldest version whose tokens a run resumed from a checkpoint may need."""
-    steps = map(checkpoint.step_of, checkpoint.checkpoints(checkpoints))
-    return min(steps, default=0) - max_staleness
-
-
 def _close(loop: LoopThread, fleet: Fleet | NoFleet) -> None:
     with suppress(RuntimeError, TimeoutError):  # the thread has ended or is blocked
         loop.run(fleet.close(), CLOSE_SECONDS)
 
 
-class _Skips:
-    """Record skipped rows in skipped.jsonl and show the first ones, from any thread."""
+def _skip_notes(path: Path, say: Callable[[str], None]) -> Callable[[dict[str, Any]], None]:
+    """Return a function of any thread that records a skipped row, and shows the first ones."""
+    count = itertools.count(1)
 
-    def __init__(self, path: Path, say: Callable[[str], None]):
-        self._path, self._say, self._count = path, say, 0
-
-    def __call__(self, record: dict[str, Any]) -> None:
-        append_jsonl(self._path, {**record, "time": time.time()})
-        self._count += 1
-        if self._count <= SKIPS_SHOWN:
-            last = self._count == SKIPS_SHOWN
+    def note(record: dict[str, Any]) -> None:
+        append_jsonl(path, {**record, "time": time.time()})
+        if (number := next(count)) <= SKIPS_SHOWN:
+            last = number == SKIPS_SHOWN
             more = "; skipped.jsonl has the next ones" if last else ""
-            self._say(attempts.sentence(record) + more)
+            say(attempts.sentence(record) + more)
+
+    return note

@@ -34,11 +34,7 @@ _FREE = (
 
 
 def prepare_workdir(config: ConfigDict, workdir: Path) -> list[str]:
-    """Write config.json into the locked `workdir`; return messages to show.
-
-    Raises:
-      UserError: the directory holds another run.
-    """
+    """Write config.json into the locked `workdir`; return messages. UserError for another run."""
     for name in ("hf", "adapter", INITIAL):
         atomic_directory.sweep(workdir / name)
     for directory in (workdir, workdir / "rollouts"):
@@ -61,7 +57,14 @@ def prepare_workdir(config: ConfigDict, workdir: Path) -> list[str]:
                 f"{workdir} holds another run ({(changed or ['of an unknown config'])[0]}) and no "
                 "checkpoint to resume; give a fresh --workdir, or its config to start again"
             )
-        messages.append(_start_again(workdir))
+        step = last_step(workdir).get("step", 0)
+        forget(workdir, 0)
+        shutil.rmtree(workdir / "tensorboard", ignore_errors=True)
+        for name in (*RECORDS, "skipped.jsonl", "timeline.json", "report.html", BOARD_ID):
+            (workdir / name).unlink(missing_ok=True)
+        messages.append(
+            f"starting again: the last attempt ended after step {step} without a checkpoint"
+        )
         for path in found:  # all are damaged
             path.rename(path.with_name(f"damaged-{path.name}"))
             messages.append(f"{path} is damaged and is kept as damaged-{path.name}")
@@ -80,16 +83,6 @@ def finished(config: ConfigDict, workdir: Path) -> int:
     return done if auto and done >= config.total_steps and done in kept else 0
 
 
-def _start_again(workdir: Path) -> str:
-    """Remove the records of an attempt without a checkpoint; return a message."""
-    step = last_step(workdir).get("step", 0)
-    forget(workdir, 0)
-    shutil.rmtree(workdir / "tensorboard", ignore_errors=True)
-    for name in (*RECORDS, "skipped.jsonl", "timeline.json", "report.html", BOARD_ID):
-        (workdir / name).unlink(missing_ok=True)
-    return f"starting again: the last attempt ended after step {step} without a checkpoint"
-
-
 def last_step(workdir: Path) -> Mapping[str, Any]:
     """Return the last readable record of metrics.jsonl; {} without one."""
     records = [r for r in read_jsonl(workdir / "metrics.jsonl") if has_step(r)]
@@ -97,16 +90,14 @@ def last_step(workdir: Path) -> Mapping[str, Any]:
 
 
 def continuation(host: Mapping[str, Any], last: Mapping[str, Any]) -> str:
-    """Return the message of a resumed run: the steps and prompts that it repeats.
+    """Return the steps and prompts that a run repeats.
 
     Args:
       host: host part of the checkpoint. last: record of the last step after it.
     """
     step, executor = host["step"], host["executor"]
-    steps = max(0, last.get("step", step) - step)
-    admitted = last.get("admitted") if steps else None
-    prompts = len(executor["pending"])
-    if isinstance(admitted, int):
+    steps, prompts = max(0, last.get("step", step) - step), len(executor["pending"])
+    if steps and isinstance(admitted := last.get("admitted"), int):
         prompts += max(0, admitted - executor["admitted"])
     if not steps and not prompts:
         return f"resuming after step {step}; nothing is repeated"
@@ -117,11 +108,7 @@ def continuation(host: Mapping[str, Any], last: Mapping[str, Any]) -> str:
 
 
 def setting_changes(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Iterator[str]:
-    """Yield messages about settings that change after `step`, and the changed learning rate.
-
-    Args:
-      before, now: JSON configs of the steps before and after `step`.
-    """
+    """Yield messages about settings and learning rates that change after `step`."""
     if changed := list(differences(before, now)):
         yield f"settings change after step {step}: {'; '.join(changed)}"
         done = step * before["train"]["minibatches"]

@@ -6,7 +6,7 @@ names of the config's keys.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from rlx.doctor.memory import RunSizes
 from rlx.engines.engine import EngineOptions
 from rlx.fleet.addresses import Joining
 from rlx.fleet.requests import Sampling
+from rlx.fleet.timeouts import Timeouts
 from rlx.fleet.tls import client_tls
 from rlx.launch import ray_workers
+from rlx.launch.teacher import ScorerOptions
 from rlx.model.model_config import ModelConfig
 from rlx.option import read_options
 from rlx.rewards import rewards
@@ -31,23 +33,66 @@ from rlx.train.train_options import TrainOptions
 from rlx.workers.worker_process import WorkerLimits
 
 
-def is_online(config: ConfigDict) -> bool:
-    """Return whether applications outside ask, in place of rows."""
-    return config.rollout.workflow == named_workflow.ONLINE
+@dataclass(frozen=True, eq=False)
+class RunOptions:
+    """Options of the rooms that need no file and no algorithm, read once from a run's config.
 
+    Attributes:
+      served: whether the run has a fleet; training on a dataset needs none.
+      online: whether applications outside ask, in place of rows.
+      context: tokens that a server takes, of prompt and answer together.
+      longest: tokens of the longest trajectory.
+      sampling: of rollouts; each prompt gets its own seed later.
+      evaluation: greedy, with training's stops and, unless set otherwise, its budget.
+      servers: options of `LocalServers`; most are flags of rlx.serve.
+    """
 
-def has_servers(config: ConfigDict) -> bool:
-    """Return whether the run has a fleet; training on a dataset needs none."""
-    fleet = config.fleet
-    return bool(fleet.addresses or fleet.join) or fleet.num_servers > 0
+    served: bool
+    online: bool
+    context: int
+    longest: int
+    sampling: Sampling
+    evaluation: Sampling
+    patience: Patience
+    limits: Timeouts
+    servers: Mapping[str, Any]
+    teacher: ScorerOptions
+    reward_model: ScorerOptions
+
+    @classmethod
+    def of(cls, config: ConfigDict) -> "RunOptions":
+        """Return the options in a config."""
+        fleet, rollout = config.fleet, config.rollout
+        sampling, prompt = read_options(Sampling, config.sampling), config.data.max_prompt_tokens
+        budget, own_budget = sampling.max_new_tokens, config.eval.max_new_tokens
+        context = fleet.max_model_len or prompt + max(budget, own_budget)
+        return cls(
+            served=bool(fleet.addresses or fleet.join) or fleet.num_servers > 0,
+            online=rollout.workflow == named_workflow.ONLINE,
+            context=context,
+            longest=prompt + budget,
+            sampling=sampling,
+            evaluation=Sampling(0.0, max_new_tokens=own_budget or budget, stop=sampling.stop,
+                                seed=config.seed),
+            patience=Patience(rollout.max_attempts, rollout.max_failure_rate,
+                              outage=rollout.outage_seconds),
+            limits=read_options(Timeouts, fleet, request=rollout.request_timeout_seconds),
+            servers={
+                **asdict(read_options(EngineOptions, fleet, max_model_len=context)),
+                "engine": fleet.engine,
+                "dtype": config.model.publish_dtype,
+                "seed": config.seed,
+                "publish_dir": fleet.publish_dir,
+                "answer_timeout": fleet.kill_seconds,
+                "max_restarts": fleet.max_restarts,
+            },
+            teacher=ScorerOptions.of_teacher(config),
+            reward_model=ScorerOptions.of_reward_model(config),
+        )  # fmt: skip
 
 
 def check_reward(config: ConfigDict) -> dict[str, float]:
-    """Return name → weight of the run's rewards; none where its workflow has no use for them.
-
-    Raises:
-      UserError: `reward.terms` is malformed, or for nobody; there is no such function or workflow.
-    """
+    """Return name → weight of the run's rewards; none where its workflow has no use for them."""
     weights = rewards.weights_of(config.reward.name, config.reward.terms)
     weights.pop(rewards.MODEL, None)
     if not named_workflow.uses_rewards(config.rollout.workflow, "rollout.workflow"):
@@ -74,46 +119,6 @@ def agents_of(config: ConfigDict) -> AgentOptions:
     return replace(AgentOptions.of(config), start=ray_workers.starter("agents", config))
 
 
-def training_sampling(config: ConfigDict) -> Sampling:
-    """Return how rollouts are sampled; each prompt gets its own seed later."""
-    return read_options(Sampling, config.sampling)
-
-
-def patience(config: ConfigDict) -> Patience:
-    """Return how many failed attempts training and evaluations bear."""
-    r = config.rollout
-    return Patience(r.max_attempts, r.max_failure_rate, outage=r.outage_seconds)
-
-
-def evaluation_sampling(config: ConfigDict) -> Sampling:
-    """Return greedy sampling with training's stops and, unless set otherwise, its budget."""
-    budget = config.eval.max_new_tokens or config.sampling.max_new_tokens
-    return Sampling(
-        temperature=0.0, max_new_tokens=budget, stop=tuple(config.sampling.stop), seed=config.seed
-    )
-
-
-def context_of(config: ConfigDict) -> int:
-    """Return how many tokens a run's servers take, of prompt and answer together."""
-    budget = max(config.sampling.max_new_tokens, config.eval.max_new_tokens)
-    return config.fleet.max_model_len or config.data.max_prompt_tokens + budget
-
-
-def server_options(config: ConfigDict) -> dict[str, Any]:
-    """Return the options of `LocalServers` for a run; most are flags of rlx.serve."""
-    fleet = config.fleet
-    return {
-        **asdict(read_options(EngineOptions, fleet)),
-        "engine": fleet.engine,
-        "max_model_len": context_of(config),
-        "dtype": config.model.publish_dtype,
-        "seed": config.seed,
-        "publish_dir": fleet.publish_dir,
-        "answer_timeout": fleet.kill_seconds,
-        "max_restarts": fleet.max_restarts,
-    }
-
-
 def as_json(config: ConfigDict) -> dict:
     """Return the config as plain JSON values, as config.json and checkpoints hold it."""
     return json.loads(config.to_json_best_effort())
@@ -128,12 +133,8 @@ def joining_of(config: ConfigDict) -> Joining | None:
 
 
 def sizes_of(config: ConfigDict, model: ModelConfig) -> RunSizes:
-    """Return what decides how much memory a run of `model` needs.
-
-    Raises:
-      UserError: an unknown algorithm, or one that does not fit the config.
-    """
-    fleet = config.fleet
+    """Return what decides how much memory a run of `model` needs; raises as `TrainOptions.of`."""
+    fleet, options = config.fleet, RunOptions.of(config)
     return read_options(
         RunSizes,
         config.data,
@@ -143,8 +144,8 @@ def sizes_of(config: ConfigDict, model: ModelConfig) -> RunSizes:
         config.checkpoint,
         model=model,
         train=TrainOptions.of(config),
-        has_fleet=has_servers(config),
+        has_fleet=options.served,
         num_servers=0 if fleet.addresses else fleet.num_servers,
-        max_model_len=context_of(config),
+        max_model_len=options.context,
         publish_dtype=config.model.publish_dtype,
     )

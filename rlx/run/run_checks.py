@@ -29,15 +29,14 @@ SEAMS = (  # keys of the config that may name user code
 def findings(
     config: ConfigDict | None, workdir: Path, every_extra: bool = True
 ) -> Iterator[Finding]:
-    """Yield rows for the doctor's table.
-
-    Args:
-      workdir: directory of the run.
-      every_extra: whether to import extras that the run does not need, which is slow.
-    """
-    yield from packages.check(
-        needed=_required_modules(config) if config else (), everything=every_extra
-    )
+    """Yield rows for the doctor's table; `every_extra` also imports unneeded extras, slowly."""
+    started = []  # engines of servers that the run starts
+    if config and config.fleet.num_servers and not config.fleet.addresses:
+        started.append(config.fleet.engine)
+    if config and config.teacher.path and not config.teacher.addresses:
+        started.append(config.teacher.engine or config.fleet.engine)
+    needed = ("vllm",) if "vllm" in started else ()
+    yield from packages.check(needed=needed, everything=every_extra)
     devices = machine.devices()
     yield from machine.check(workdir, devices)
     if config is None:
@@ -59,8 +58,8 @@ def findings(
         "reward.model": config.reward.model,
     }
     for key, section in sections.items():
-        name, given = f"{key}.addresses", section.addresses
-        row, found = attempt("machine", name, partial(read_addresses, given), str)
+        name = f"{key}.addresses"
+        row, found = attempt("machine", name, partial(read_addresses, section.addresses), str)
         if found is None:
             yield row
         for address in found or ():
@@ -120,13 +119,3 @@ def _load(key: str, entry: str) -> str:
         return f"{entry} ({inspect.getfile(thing)}, line {inspect.getsourcelines(thing)[1]})"
     except (OSError, TypeError):  # made by code, not by a file
         return entry
-
-
-def _required_modules(config: ConfigDict) -> tuple[str, ...]:
-    """Return the modules of extras that the run needs."""
-    engines = []
-    if config.fleet.num_servers and not config.fleet.addresses:
-        engines.append(config.fleet.engine)
-    if config.teacher.path and not config.teacher.addresses:
-        engines.append(config.teacher.engine or config.fleet.engine)
-    return ("vllm",) if "vllm" in engines else ()

@@ -8,7 +8,6 @@ import numpy as np
 
 from rlx.algorithms.losses import LOSSES
 from rlx.base import Group, Trajectory
-from rlx.fleet.client import PublishReport
 
 BUSY = ("prefill", "decode", "score")  # server spans that compute tokens
 # Metrics of rewards and sampling, omitted when training on a dataset.
@@ -22,37 +21,27 @@ OF_ROLLOUTS = (
 def step_record(
     step: int,
     metrics: Mapping[str, Any],
-    seconds: Mapping[str, float],
-    counters: Mapping[str, Any],
-    *,
-    version: int,
-    epoch: int,
     step_seconds: float,
-    elapsed_seconds: float,
     generated_tokens: int,
     data: str = "rollouts",
+    **values: Any,
 ) -> dict[str, Any]:
     """Return one line of metrics.jsonl.
 
     Args:
       step: completed train batches, from 1.
-      metrics: result of `update`. seconds: phase → seconds in this step. counters: totals of the
-        executor, the last `publish_record`, and `busy_seconds` of the fleet and the teacher.
-      version: newest version that every live server has acknowledged.
+      metrics: result of `update`.
       generated_tokens: tokens completed since the last record.
       data: training data of the algorithm; OF_ROLLOUTS is omitted for datasets.
+      values: further values of the step.
     """
     own = {
         "step": step,
         "global_step": step,
-        "epoch": epoch,
-        "version": version,
         "step_seconds": step_seconds,
-        "elapsed_seconds": elapsed_seconds,
-        "seconds": dict(seconds),
         "generated_tokens_per_second": generated_tokens / step_seconds,
         "consumed_tokens_per_second": metrics["n_valid_tokens"] / step_seconds,
-        **counters,
+        **values,
     }
     record = {**own, **metrics, **own}  # a user's statistic cannot replace these
     left_out = () if data == "rollouts" else OF_ROLLOUTS
@@ -66,19 +55,6 @@ def fruitless(record: Mapping[str, Any], minibatches: int) -> str:
     if record.get("skipped_updates", 0) >= minibatches:
         return f"the gradient's norm is {record['grad_norm']}, so no update was made"
     return "" if record["n_valid_tokens"] else "no token was left to train on"
-
-
-def publish_record(report: PublishReport) -> dict[str, float]:
-    """Return the metrics of a publish.
-
-    Bytes sent to all servers (0 by path), seconds until the last acknowledgement, and the longest
-    pause of a server's decoding.
-    """
-    return {
-        "publish_bytes": report.sent_bytes,
-        "publish_seconds": report.seconds,
-        "publish_stall_seconds": report.stall_seconds,
-    }
 
 
 def transcripts(step: int, groups: Sequence[Group], count: int) -> list[dict[str, Any]]:
@@ -114,9 +90,7 @@ def _transcript(step: int, group: Group, trajectory: Trajectory) -> dict[str, An
     }
 
 
-def busy_seconds(spans: Iterable[Iterable[tuple[str, int, int]]]) -> float:
+def busy_seconds(spans: Sequence[Iterable[tuple[str, int, int]]]) -> float:
     """Return the mean seconds that servers spent computing tokens."""
-    each = [
-        sum(end - start for name, start, end in server if name in BUSY) / 1e9 for server in spans
-    ]
-    return sum(each) / max(1, len(each))
+    busy = sum(end - start for server in spans for name, start, end in server if name in BUSY)
+    return busy / 1e9 / max(1, len(spans))

@@ -19,7 +19,7 @@ from rlx.observe.run_report import write_report
 from rlx.run.export import prune
 from rlx.run.frequency import Position, due, every_of, to_host
 from rlx.run.parts import Parts, disk_warning
-from rlx.run.room_options import as_json, sizes_of
+from rlx.run.room_options import as_json
 from rlx.train import checkpoint
 from rlx.train.contract import State
 
@@ -71,7 +71,7 @@ class Saves:
                 },
                 groups,
                 keep=config.checkpoint.keep,
-                beside=memory.exported(sizes_of(config, parts.inputs.model_config)),
+                beside=memory.exported(parts.sizes),
             )
             saved = self.disk.submit(self._write, finish)
             published = parts.export.save(parts.workdir, state, self.disk.submit, saved)
@@ -88,7 +88,7 @@ class Saves:
             return
         with self.report_full_disk():
             self.end_or_fail()
-            if text := disk_warning(self._parts.config, self._parts.workdir, self._parts.inputs):
+            if text := disk_warning(self._parts.sizes, self._parts.workdir):
                 self._parts.progress.message(text)
         with suppress(OSError, UserError):  # a failed report must not end the run
             self.show()

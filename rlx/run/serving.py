@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,7 @@ from rlx.fleet.tls import Tls
 
 
 def read_keys(path: str) -> tuple[str, ...]:
-    """Return the API keys in a file, one per line; () without a file.
-
-    Raises:
-      UserError: the file cannot be read or has no keys.
-    """
+    """Return the API keys in a file, one per line; () for no file, UserError for no keys in it."""
     if not path:
         return ()
     try:
@@ -73,27 +70,23 @@ class GatewayServer:
             from rlx.agents.api_gateway import Gateway
         except ImportError as error:
             raise UserError(f"a gateway needs the extra: {install('agents')} ({error})") from None
-        stop, gateway = asyncio.Event(), None
-        try:
+        stop, online = asyncio.Event(), None
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(fleet.close)
             await fleet.connect()
             most = Sampling(max_new_tokens=fleet.context)
-            online = (
-                OnlineSessions(Path(self.directory), self.online, most) if self.online else None
-            )
+            if self.online:
+                online = OnlineSessions(Path(self.directory), self.online, most)
             gateway = Gateway(
                 fleet, tokenizer, name=name, tool_format=self.tool_format, host=self.host,
                 port=self.port, tls=self.tls, online=online,
             )  # fmt: skip
+            stack.push_async_callback(gateway.stop)
             untrained = replace(most, unscored=True)
             for key in self.keys or (() if online else ("",)):
                 gateway.sessions.open(untrained, key, endless=True)
             await gateway.start()
             for number in (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
-            found = {"base_url": gateway.base_url(), "pid": os.getpid()}
-            command.say(json.dumps(found))
+            command.say(json.dumps({"base_url": gateway.base_url(), "pid": os.getpid()}))
             await stop.wait()
-        finally:
-            if gateway:
-                await gateway.stop()
-            await fleet.close()

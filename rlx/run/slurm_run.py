@@ -28,9 +28,8 @@ from rlx.launch import slurm
 from rlx.launch.processes import addresses, table
 from rlx.launch.slurm import ENDINGS, Job
 from rlx.run.inputs import INITIAL
-from rlx.run.on_hosts import processes_of
 from rlx.run.room_options import as_json
-from rlx.run.scheduler import DONE, FAILED, Ended, retry, steps_in
+from rlx.run.scheduler import DONE, FAILED, Ended, processes_of, retry, steps_in
 from rlx.system.exit_reason import last_words
 from rlx.system.jsonl import read_json, write_atomically
 from rlx.system.signals import interrupts
@@ -130,12 +129,12 @@ def _write(
         text = template.read_text()
     except OSError as error:
         raise UserError(f"scheduler.template={template}: {error.strerror}; give a file") from None
+    same = f'{shlex.quote(python)} -m rlx.doctor --cluster --workdir="$root" || exit 67'
+    directives = [f"#SBATCH {shlex.quote(option)}" for option in (*options, *s.options)]
     script = slurm.render(
         text,
         {
-            "directives": "\n".join(
-                f"#SBATCH {shlex.quote(option)}" for option in (*options, *s.options)
-            ),
+            "directives": "\n".join(directives),
             "root": shlex.quote(str(attempt.parent)),
             "attempt": shlex.quote(str(attempt)),
             "home": shlex.quote(str(Path(next(iter(rlx.__path__))).parent)),
@@ -147,9 +146,7 @@ def _write(
             "addresses": slurm.quoted(addresses(plan), places) or "''",
             "server_names": " ".join(names["server"]),
             # All nodes use the same image, and the trainer's processes compare its code.
-            "check": ""
-            if s.container != "none"
-            else f'{shlex.quote(python)} -m rlx.doctor --cluster --workdir="$root" || exit 67',
+            "check": same if s.container == "none" else "",
             "first": names["trainer"][0],
             "trainer_names": " ".join(names["trainer"]),
             "container": {"none": "", "apptainer": apptainer, "pyxis": ""}[s.container],
@@ -170,14 +167,9 @@ def _why(number: str, job: Job, workdir: Path, attempt: Path, failed: Sequence[s
             f"job {number} did not start: its first node ({job.nodes.split(',')[0]}) cannot see "
             f"{workdir}; put --workdir on a disk that all nodes share"
         )
-    message = ""
-    for log in _logs(attempt):
-        lines = log.read_text(errors="replace").splitlines()
-        wrong = (line for line in lines if line.startswith(("error: ", "✗ ")))
-        found = [line.removeprefix("error: ") for line in wrong]
-        message = message or (found[0] if found else "")
-    if not message and (logs := _logs(attempt)):
-        message = last_words(logs[0].read_text(errors="replace").splitlines())
+    logs = [log.read_text(errors="replace").splitlines() for log in _logs(attempt)]
+    wrong = (line for lines in logs for line in lines if line.startswith(("error: ", "✗ ")))
+    message = next(wrong, "").removeprefix("error: ") or last_words(logs[0] if logs else ())
     state = ENDINGS[job.state].words if job.state in ENDINGS else str(job)
     lost = f"; {', '.join(failed)} failed" if failed else ""
     if job.state == "OUT_OF_MEMORY":
@@ -218,12 +210,10 @@ class _JobMonitor:
                         self._asked = False
                         if not self._cancel():
                             return None
-                    if job is None:
-                        silent += 1
-                        if silent == 60:
-                            say(f"no answer from Slurm about job {self._number}; retrying")
-                    else:
-                        silent = 0
+                    silent = 0 if job else silent + 1
+                    if silent == 60:
+                        say(f"no answer from Slurm about job {self._number}; retrying")
+                    if job:
                         if job.restarts > last.restarts:
                             slurm.start_now(self._number)
                             failed = slurm.failed_nodes(last.nodes)

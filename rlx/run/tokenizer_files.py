@@ -1,6 +1,7 @@
 """Load a model's tokenizer and check its chat template."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,29 +59,17 @@ def load_tokenizer(model_dir: Path, system_prompt: str = "", chat_template: str 
             "data.chat_template to none (raw prompts) or to a file"
         )
     place = f"data.chat_template={chat_template}" if chat_template else f"of {model_dir}"
-    _check_template(tokenizer, f"the chat template ({place})", system_prompt)
-    return tokenizer
-
-
-def _check_template(tokenizer: Any, what: str, system_prompt: str) -> None:
-    """Raise UserError if the chat template, named `what`, fails or drops the question."""
-    again = "use an instruct model's, or correct it"
+    what, why = f"the chat template ({place})", "use an instruct model's, or correct it"
     try:
         text = render(tokenizer, QUESTION, system_prompt)
     except Exception as error:  # from Jinja, or raised by the template
-        why = again
-        if system_prompt and _renders(tokenizer):
-            why = "it accepts no system message; leave data.system_prompt empty"
+        with suppress(Exception):
+            if system_prompt and render(tokenizer, QUESTION):
+                why = "it accepts no system message; leave data.system_prompt empty"
         raise UserError(f"{what} fails ({words(error)}); {why}") from error
     if QUESTION not in text:
-        raise UserError(f"{what} drops the question from the prompt; {again}")
-
-
-def _renders(tokenizer: Any) -> bool:
-    try:
-        return bool(render(tokenizer, QUESTION))
-    except Exception:
-        return False
+        raise UserError(f"{what} drops the question from the prompt; {why}")
+    return tokenizer
 
 
 def read_prompts(path: str, tokenizer: Any, count: int) -> list[np.ndarray]:

@@ -26,14 +26,15 @@ from rlx.cli.command import INTERRUPTED, say
 from rlx.cli.user_code import words
 from rlx.doctor.machine import Devices
 from rlx.run.flags import leaves
-from rlx.run.inputs import INITIAL, Inputs
-from rlx.run.room_options import as_json
+from rlx.run.inputs import Inputs
+from rlx.run.room_options import RunOptions, as_json
 from rlx.system import exit_reason
 from rlx.system.process_settings import end_with_parent
 from rlx.system.signals import interrupts
 from rlx.train import conductor
 from rlx.train.contract import Update
 from rlx.train.hosts import Cluster, Hosts, join, report_end
+from rlx.train.train_options import TrainOptions
 
 PARENT = "RLX_PARENT"  # environment variable: pid of the process that spawned this one
 _LAST_SECONDS = 10.0  # until processes that do not end are killed
@@ -44,12 +45,12 @@ class TrainerLibrary(Protocol):
     """The functions of a module in TRAINERS, described in rlx/run/jax_trainer.py."""
 
     set_up: Callable[[], None]
-    join: Callable[[ConfigDict, Hosts], None]
+    join: Callable[[Hosts], None]
     leave: Callable[[], None]
     devices: Callable[[], Devices]
-    check_devices: Callable[[ConfigDict], None]
-    random_weights: Callable[[ConfigDict, Path, Inputs], None]
-    make: Callable[[ConfigDict, str], Update]
+    check_devices: Callable[[Inputs], None]
+    random_weights: Callable[[Inputs, Path], None]
+    make: Callable[[TrainOptions, int, str], Update]
 
 
 def library(config: ConfigDict) -> TrainerLibrary:
@@ -63,7 +64,8 @@ def follow(config: ConfigDict, hosts: Hosts) -> tuple[int, bool]:
     say(f"process {hosts.index} of {hosts.count} follows process 0; stop it there")
     signals = current_thread() is main_thread()
     with interrupts(hosts.stop) if signals else nullcontext():
-        end = conductor.worker_loop(hosts, partial(library(config).make, config))
+        options, context = TrainOptions.of(config), RunOptions.of(config).context
+        end = conductor.worker_loop(hosts, partial(library(config).make, options, context))
     return end["step"], end["complete"]
 
 
@@ -77,11 +79,17 @@ def join_processes(config: ConfigDict, stop: Event) -> Iterator[Hosts]:
     Raises:
       UserError: processes are missing, or have another config or code.
     """
-    hosts = join(Cluster.of(os.environ, **config.cluster), _identity(config))
+    code, root = hashlib.blake2b(digest_size=8), Path(rlx.__file__).parent.parent
+    for path in sorted([*root.glob("rlx/**/*.py"), *root.glob("rlx_torch/*.py")]):
+        code.update(path.read_bytes())
+    equal = {f"config.{key}": value for key, value in leaves(as_json(config))}
+    del equal["config.cluster.process"]
+    equal |= {"rlx's code": code.hexdigest(), config.trainer: version(config.trainer)}
+    hosts = join(Cluster.of(os.environ, **config.cluster), equal)
     hosts.on_stop = stop.set
     try:
         if hosts.count > 1:
-            library(config).join(config, hosts)
+            library(config).join(hosts)
         yield hosts
     except BaseException as error:
         hosts.close(str(error) if isinstance(error, UserError) else words(error))
@@ -115,20 +123,18 @@ def spawn_local_ranks(config: ConfigDict) -> Iterator[ConfigDict]:
     config.cluster.coordinator, config.cluster.process = address, 0
     flags = [*sys.orig_argv, f"--config.cluster.coordinator={address}"]
     environment, done = {**os.environ, PARENT: str(os.getpid())}, Event()
-    others, threads = [], []
+    others: dict[subprocess.Popen[bytes], Thread] = {}
     for n in range(1, c.processes):
         command = [*flags, f"--config.cluster.process={n}"]
         other = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment)
-        name = f"process {n} of {c.processes}"
-        thread = Thread(target=_forward_stderr, args=(other, name, address, done), daemon=True)
-        thread.start()
-        others.append(other)
-        threads.append(thread)
+        given = (other, f"process {n} of {c.processes}", address, done)
+        others[other] = Thread(target=_forward_stderr, args=given, daemon=True)
+        others[other].start()
     try:
         yield config
     finally:
         done.set()
-        for other, thread in zip(others, threads, strict=True):
+        for other, thread in others.items():
             try:
                 other.wait(_LAST_SECONDS)
             except subprocess.TimeoutExpired:
@@ -152,24 +158,6 @@ def _forward_stderr(other: subprocess.Popen[bytes], name: str, address: str, don
         report_end(address, ": ".join(filter(None, (why, last.removeprefix("error: ")))), done)
 
 
-def _identity(config: ConfigDict) -> dict[str, Any]:
-    """Return the config and code version, which must be equal on all processes."""
-    code, root = hashlib.blake2b(digest_size=8), Path(rlx.__file__).parent.parent
-    for path in sorted([*root.glob("rlx/**/*.py"), *root.glob("rlx_torch/*.py")]):
-        code.update(path.read_bytes())
-    found = {f"config.{key}": value for key, value in leaves(as_json(config))}
-    del found["config.cluster.process"]
-    return {**found, "rlx's code": code.hexdigest(), config.trainer: version(config.trainer)}
-
-
 def _leave(status: int) -> None:
     sys.stdout.flush()
     os._exit(status)
-
-
-def first_weights(config: ConfigDict, workdir: Path, inputs: Inputs) -> Path:
-    """Return the HF directory of the run's first weights; write it if they are random."""
-    if not config.model.random_init:
-        return inputs.model_dir
-    library(config).random_weights(config, workdir / INITIAL, inputs)
-    return workdir / INITIAL

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from rlx.agents.loop_watch import is_own, place_of, stack
 from rlx.cli.command import say
-from rlx.run.room_options import is_online
 
 # Quiet seconds that are never late.
 SECONDS = {"loop": 10.0, "user": 30.0, "call": 60.0, "rollout": 60.0, "step": 1800.0}
@@ -127,7 +126,7 @@ def _signs(main: int, parts: Any, woken: float) -> dict[str, Sign]:
     if calls := list(loop.threads.calls.values()):
         name, since = calls[0][0], max(calls[0][1], woken)
         found["call"] = Sign((name, since), lambda: f"{name} does not return", since)
-    if is_online(parts.config):  # applications may pause
+    if parts.inputs.options.online:  # applications may pause
         return found
     counts = executor.counters()
     if attempts := executor.under_way():

@@ -219,7 +219,7 @@ class Hosts:
         self.on_stop: Callable[[], None] = lambda: None
         self.on_unsaved: Callable[[str, int, str], None] = lambda name, call, error: None
         self.sent = 0
-        self._peers, self._end, self._cluster = peers, end, cluster
+        self._peers, self._end, self.cluster = peers, end, cluster
         self._calls: queue.Queue[bytes] = queue.Queue()
         self._open: dict[int, _Call] = {}
         self._failed, self._news = set[int](), threading.Condition()
@@ -332,7 +332,7 @@ class Hosts:
 
     def _watch(self) -> None:
         """Send heartbeats; end the run when another process is silent or hangs."""
-        timeout = self._cluster.timeout
+        timeout = self.cluster.timeout
         while not self._closing.wait(min(1.0, timeout / 4)):
             for peer in self._peers:
                 if (silent := time.monotonic() - peer.last_seen) > timeout:
@@ -357,7 +357,7 @@ class Hosts:
         """Return the message about a process that is stuck in a call; "" while it is in time."""
         # After process 0 has finished the call, another may still compile, for as long as its
         # longest such call, or `join` for the first. Before, process 0 may wait for it.
-        limits, here = self._cluster, ""
+        limits, here = self.cluster, ""
         with self._news:
             if not (call := self._open.get(peer.done + 1)):
                 return ""

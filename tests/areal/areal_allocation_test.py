@@ -7,7 +7,7 @@ import pytest
 from rlx.areal.areal_allocation import translate
 from rlx.base import UserError
 from rlx.launch.allocation import parse
-from rlx.run import command_line
+from rlx.run import flags as command_line
 
 # text, rlx's form, GPUs
 READ = [

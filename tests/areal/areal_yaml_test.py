@@ -19,7 +19,7 @@ from rlx.base import UserError
 from rlx.config import check, default
 from rlx.launch.local import LocalServers
 from rlx.model import hf
-from rlx.run import command_line
+from rlx.run import flags as command_line
 from rlx.run.allocate import apply_allocation
 from rlx.run.flags import leaves
 from rlx.run.inputs import prepare

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from rlx.base import Unavailable, UserError
-from rlx.evaluation.held_out import CONCURRENCY, PRIORITY, HeldOut, HeldOutOptions
+from rlx.evaluation.held_out import CONCURRENCY, PRIORITY, HeldOut
 from rlx.fleet.requests import Sampling
 from rlx.observe.timeline import Timeline
 from rlx.rollout.attempts import Patience
@@ -33,20 +33,12 @@ def make(fake_fleet, fake_workflow):
         executors.append(executor)
         executor.start()
         said, skipped = [], []
-        options = HeldOutOptions(
-            rows, [], Sampling(temperature=0.0, max_new_tokens=7), total_steps=100,
-            patience=patience, timeout=30.0,
-        )  # fmt: skip
         held_out = HeldOut(
-            options,
-            done,
-            start,
-            start - start % 10,
-            Timeline(),
-            lambda: 0.0,
-            skipped.append,
-            said.append,
-        )
+            rows=rows, groups=[], sampling=Sampling(temperature=0.0, max_new_tokens=7),
+            total_steps=100, patience=patience, timeout=30.0, done=set(done), start=start,
+            owed=start - start % 10, timeline=Timeline(), elapsed=lambda: 0.0,
+            on_skip=skipped.append, say=said.append,
+        )  # fmt: skip
         return held_out, executor, said, skipped
 
     yield build

@@ -19,7 +19,7 @@ from rlx.fleet.client import Fleet, Timeouts
 from rlx.launch import teacher
 from rlx.launch.teacher import ScorerOptions
 from rlx.model import hf
-from rlx.run.room_options import server_options
+from rlx.run.room_options import RunOptions
 from tests.fixtures.commands import RLX_MAIN
 
 STUDENT = hf.resolve("rlx:arithmetic")
@@ -188,7 +188,7 @@ def test_a_teacher_that_cannot_start_is_one_line_of_what_its_server_said(other, 
     tensors = load_file(path / "model.safetensors")
     name = "model.norm.weight"
     save_file({**tensors, name: tensors[name] * np.float32("nan")}, path / "model.safetensors")
-    started = {"workdir": tmp_path, "on_message": print, **server_options(config_of())}
+    started = {"workdir": tmp_path, "on_message": print, **RunOptions.of(config_of()).servers}
     with (
         teacher.servers(
             options_of(path=str(path)), [(0,)], token=None, tls=None, **started

@@ -14,6 +14,7 @@ from rlx.model import directory, hf
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
 from rlx.run.model_checks import check_context
+from rlx.run.room_options import RunOptions
 from rlx.train.update import JaxUpdate
 from rlx_torch import packed_model
 from rlx_torch.update import TorchUpdate
@@ -218,12 +219,12 @@ def test_longrope_beyond_its_original_context_is_not_for_torch():
     config.eval.max_new_tokens = 32
     for model in (ModelConfig.from_hf(hf), ModelConfig.from_foreign(foreign, "why", 0)):
         config.trainer, config.fleet.max_model_len = "torch", 64
-        check_context(config, model)
+        check_context(config, model, RunOptions.of(config))
         config.fleet.max_model_len = 65
         with pytest.raises(UserError, match=r"longrope with up to 65 tokens.* within 64 tokens"):
-            check_context(config, model)
+            check_context(config, model, RunOptions.of(config))
         config.trainer = "jax"
-        check_context(config, model)
+        check_context(config, model, RunOptions.of(config))
 
 
 def test_a_file_that_tells_no_context_is_one_line(tmp_path):

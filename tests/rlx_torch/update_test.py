@@ -182,16 +182,13 @@ def test_exported_directories_are_those_of_jax_byte_for_byte(
     state = trainer.init()
     if own.lora:
         adapters_of_jax(jax_update, state)
-    config = default()
-    config.update_from_flattened_dict(overrides)
     found = []
     for update, of in ((jax_update, jax_update.init()), (trainer, state)):
         made = tmp_path / update.__class__.__name__
         made.mkdir()
         with ThreadPoolExecutor(1) as pool:
-            saved = Export(config, update, tiny_model_dir, tiny_model_dir).save(
-                made, of, pool.submit, pool.submit(lambda: None)
-            )
+            export = Export(own, "path", update, tiny_model_dir, tiny_model_dir)
+            saved = export.save(made, of, pool.submit, pool.submit(lambda: None))
         for each in saved:
             each.result()
         files = (path for path in made.rglob("*") if path.is_file())

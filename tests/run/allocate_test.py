@@ -10,9 +10,10 @@ from rlx.base import UserError
 from rlx.doctor import machine, packages
 from rlx.doctor.machine import Devices
 from rlx.engines import options
+from rlx.evaluation.sample_files import Asked
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.run import allocate, loop, score_models
-from rlx.run.room_options import server_options
+from rlx.run.room_options import RunOptions
 from rlx.run.run_checks import findings
 
 DEALS = "jax:d2+jax:f4t2"
@@ -87,10 +88,11 @@ def test_what_shares_gpus_shares_their_memory(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.8")
     config = allocate.apply_allocation(config_of("vllm[gen]:t2|jax[train]:f2"))
     assert (config.fleet.tensor_parallel, config.fleet.gpu_memory) == (2, 0.4)
+    given = RunOptions.of(config).servers
     flags = options.parser().parse_args(
         ["--model=m"]
-        + [f"--{name.replace('_', '-')}={value}" for name, value in server_options(config).items()
-           if name in ("engine", "tensor_parallel", "gpu_memory")]
+        + [f"--{name.replace('_', '-')}={given[name]}"
+           for name in ("engine", "tensor_parallel", "gpu_memory")]
     )  # fmt: skip
     assert (flags.engine, flags.tensor_parallel, flags.gpu_memory) == ("vllm", 2, 0.4)
     with allocate.gpu_environment(config) as servers:
@@ -106,7 +108,8 @@ def test_servers_of_an_evaluation_have_gpus_of_their_own(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
     monkeypatch.setattr(score_models, "servers_of", lambda *_, **options: options["gpus"])
     config = allocate.apply_allocation(config_of("vllm:d2+eval"), trains=False)
-    assert score_models._servers(config, tmp_path, tmp_path, None) == (("3",), ("4",))
+    model = score_models._Model(config, RunOptions.of(config), Asked(), tmp_path, tmp_path)
+    assert model.servers(None) == (("3",), ("4",))
 
 
 def test_a_trainer_is_dealt_its_gpus_before_anything_looks_for_devices(monkeypatch, tmp_path):

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from rlx import config as config_lib
+from rlx.algorithms.presets import PRESETS
 from rlx.base import UserError
 from rlx.fleet import publish
 from rlx.fleet.publish import Adapter
+from rlx.model.lora_config import LoraConfig
 from rlx.model.tensors import Buckets
 from rlx.run.export import AHEAD, Export
+from rlx.train.train_options import TrainOptions
 
 NAMES = [f"w{i}" for i in range(8)]
 
@@ -59,13 +61,8 @@ def thread():
 
 @pytest.fixture
 def export(tmp_path):
-    return lambda trainer, **lora: Export(configured(**lora), trainer, tmp_path, tmp_path)
-
-
-def configured(**changes):
-    config = config_lib.default()
-    config.update_from_flattened_dict(changes)
-    return config
+    options = TrainOptions(PRESETS["grpo"])
+    return lambda trainer: Export(options, "path", trainer, tmp_path, tmp_path)
 
 
 def test_no_more_than_two_buckets_are_alive_on_the_way(export, thread, tmp_path):
@@ -110,7 +107,7 @@ def test_a_publish_that_fails_is_not_waited_for(export, thread, tmp_path):
 
 
 def test_adapters_are_handed_over_with_what_servers_need(tmp_path, thread, monkeypatch):
-    config = configured(**{"lora.rank": 4, "lora.alpha": 8.0, "fleet.publish": "adapter"})
+    options = TrainOptions(PRESETS["grpo"], lora=LoraConfig(4, 8.0))
     monkeypatch.setattr("rlx.fleet.adapter.digest", lambda directory: b"base")
     seen = []
 
@@ -118,7 +115,8 @@ def test_adapters_are_handed_over_with_what_servers_need(tmp_path, thread, monke
         seen.append(weights)
         return thread.submit(publish.stage, 1, weights, "adapter", tmp_path)
 
-    staged = Export(config, Trainer(), tmp_path, tmp_path).publish(3.0, send).result()
+    export = Export(options, "adapter", Trainer(), tmp_path, tmp_path)
+    staged = export.publish(3.0, send).result()
     assert isinstance(seen[0], Adapter)
     assert (staged.adapter.scale, staged.adapter.base) == (2.0, b"base")
     assert set(load_file(staged.path)) == set(NAMES)

@@ -8,40 +8,43 @@ from rlx.base import DiskFull, UserError
 from rlx.config import default
 from rlx.model.directory import load_config, resolve
 from rlx.run import parts
-from rlx.run.room_options import sizes_of
+from rlx.run.room_options import RunOptions, sizes_of
 from rlx.system.workdir_lock import Killed
+
+
+def given(config, workdir):
+    """Parts of a run as far as its warnings need them."""
+    inputs = SimpleNamespace(options=RunOptions.of(config))
+    return SimpleNamespace(inputs=inputs, sizes=None, workdir=workdir)
 
 
 def test_a_full_disk_does_not_hide_why_the_run_before_was_killed(monkeypatch, tmp_path):
     def full(*_):
         raise DiskFull("no disk space for a checkpoint")
 
-    monkeypatch.setattr(parts, "sizes_of", lambda config, model: None)
     monkeypatch.setattr(parts, "disk_warning", full)
     monkeypatch.setattr(parts.memory, "low_memory_warning", lambda *_, always: "little memory")
-    said = []
-    killed, inputs = Killed(pid=7, for_memory=True), SimpleNamespace(model_config=None)
+    said, killed = [], Killed(pid=7, for_memory=True)
     with pytest.raises(DiskFull):
-        parts._warn_low_memory(default(), tmp_path, inputs, killed, said.append)
+        said.extend(parts._warnings(given(default(), tmp_path), killed, "cpu"))
     assert said == [str(killed), "little memory"]
 
 
-def test_draws_that_are_truncated_are_reported_at_the_start():
-    def said(**sampling):
-        config, lines = default(), []
+def test_draws_that_are_truncated_are_reported_at_the_start(monkeypatch, tmp_path):
+    monkeypatch.setattr(parts, "disk_warning", lambda *_: "")
+
+    def said(servers=1, **sampling):
+        config = default()
         config.sampling.update(sampling)
-        parts._warn_truncated(config, lines.append)
-        return lines
+        config.fleet.num_servers = servers
+        return list(filter(None, parts._warnings(given(config, tmp_path), None, "gpu")))
 
     assert said() == []
     assert said(temperature=0.7, max_new_tokens=9) == []
     for name, value in (("top_p", 0.9), ("top_k", 20), ("min_new_tokens", 4)):
         (line,) = said(**{name: value})
         assert f"{name}={value} in config.sampling: some tokens are never sampled" in line
-    config, lines = default(), []
-    config.sampling.top_p, config.fleet.num_servers = 0.5, 0
-    parts._warn_truncated(config, lines.append)
-    assert not lines, "without servers nothing is drawn"
+    assert not said(servers=0, top_p=0.5), "without servers nothing is drawn"
 
 
 @pytest.mark.parametrize(

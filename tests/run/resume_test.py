@@ -147,6 +147,5 @@ def test_another_place_is_told_once_and_the_same_not():
 
 def test_no_statistic_of_a_user_takes_the_place_of_a_records_own_number():
     counted = {"n_valid_tokens": 3, "mine": 0.5, "step": 0.25, "version": 0.25}
-    numbers = {"epoch": 0, "step_seconds": 1.0, "elapsed_seconds": 1.0, "generated_tokens": 4}
-    record = run_records.step_record(7, counted, {}, {}, version=6, **numbers)
+    record = run_records.step_record(7, counted, 1.0, 4, version=6)
     assert (record["step"], record["version"], record["mine"]) == (7, 6, 0.5)

@@ -9,10 +9,12 @@ import pytest
 
 from rlx.base import UserError
 from rlx.config import default
+from rlx.launch.teacher import ScorerOptions
 from rlx.model import hf
 from rlx.model import params as parameters
 from rlx.rollout.workflows import Prompts
 from rlx.run import inputs, tokenizer_files
+from rlx.run.room_options import check_reward
 from rlx.workers import worker_process
 from tests.fixtures.commands import RLX_MAIN
 
@@ -24,7 +26,7 @@ def tried(tokenizer, *names, seconds=20.0):
     config.reward.terms = tuple((name, 1.0) for name in names)
     config.reward.timeout_seconds = seconds
     given = inputs.Inputs()
-    given.weights, given.prompts = inputs.check_reward(config), Prompts(tokenizer)
+    given.weights, given.prompts = check_reward(config), Prompts(tokenizer)
     inputs._try_rewards(config, given, ROW)
 
 
@@ -75,7 +77,8 @@ def rewarded_by(tokenizer, path, *terms, **keys):
     config.data.max_prompt_tokens, config.sampling.max_new_tokens = 64, 128
     config.reward.model.path, config.reward.terms = str(path), terms
     config.update_from_flattened_dict(keys)
-    return inputs._model_rewarded(config, Prompts(tokenizer))
+    options = ScorerOptions.of_reward_model(config)
+    return inputs._model_rewarded(config, options, Prompts(tokenizer))
 
 
 def test_a_reward_model_is_checked_before_anything_starts(tokenizer, reward_model):

@@ -20,8 +20,8 @@ from rlx.launch.local import LocalServers
 from rlx.model import directory, hf
 from rlx.rollout import arithmetic as rollout_arithmetic
 from rlx.run.export import named_models
-from rlx.run.room_options import server_options
-from rlx.run.score_models import _ask, score_models
+from rlx.run.room_options import RunOptions
+from rlx.run.score_models import _Model, score_models
 from rlx.system.jsonl import append_jsonl, read_jsonl, set_aside
 from rlx.system.workdir_lock import fresh_workdir, lock_workdir
 from tests.fixtures.commands import RLX_MAIN, without_torch
@@ -209,7 +209,7 @@ def test_running_servers_are_given_the_model(tmp_path, monkeypatch):
 
     wanted = answers(tmp_path / "own")
     assert wanted[0] != wanted[1]
-    with LocalServers(base, workdir=tmp_path, **server_options(config)) as servers:
+    with LocalServers(base, workdir=tmp_path, **RunOptions.of(config).servers) as servers:
         monkeypatch.setenv("RLX_FLEET_TOKEN", servers.token)
         with config.unlocked():
             config.fleet.addresses = tuple(servers.wait())
@@ -221,8 +221,10 @@ def test_an_outage_of_the_servers_is_reported(capsys):
         on_message("no rollout server alive")
         raise UserError("stop here")
 
+    config = rlx_config.default()
+    model = _Model(config, RunOptions.of(config), Asked(), None, None)
     with pytest.raises(UserError, match="stop here"):
-        _ask(rlx_config.default(), None, SimpleNamespace(fleet=fleet), *[None] * 4)
+        model.ask(SimpleNamespace(fleet=fleet), None, None)
     assert capsys.readouterr().err == "no rollout server alive\n"
 
 
