@@ -1,6 +1,7 @@
 """The nouns every room shares. Imports neither JAX nor torch and does no I/O."""
 
 import difflib
+import hashlib
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -35,6 +36,11 @@ def install(extra: str) -> str:
     """Return the command that installs an extra, from a clone or a wheel: rlx is on no index."""
     source = "'FILE.whl" if "-packages/" in __file__ else "-e '."
     return f"pip install {source}[{extra}]'"
+
+
+def seed_of(data: bytes) -> int:
+    """Return a sampling seed in [0, 2³¹), a hash of `data`."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "big") >> 1
 
 
 def place(function: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
+from rlx.agents.workflow import AgentOptions
 from rlx.algorithms.algorithm import FIELDS, Algorithm
 from rlx.base import UserError
 from rlx.engines.engine import EngineOptions
@@ -97,12 +98,8 @@ SECTIONS = {
     ),
     "agents": _section(
         "Their processes; reward.workers is the number.",
+        AgentOptions,
         WorkerLimits,
-        turn_discount=option(1.0, "share of the next completion's return that counts", "[0, 1]"),
-        export=option("tree", "rows of a run: docs/agents.md", ("tree", "concat", "individual")),
-        reward_seconds=option(0.0, "wait for the reward of a run that returned None", "0"),
-        block_seconds=option(300.0, "longest time an agent may block its event loop", "(0, inf)"),
-        process_per_run=option(False, "hide each run's key from others; reward.workers at once"),
         resources=_RESOURCES,
     ),
     "online": _section(

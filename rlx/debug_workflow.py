@@ -39,12 +39,12 @@ def main() -> int:
         raise UserError("give --workflow=FILE.py:CLASS and --base_url=http://HOST:PORT/v1")
     loading.check_agent(agent, kwargs)
     workflow.gateway_class()  # raises where the extra is not installed
-    from rlx.debugger import agent_runs, debugger
+    from rlx.debugger import debugger
 
-    rows = agent_runs.load_rows(values.data, values.rows, config)
+    rows = debugger.load_rows(values.data, values.rows, config)
     batch = flags.number(values, "batch", int, config.rollout.batch_prompts if config else 32)
     group = flags.number(values, "group", int, config.sampling.n_samples if config else 8)
-    steps = agent_runs.steps(values.steps or "1,2", rows, batch, group)
+    steps = debugger.steps(values.steps or "1,2", rows, batch, group)
     report = debugger.Debugger(
         agent, kwargs, workflow.AgentOptions.of(config) if config else None,
         values.base_url, values.api_key or os.environ.get("OPENAI_API_KEY", ""), values.model,

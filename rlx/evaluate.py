@@ -37,7 +37,7 @@ def main() -> int:
     # A mistake in it is reported before what takes seconds to import.
     named_workflow.uses_rewards(values.workflow or config.rollout.workflow)
     from rlx.evaluation import question_sets, sample_files, statistics
-    from rlx.observe.progress_bar import ProgressBar
+    from rlx.observe.progress import ProgressBar
     from rlx.run import allocate, export, score_models
 
     asked = score_models.eval_options(config, values)

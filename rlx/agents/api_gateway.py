@@ -11,7 +11,6 @@ Each request belongs to the session of its API key, in `Authorization`, `x-api-k
 """
 
 import asyncio
-import importlib
 import inspect
 import json
 import math
@@ -20,9 +19,10 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -86,10 +86,11 @@ class PreparedRequest:
     began: float = field(default_factory=time.monotonic)
 
 
+@dataclass(eq=False)
 class Gateway:
     """HTTP server on the running event loop, from `start` to `stop`.
 
-    Args:
+    Attributes:
       fleet: generates on the same loop.
       tokenizer: the served model's, with its chat template.
       name: the model's name in /v1/models.
@@ -101,24 +102,21 @@ class Gateway:
       UserError: invalid TLS files.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        tokenizer: Any,
-        *,
-        name: str = "default",
-        tool_format: str = "",
-        host: str = "127.0.0.1",
-        port: int = 0,
-        tls: Tls | None = None,
-        online: OnlineSessions | None = None,
-    ):
-        self.online, self._sweeping = online, set[asyncio.Task]()
-        self._tls = fleet_tls.https(tls) if tls else None
-        self.sessions = Sessions()
-        self._fleet, self._tokenizer, self._name = fleet, tokenizer, name
-        self._host, self._port = host, port
-        self._reader = Reader(str(tokenizer.chat_template), tool_format)
+    fleet: Fleet
+    tokenizer: Any
+    _: KW_ONLY
+    name: str = "default"
+    tool_format: str = ""
+    host: str = "127.0.0.1"
+    port: int = 0
+    tls: Tls | None = None
+    online: OnlineSessions | None = None
+
+    def __post_init__(self) -> None:
+        tokenizer = self.tokenizer
+        self._tls = fleet_tls.https(self.tls) if self.tls else None
+        self.sessions, self._sweeping = Sessions(), set[asyncio.Task]()
+        self._reader = Reader(str(tokenizer.chat_template), self.tool_format)
         marks = {*self._reader.opens, *(self._reader.tags or ())}
         added = tokenizer.added_tokens_decoder.items()
         self._hidden = {k for k, t in added if t.special and t.content not in marks}
@@ -134,7 +132,11 @@ class Gateway:
 
     async def start(self) -> None:
         """Start listening; raise UserError if the port or a package is missing."""
-        self._modules = await in_thread(_import)
+        names = _DIALECTS.items()
+        try:  # takes seconds
+            self._modules = await in_thread(lambda: {r: import_module(m) for r, m in names})
+        except ImportError as error:
+            raise UserError(f"agents need the extra: {install('agents')} ({error})") from None
         around = (self._listener.watch, _errors_as_json)
         app = web.Application(middlewares=around, client_max_size=MAX_BODY)
         app.router.add_get("/health", self._health)
@@ -155,11 +157,11 @@ class Gateway:
         await runner.setup()
         assert runner.server is not None
         try:
-            self._port = self._listener.open(runner.server, self._host, self._port, self._tls)
+            self.port = self._listener.open(runner.server, self.host, self.port, self._tls)
         except OSError as error:
             await runner.cleanup()
             raise UserError(
-                f"cannot listen at {self._host}:{self._port}: {error.strerror}; choose another port"
+                f"cannot listen at {self.host}:{self.port}: {error.strerror}; choose another port"
             ) from None
         self._runner = runner
         if self.online:
@@ -181,23 +183,23 @@ class Gateway:
     def base_url(self, session: Session | None = None) -> str:
         """Return the address for clients; a session's address works with any API key."""
         key = f"/{session.key}" if session else ""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http{'s' if self._tls else ''}://{host}:{self._port}{key}/v1"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http{'s' if self._tls else ''}://{host}:{self.port}{key}/v1"
 
     # The calls.
 
     async def _health(self, request: web.Request) -> web.Response:
         """Answer 503 if no server is live."""
-        if self._fleet and not self._fleet.live:
+        if self.fleet and not self.fleet.live:
             raise ApiError(503, "no server is live; look at the servers' logs", code="no_server")
         return web.json_response({"status": "ok"})
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
         made = datetime.fromtimestamp(self._created, UTC).isoformat()
-        ours = {"id": self._name, "object": "model", "created": self._created, "owned_by": "rlx"}
-        anthropics = {"type": "model", "display_name": self._name, "created_at": made}
-        pages = {"has_more": False, "first_id": self._name, "last_id": self._name}
+        ours = {"id": self.name, "object": "model", "created": self._created, "owned_by": "rlx"}
+        anthropics = {"type": "model", "display_name": self.name, "created_at": made}
+        pages = {"has_more": False, "first_id": self.name, "last_id": self.name}
         return web.json_response({"object": "list", "data": [{**ours, **anthropics}], **pages})
 
     async def _answer(self, dialect: Any, request: web.Request) -> web.StreamResponse:
@@ -248,7 +250,7 @@ class Gateway:
         cut = sampling.truncation if session.temperature_fixed else ""
         if cut not in ("", session.defaults.truncation) and not self._warned:
             self._warned = True
-            self._fleet.say(f"an agent asks for {cut} in training: {TRUNCATED}")
+            self.fleet.say(f"an agent asks for {cut} in training: {TRUNCATED}")
 
     @contextmanager
     def _request_session(self, request: web.Request, dialect: Any) -> Iterator[Session]:
@@ -269,10 +271,13 @@ class Gateway:
 
     def _session(self, request: web.Request) -> Session:
         """Return the session of a request's key; raise ApiError if there is none."""
-        key = request.match_info.get("key") or online_routes.header_key(request)
+        key = online_routes.key_of(request)
         session = self.sessions.find(key)
         if self.online:
-            session = online_routes.session_of(self.online, key) or session
+            if key and self.online.is_admin(key):
+                message = "the admin key cannot generate; make a session, and use its key"
+                raise ApiError(403, message)
+            session = self.online.find(key) or session
         if session:
             return session
         if self.sessions.ended(key):
@@ -304,13 +309,13 @@ class Gateway:
                 400, "the model's chat template has no supported format of tool calls "
                 "(docs/agents.md); leave tools out, or give --tool-format", "tools",
             )  # fmt: skip
-        named = shielded(asked.forced or "", controls(self._tokenizer).pattern)
+        named = shielded(asked.forced or "", controls(self.tokenizer).pattern)
         forced = "" if asked.forced is None else self._reader.beginning(named)
         messages, place = session.recognise(asked.messages)
-        text, context = self._render(asked, messages) + forced, self._fleet.context
+        text, context = self._render(asked, messages) + forced, self.fleet.context
         if context and len(text) > context * self._longest:  # cheaper than tokenising it
             raise TooLong(len(text) // self._longest, context)
-        tokens, parent = session.prompt(text, partial(workflows.encode, self._tokenizer))
+        tokens, parent = session.prompt(text, partial(workflows.encode, self.tokenizer))
         if not len(tokens):
             message = "the rendered prompt is empty; give a message with text"
             raise ApiError(400, message, "messages")
@@ -324,7 +329,7 @@ class Gateway:
         if asked.tools:
             template["tools"] = list(asked.tools)
         try:
-            return workflows.chat(self._tokenizer, messages, **template)
+            return workflows.chat(self.tokenizer, messages, **template)
         except Exception as error:  # templates raise any exception
             why = " ".join(str(error).split())[:300]
             message = f"the model's chat template rejects these messages: {why}"
@@ -333,7 +338,7 @@ class Gateway:
     async def _generate(self, p: PreparedRequest, **options: Any) -> list[Completion]:
         sticky = None if p.session.endless else p.session.key  # too many calls for one server
         try:
-            return await self._fleet.generate(
+            return await self.fleet.generate(
                 p.tokens, p.chat.sampling, p.chat.n, session=sticky,
                 priority=p.session.priority, **options,
             )  # fmt: skip
@@ -369,8 +374,8 @@ class Gateway:
             memory = ""
             if (calls or spoken) and words != content:
                 shown = [i for i in completion.tokens if i not in self._hidden]
-                memory = p.forced + own_text(shown, self._decode, controls(self._tokenizer))
-            raw = own_text(completion.tokens, self._decode, controls(self._tokenizer))
+                memory = p.forced + own_text(shown, self._decode, controls(self.tokenizer))
+            raw = own_text(completion.tokens, self._decode, controls(self.tokenizer))
             message = {"role": "assistant", "content": content, "tool_calls": calls}
             p.session.keep(Interaction(
                 name, number, p.tokens, p.text, completion, raw, text, p.parent, len(calls),
@@ -393,7 +398,7 @@ class Gateway:
 
     def _decode(self, ids: Any, special: bool = False) -> str:
         shown = [int(i) for i in ids if special or i not in self._hidden]
-        return self._tokenizer.decode(shown, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(shown, clean_up_tokenization_spaces=False)
 
     def _logprobs(self, p: PreparedRequest) -> Logprobs:
         write = self._modules["/v1/chat/completions"].token_logprob
@@ -470,14 +475,6 @@ class Gateway:
             await asyncio.gather(work, return_exceptions=True)
 
 
-def _import() -> dict[str, Any]:
-    """Import the modules of the APIs, which takes seconds; return them by route."""
-    try:
-        return {r: importlib.import_module(m) for r, m in _DIALECTS.items()}
-    except ImportError as error:
-        raise UserError(f"agents need the extra: {install('agents')} ({error})") from None
-
-
 def _new_id(prefix: str) -> str:
     return prefix + uuid.uuid4().hex
 
@@ -493,22 +490,21 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
     """Answer every error with an error object."""
     try:
         return await handler(request)
-    except ApiError as error:
-        return _refusal(error)
-    except web.HTTPRequestEntityTooLarge:
-        return _refusal(ApiError(413, f"the body is larger than {MAX_BODY >> 20} MiB; shorten it"))
-    except http_listener.CLIENTS as error:
-        return _refusal(ApiError(400, f"the body cannot be read: {error}"))
-    except web.HTTPNotFound:
+    except ApiError as refused:
+        error = refused
+    except http_listener.CLIENTS as broken:
+        error = ApiError(400, f"the body cannot be read: {broken}")
+    except web.HTTPException as other:
         known = ", ".join([*_DIALECTS, _COUNT, "GET /v1/models", "GET /health"])
-        return _refusal(ApiError(404, f"unknown path {request.path}; use POST {known}"))
-    except web.HTTPMethodNotAllowed as error:
-        allowed = ", ".join(sorted(error.allowed_methods))
-        message = f"{request.path} does not accept {request.method}; use {allowed}"
-        return _refusal(ApiError(405, message))
-
-
-def _refusal(error: ApiError) -> web.Response:
+        allowed = ", ".join(sorted(getattr(other, "allowed_methods", ())))
+        messages = {
+            404: f"unknown path {request.path}; use POST {known}",
+            405: f"{request.path} does not accept {request.method}; use {allowed}",
+            413: f"the body is larger than {MAX_BODY >> 20} MiB; shorten it",
+        }
+        if other.status not in messages:
+            raise
+        error = ApiError(other.status, messages[other.status])
     least, most = online_routes.RETRY_SECONDS
     wait = str(min(max(math.ceil(error.wait), least), most))
     again = {"Retry-After": wait} if error.status == 429 else None

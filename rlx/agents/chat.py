@@ -6,7 +6,7 @@ are refused by name; fields that cannot change it (`user`, `metadata`, …) are 
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,18 +14,8 @@ from openai.types import chat as types
 from openai.types import shared_params as formats
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
 
-from rlx.agents.dialects import (
-    ApiError,
-    ChatRequest,
-    Choice,
-    Event,
-    ReplyHeader,
-    check_fields,
-    check_type,
-    invalid,
-    member,
-    take,
-)
+from rlx.agents import dialects
+from rlx.agents.dialects import ApiError, ChatRequest, Choice, Event, Reply, invalid, take
 from rlx.fleet.requests import MOST_TOP_LOGPROBS, Sampling
 
 ID = "chatcmpl-"
@@ -37,12 +27,10 @@ IGNORED = frozenset({
     "prompt_cache_options", "prompt_cache_retention", "reasoning_effort", "verbosity", "moderation",
 })  # fmt: skip
 _KNOWN = frozenset({*CompletionCreateParamsNonStreaming.__annotations__, "best_of"})
-_TAKEN = frozenset({
-    "model", "messages", "temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens",
-    "min_tokens", "n", "stop", "seed", "stream", "stream_options", "logprobs", "tools",
-    "tool_choice", "response_format", "chat_template_kwargs", "top_logprobs", "parallel_tool_calls",
-})  # fmt: skip
-_NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+SCHEMA: dialects.Schema = {
+    "messages": list, "tools": list, "model": str, "stream": bool, "logprobs": bool,
+    "stream_options": dict, "parallel_tool_calls": bool, "chat_template_kwargs": dict,
+    "stop": None, "tool_choice": None, "response_format": None,
     "temperature": (float, lambda v: 0 <= v <= 100, "in [0, 100]"),
     "top_p": (float, lambda v: 0 < v <= 1, "in (0, 1]"),
     "top_k": (int, lambda v: -1 <= v < 2**31, "in [0, 2³¹), or −1: off"),
@@ -52,7 +40,7 @@ _NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "n": (int, lambda v: 1 <= v <= MAX_CHOICES, f"in [1, {MAX_CHOICES}]"),
     "seed": (int, lambda v: abs(v) < 2**63, "of 64 bits"),
     "top_logprobs": (int, lambda v: 0 <= v <= MOST_TOP_LOGPROBS, f"in [0, {MOST_TOP_LOGPROBS}]"),
-}
+}  # fmt: skip
 _ROLES = {
     "system": types.ChatCompletionSystemMessageParam,
     "developer": types.ChatCompletionDeveloperMessageParam,
@@ -86,37 +74,51 @@ def read(data: Any, defaults: Sampling, *, temperature_fixed: bool = False) -> C
     Raises:
       ApiError: 400, naming the field.
     """
-    check_fields(data, _TAKEN, IGNORED, _KNOWN)
-    messages, tools = data.get("messages"), take(data, "tools", list, [])
-    if not isinstance(messages, list) or not messages:
+    given = dialects.checked(data, SCHEMA, IGNORED, _KNOWN)
+    if not (messages := given.get("messages")):
         raise invalid("messages", messages, "a list with one message or more")
+    tools = given.get("tools", [])
     tools = [{"type": "function", **t} if isinstance(t, dict) else t for t in tools]
     for i, tool in enumerate(tools):
-        check_type(types.ChatCompletionFunctionToolParam, tool, f"tools[{i}]")
-    forced = _forced(data.get("tool_choice"), [tool["function"]["name"] for tool in tools])
-    if data.get("tool_choice") == "none":
+        dialects.check_type(types.ChatCompletionFunctionToolParam, tool, f"tools[{i}]")
+    forced = _forced(given.get("tool_choice"), [tool["function"]["name"] for tool in tools])
+    if given.get("tool_choice") == "none":
         tools = []
-    guide, logprobs = _guide(data.get("response_format")), take(data, "logprobs", bool, False)
+    guide, logprobs = _guide(given.get("response_format")), given.get("logprobs", False)
     if guide and (tools or temperature_fixed):
         why = "excludes tool calls" if tools else "changes the logprobs that training needs"
         message = f"response_format {why}; leave it out, or ask in the prompt"
         raise ApiError(400, message, "response_format")
-    sampling = _sampling(data, defaults, temperature_fixed)
-    sampling = replace(sampling, guide=guide, unscored=defaults.unscored and not logprobs)
-    if sampling.top_logprobs and not logprobs:
+    temperature = given.get("temperature", defaults.temperature)
+    if temperature_fixed and temperature != defaults.temperature:
+        raise ApiError(
+            400, f"temperature={temperature:g} differs from training's "
+            f"{defaults.temperature:g}, which the losses assume; leave it out", "temperature",
+        )  # fmt: skip
+    if given.get("top_logprobs") and not logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+    asked = given.get("max_tokens", defaults.max_new_tokens)
+    most = min(defaults.max_new_tokens, given.get("max_completion_tokens", asked))
+    stops = [s for s in _stop(given.get("stop", [])) if s not in defaults.stop]
+    sampling = replace(
+        defaults, temperature=temperature, top_p=given.get("top_p", defaults.top_p),
+        top_k=max(0, given.get("top_k", defaults.top_k)), max_new_tokens=most,
+        min_new_tokens=min(most, given.get("min_tokens", defaults.min_new_tokens)),
+        stop=(*defaults.stop, *stops), seed=given.get("seed"), guide=guide,
+        top_logprobs=given.get("top_logprobs", 0), unscored=defaults.unscored and not logprobs,
+    )  # fmt: skip
     return ChatRequest(
-        model=take(data, "model", str, ""),
+        model=given.get("model", ""),
         messages=tuple(_message(message, f"messages[{i}]") for i, message in enumerate(messages)),
         sampling=sampling,
-        n=_number(data, "n", 1),
-        stream=take(data, "stream", bool, False),
-        include_usage=take(data, "stream_options", dict, {}).get("include_usage") is True,
+        n=given.get("n", 1),
+        stream=given.get("stream", False),
+        include_usage=given.get("stream_options", {}).get("include_usage") is True,
         logprobs=logprobs,
         tools=tuple(tools),
         forced=forced,
-        parallel=take(data, "parallel_tool_calls", bool, True),
-        template_kwargs=take(data, "chat_template_kwargs", dict, {}),
+        parallel=given.get("parallel_tool_calls", True),
+        template_kwargs=given.get("chat_template_kwargs", {}),
     )
 
 
@@ -126,11 +128,8 @@ def token_logprob(own: bytes, logprob: float) -> dict[str, Any]:
     return {"token": own.decode(errors="replace"), "logprob": finite, "bytes": list(own)}
 
 
-class ChatReply:
+class ChatReply(Reply):
     """Writes chat completions, see `dialects.Reply`."""
-
-    def __init__(self, header: ReplyHeader):
-        self._header = header
 
     def full(self, choices: Sequence[Choice]) -> Event:
         found = []
@@ -142,12 +141,12 @@ class ChatReply:
                 message["reasoning_content"] = choice.thoughts
             found.append({
                 "index": index, "message": message, "finish_reason": choice.reason,
-                "logprobs": _wrapped(choice.logprobs) if self._header.request.logprobs else None,
+                "logprobs": _wrapped(choice.logprobs) if self.header.request.logprobs else None,
             })  # fmt: skip
         return {**self._of("chat.completion", found), "usage": self._usage(choices)}
 
     def begin(self) -> Iterator[Event]:
-        for index in range(self._header.request.n):
+        for index in range(self.header.request.n):
             yield self._delta(index, {"role": "assistant", "content": ""})
 
     def delta(
@@ -161,7 +160,7 @@ class ChatReply:
             for number, call in enumerate(choice.calls):
                 yield self._delta(index, {"tool_calls": [{"index": number, **call}]})
             yield self._delta(index, {}, reason=choice.reason)
-        if self._header.request.include_usage:
+        if self.header.request.include_usage:
             yield {**self._of("chat.completion.chunk", []), "usage": self._usage(choices)}
 
     def _delta(
@@ -169,11 +168,11 @@ class ChatReply:
     ) -> Event:
         found = _wrapped(logprobs) if logprobs else None
         choice = {"index": index, "delta": delta, "logprobs": found, "finish_reason": reason}
-        empty = {"usage": None} if self._header.request.include_usage else {}
+        empty = {"usage": None} if self.header.request.include_usage else {}
         return {**self._of("chat.completion.chunk", [choice]), **empty}
 
     def _of(self, kind: str, choices: list) -> Event:
-        header = self._header
+        header = self.header
         return {
             "id": header.id, "created": header.created, "model": header.request.model,
             "object": kind, "choices": choices,
@@ -181,7 +180,7 @@ class ChatReply:
 
     def _usage(self, choices: Sequence[Choice]) -> dict[str, int]:
         """Return token counts: the prompt once, and the sum over choices."""
-        prompt, drawn = self._header.prompt_tokens, sum(choice.tokens for choice in choices)
+        prompt, drawn = self.header.prompt_tokens, sum(choice.tokens for choice in choices)
         return {
             "prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn,
         }  # fmt: skip
@@ -194,30 +193,8 @@ def _wrapped(logprobs: Sequence[Mapping]) -> Event:
     return {"content": list(logprobs), "refusal": None}
 
 
-def _sampling(data: Mapping[str, Any], defaults: Sampling, temperature_fixed: bool) -> Sampling:
-    temperature = _number(data, "temperature", defaults.temperature)
-    if temperature_fixed and temperature != defaults.temperature:
-        raise ApiError(
-            400, f"temperature={temperature:g} differs from training's "
-            f"{defaults.temperature:g}, which the losses assume; leave it out", "temperature",
-        )  # fmt: skip
-    asked = _number(data, "max_tokens", defaults.max_new_tokens)
-    most = min(defaults.max_new_tokens, _number(data, "max_completion_tokens", asked))
-    return replace(
-        defaults,
-        temperature=temperature,
-        top_p=_number(data, "top_p", defaults.top_p),
-        top_k=max(0, _number(data, "top_k", defaults.top_k)),
-        max_new_tokens=most,
-        min_new_tokens=min(most, _number(data, "min_tokens", defaults.min_new_tokens)),
-        stop=(*defaults.stop, *(s for s in _stop(data.get("stop")) if s not in defaults.stop)),
-        seed=_number(data, "seed", None),
-        top_logprobs=_number(data, "top_logprobs", 0),
-    )
-
-
 def _stop(stop: Any) -> list[str]:
-    found = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    found = [stop] if isinstance(stop, str) else stop
     texts = isinstance(found, list) and all(isinstance(s, str) and s for s in found)
     if not texts or len(found) > MAX_STOPS:
         raise invalid("stop", stop, f"a string or at most {MAX_STOPS} strings, none empty")
@@ -226,7 +203,7 @@ def _stop(stop: Any) -> list[str]:
 
 def _guide(form: Any) -> str:
     """Return the JSON Schema that a response format demands, "" for none."""
-    if form is None or member(form, "type", _FORMATS, "response_format") == "text":
+    if form is None or dialects.member(form, "type", _FORMATS, "response_format") == "text":
         return ""
     return json.dumps(form.get("json_schema", {}).get("schema") or {"type": "object"})
 
@@ -236,7 +213,7 @@ def _forced(choice: Any, names: Sequence[str]) -> str | None:
     if choice in (None, "auto", "none"):
         return None
     if choice != "required":
-        check_type(types.ChatCompletionNamedToolChoiceParam, choice, "tool_choice")
+        dialects.check_type(types.ChatCompletionNamedToolChoiceParam, choice, "tool_choice")
     name = "" if choice == "required" else choice["function"]["name"]
     if not names or (name and name not in names):
         raise invalid("tool_choice", choice, f"among tools, which has {', '.join(names) or 'none'}")
@@ -245,7 +222,7 @@ def _forced(choice: Any, names: Sequence[str]) -> str | None:
 
 def _message(message: Any, name: str) -> dict[str, Any]:
     """Return a message in the form that chat templates take."""
-    role = member(message, "role", _ROLES, name)
+    role = dialects.member(message, "role", _ROLES, name)
     out: dict[str, Any] = {
         "role": "system" if role == "developer" else role,
         "content": _content(message.get("content"), f"{name}.content"),
@@ -270,14 +247,15 @@ def _content(content: Any, name: str) -> str:
         return content or ""
     if not isinstance(content, list):
         raise invalid(name, content, "a string, or a list of parts of type text")
-    kinds = [member(part, "type", _PARTS, f"{name}[{i}]") for i, part in enumerate(content)]
+    named = enumerate(content)
+    kinds = [dialects.member(part, "type", _PARTS, f"{name}[{i}]") for i, part in named]
     return "\n".join(part[kind] for part, kind in zip(content, kinds, strict=True))
 
 
 def _call(call: Any, name: str) -> dict[str, Any]:
     """Return a tool call in the form that chat templates take, with parsed arguments."""
     call = {"type": "function", **call} if isinstance(call, dict) else call
-    check_type(types.ChatCompletionMessageFunctionToolCallParam, call, name)
+    dialects.check_type(types.ChatCompletionMessageFunctionToolCallParam, call, name)
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"] or "{}")
@@ -286,16 +264,3 @@ def _call(call: Any, name: str) -> dict[str, Any]:
         raise invalid(name, function["arguments"], "JSON text") from None
     function = {"name": function["name"], "arguments": arguments}
     return {"id": call["id"], "type": "function", "function": function}
-
-
-def _number(data: Mapping[str, Any], name: str, default: Any) -> Any:
-    value = data.get(name)
-    if value is None:
-        return default
-    kind, good, wanted = _NUMBERS[name]
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    sound = number and (isinstance(value, int) or math.isfinite(value))  # 1e400 is JSON
-    whole = sound and (kind is float or value == int(value))
-    if not whole or not good(value):
-        raise invalid(name, value, f"a {'whole ' if kind is int else ''}number {wanted}")
-    return kind(value)

@@ -10,6 +10,7 @@ Each API is a module (chat.py, responses.py, messages.py) with these names:
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,6 +21,8 @@ from rlx.fleet.requests import Sampling
 
 Event = dict[str, Any]
 _KINDS = {str: "a string", bool: "true or false", dict: "an object", list: "a list"}
+# Field → type of its value, or (int | float, check, text of the range), or None for any value.
+Schema = Mapping[str, Any]
 _ERRORS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error",
@@ -119,6 +122,11 @@ class Choice:
 class Reply(Protocol):
     """Writes one answer of an API: `full`, or events by `begin`, `delta` …, `end`."""
 
+    header: ReplyHeader
+
+    def __init__(self, header: ReplyHeader):
+        self.header = header
+
     def full(self, choices: Sequence[Choice]) -> Event:
         """Return the answer without streaming."""
 
@@ -154,23 +162,27 @@ def parse(body: bytes) -> Any:
     return found
 
 
-def check_fields(data: Any, taken: Set[str], ignored: Set[str], known: Set[str]) -> None:
-    """Check that `data` is an object with only supported fields.
+def checked(
+    data: Any, schema: Schema, ignored: Set[str] = frozenset(), known: Set[str] = frozenset()
+) -> dict[str, Any]:
+    """Return the fields of `data` that a schema has, without those that are null.
 
     Args:
-      taken: fields that are read. ignored: fields that cannot change the answer.
-      known: all fields of the API; those not taken or ignored must be empty.
+      ignored: fields that cannot change the answer.
+      known: all fields of the API; those outside of schema and `ignored` must be empty.
 
     Raises:
       ApiError: 400, naming the field and, for an unknown one, the nearest name.
     """
     if not isinstance(data, dict):
         raise invalid("the body", data, "a JSON object")
-    for name, value in data.items():
-        if name not in taken | ignored | known:
-            raise ApiError(400, str(unknown("field", name, taken)), name)
-        if value and name not in taken | ignored:
+    for name in [name for name in data if name not in schema and name not in ignored]:
+        if name not in known:
+            raise ApiError(400, str(unknown("field", name, schema)), name)
+        if data[name]:
             raise ApiError(400, f"{name} is not supported here; leave it out", name)
+    found = {name: take(data, name, kind) for name, kind in schema.items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def check_type(kind: Any, value: Any, name: str) -> None:
@@ -197,14 +209,21 @@ def check_type(kind: Any, value: Any, name: str) -> None:
         raise ApiError(400, f"{name} is {repr(value)[:80]}: {words}", name) from None
 
 
-def take(data: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    """Return a field of an object, `default` if absent or null; raise ApiError for other types."""
+def take(data: Mapping[str, Any], name: str, kind: Any, default: Any = None) -> Any:
+    """Return a field, `default` if absent or null; raise ApiError if it is not as in a Schema."""
     value = data.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, kind):
-        raise invalid(name, value, _KINDS[kind])
-    return value
+    if value is None or kind is None:
+        return default if value is None else value
+    if isinstance(kind, type):
+        if not isinstance(value, kind):
+            raise invalid(name, value, _KINDS[kind])
+        return value
+    number, good, wanted = kind
+    sound = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    whole = sound and (number is float or value == int(value))
+    if isinstance(value, bool) or not whole or not good(value):
+        raise invalid(name, value, f"a {'whole ' if number is int else ''}number {wanted}")
+    return number(value)
 
 
 def member(value: Any, key: str, kinds: Mapping[str, Any], name: str) -> Any:

@@ -26,12 +26,8 @@ _LOOK_SECONDS = 0.25
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def _is_ours(record: logging.LogRecord) -> bool:
-    """Return whether a logged error is the server's own, not a malformed request's."""
-    return not (record.exc_info and isinstance(record.exc_info[1], CLIENTS))
-
-
-LOGGER.addFilter(_is_ours)
+# Drops errors of malformed requests.
+LOGGER.addFilter(lambda record: not isinstance((record.exc_info or [0, 0])[1], CLIENTS))
 
 
 class HttpListener:

@@ -11,26 +11,17 @@ from typing import Any
 from anthropic import types
 from anthropic.types.message_create_params import MessageCreateParamsNonStreaming
 
+from rlx.agents import dialects
 from rlx.agents.chat import MAX_STOPS
-from rlx.agents.dialects import (
-    ApiError,
-    Choice,
-    Event,
-    ReplyHeader,
-    check_fields,
-    check_type,
-    invalid,
-    member,
-    take,
-)
+from rlx.agents.dialects import ApiError, Choice, Event, Reply, invalid, member
 
 ID = "msg_"
 NAMES = {"response_format": "output_config.format", "stop": "stop_sequences"}
 TOO_LONG = "prompt is too long: {tokens} tokens > {context} maximum"
 _SAME = ("model", "temperature", "top_p", "top_k", "max_tokens", "stream", "chat_template_kwargs")
-_TAKEN = frozenset({
-    *_SAME, "messages", "system", "stop_sequences", "tools", "tool_choice", "output_config",
-})  # fmt: skip
+SCHEMA = dict.fromkeys((*_SAME, "system", "tool_choice")) | {
+    "messages": list, "stop_sequences": list, "tools": list, "output_config": dict,
+}  # fmt: skip
 _IGNORED = frozenset({
     "cache_control", "context_management", "diagnostics", "inference_geo", "metadata",
     "service_tier", "speed", "thinking", "user_profile_id", "workspace_id",
@@ -59,27 +50,24 @@ _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"
 
 def to_chat(data: Any) -> dict[str, Any]:
     """Convert a request's JSON to a chat completion's; raise ApiError naming a bad field."""
-    check_fields(data, _TAKEN, _IGNORED, _KNOWN)
-    out = {name: data[name] for name in _SAME if data.get(name) is not None}
-    if form := take(data, "output_config", dict, {}).get("format"):
-        check_type(types.JSONOutputFormatParam, form, "output_config.format")
+    given = dialects.checked(data, SCHEMA, _IGNORED, _KNOWN)
+    out = {name: given[name] for name in _SAME if name in given}
+    if form := given.get("output_config", {}).get("format"):
+        dialects.check_type(types.JSONOutputFormatParam, form, "output_config.format")
         schema = {"name": "output", "schema": form["schema"]}
         out["response_format"] = {"type": "json_schema", "json_schema": schema}
-    stops = take(data, "stop_sequences", list, [])
+    out["stop"] = stops = given.get("stop_sequences", [])
     if len(stops) > MAX_STOPS or not all(isinstance(stop, str) and stop for stop in stops):
         raise invalid("stop_sequences", stops, f"at most {MAX_STOPS} strings, none empty")
-    out["stop"] = stops
-    tools = take(data, "tools", list, [])
-    out["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
-    if (choice := data.get("tool_choice")) is not None:
+    out["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(given.get("tools", []))]
+    if (choice := given.get("tool_choice")) is not None:
         kind = member(choice, "type", _CHOICES, "tool_choice")
         named = {"type": "function", "function": {"name": choice.get("name")}}
         out["tool_choice"] = {"any": "required", "tool": named}.get(kind, kind)
         out["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
-    messages = data.get("messages")
-    if not isinstance(messages, list) or not messages:
+    if not (messages := given.get("messages")):
         raise invalid("messages", messages, "a list with one message or more")
-    system = _texts(data.get("system") or "", "system")
+    system = _texts(given.get("system") or "", "system")
     out["messages"] = [{"role": "system", "content": system}] if system else []
     for i, message in enumerate(messages):
         role = member(message, "role", _ROLES, f"messages[{i}]")
@@ -90,13 +78,10 @@ def to_chat(data: Any) -> dict[str, Any]:
     return out
 
 
-class MessageReply:
+class MessageReply(Reply):
     """Writes messages, see `dialects.Reply`; a tool call is a block of its own."""
 
-    def __init__(self, header: ReplyHeader):
-        self._header = header
-        self._open = ""  # thinking | text: the open block
-        self._index = -1  # its number
+    _open, _index = "", -1  # the open block: thinking | text, and its number
 
     def full(self, choices: Sequence[Choice]) -> Event:
         (choice,) = choices
@@ -135,14 +120,14 @@ class MessageReply:
 
     def _message(self, content: list, choice: Choice | None) -> Event:
         return {
-            "id": self._header.id, "type": "message", "role": "assistant", "content": content,
-            "model": self._header.request.model, **_stop_fields(choice),
+            "id": self.header.id, "type": "message", "role": "assistant", "content": content,
+            "model": self.header.request.model, **_stop_fields(choice),
             "usage": self._usage(choice),
         }  # fmt: skip
 
     def _usage(self, choice: Choice | None) -> dict[str, int]:
         tokens = choice.tokens if choice else 0
-        return {"input_tokens": self._header.prompt_tokens, "output_tokens": tokens}
+        return {"input_tokens": self.header.prompt_tokens, "output_tokens": tokens}
 
 
 REPLY = MessageReply
@@ -168,7 +153,7 @@ def _tool(tool: Any, name: str) -> dict[str, Any]:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind not in (None, "custom"):
         raise ApiError(400, f"tools of type {kind!r} are not supported; give custom tools", name)
-    check_type(types.ToolParam, tool, name)
+    dialects.check_type(types.ToolParam, tool, name)
     function = {"name": tool["name"], "parameters": tool["input_schema"]}
     if "description" in tool:
         function["description"] = tool["description"]

@@ -25,7 +25,7 @@ from rlx.agents import trajectories
 from rlx.agents.dialects import ApiError
 from rlx.agents.session_state import Denied, SessionState
 from rlx.agents.sessions import Interaction, Session, TurnPlace
-from rlx.base import UserError
+from rlx.base import UserError, seed_of
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.rollout import control_tokens
@@ -312,8 +312,8 @@ class OnlineSessions:
 
     def _session(self, name: str, answers: Iterable[bytes] = ()) -> Session:
         """Return a session with its stored answers; its seed is a hash of its id."""
-        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big") >> 1
-        session = Session(name, replace(self._defaults, seed=seed), self._temperature_fixed)
+        defaults = replace(self._defaults, seed=seed_of(name.encode()))
+        session = Session(name, defaults, self._temperature_fixed)
         for answer in answers:
             i = _from_json(json.loads(answer), session.interactions)
             if not i.choice:

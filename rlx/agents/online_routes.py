@@ -13,7 +13,6 @@ from aiohttp import web
 from rlx.agents import dialects, returns
 from rlx.agents.dialects import ApiError
 from rlx.agents.online import OnlineSessions, public_view
-from rlx.agents.sessions import Session
 
 RETRY_SECONDS = (1, 600)  # range of a Retry-After
 _Handler = Callable[[OnlineSessions, web.Request], Awaitable[web.Response]]
@@ -32,20 +31,13 @@ def header_key(request: web.Request) -> str:
     return given or request.headers.get("x-api-key", "")
 
 
-def session_of(online: OnlineSessions, key: str) -> Session | None:
-    """Return the open session of a key, None for an unknown key; raise Denied or ApiError."""
-    if key and online.is_admin(key):
-        raise ApiError(403, "the admin key cannot generate; make a session, and use its key")
-    return online.find(key)
-
-
 def reward(online: OnlineSessions, request: web.Request, body: Any) -> web.Response | None:
     """Reward the latest session of a key and answer; return None for an unknown key."""
-    if (state := online.current(_key(request))) is None:
+    if (state := online.current(key_of(request))) is None:
         return None
-    data = _body(body, {"reward", "completion_id"})
+    data = dialects.checked(body, {"reward": None, "completion_id": str})
     value = data.get("reward")
-    if name := dialects.take(data, "completion_id", str, ""):
+    if name := data.get("completion_id"):
         value = {name: value}
     if state.completions or not isinstance(value, Mapping):  # else it is too early
         if wrong := returns.mistake(value, state.completions):
@@ -56,9 +48,9 @@ def reward(online: OnlineSessions, request: web.Request, body: Any) -> web.Respo
 
 async def _make(online: OnlineSessions, request: web.Request) -> web.Response:
     _require_admin(online, request)
-    data = _body(dialects.parse(await request.read() or b"{}"), {"task_id", "api_key"})
-    task, key = (dialects.take(data, name, str, "") for name in ("task_id", "api_key"))
-    state, key = online.open(task, key)
+    body = dialects.parse(await request.read() or b"{}")
+    data = dialects.checked(body, {"task_id": str, "api_key": str})
+    state, key = online.open(data.get("task_id", ""), data.get("api_key", ""))
     return web.json_response({**public_view(state), "api_key": key}, status=201)
 
 
@@ -79,14 +71,14 @@ async def _export(online: OnlineSessions, request: web.Request) -> web.Response:
 
 
 async def _end(online: OnlineSessions, request: web.Request) -> web.Response:
-    if (state := online.current(_key(request))) is None:
-        raise _no_session(online, _key(request))
+    if (state := online.current(key_of(request))) is None:
+        raise _no_session(online, key_of(request))
     return web.json_response(public_view(online.end(state.id, "application")))
 
 
 async def _refresh(online: OnlineSessions, request: web.Request) -> web.Response:
-    if (state := online.refresh(_key(request))) is None:
-        raise _no_session(online, _key(request))
+    if (state := online.refresh(key_of(request))) is None:
+        raise _no_session(online, key_of(request))
     return web.json_response(public_view(state))
 
 
@@ -102,7 +94,8 @@ _ROUTES: Mapping[tuple[str, str], _Handler] = {
 }
 
 
-def _key(request: web.Request) -> str:
+def key_of(request: web.Request) -> str:
+    """Return the API key in a request's address or headers, or ""."""
     return request.match_info.get("key") or header_key(request)
 
 
@@ -125,8 +118,3 @@ def unauthorized(key: str) -> ApiError:
     """Return the refusal of an unknown or missing API key."""
     problem = "unknown API key" if key else "no API key"
     return ApiError(401, f"{problem}; send the key that you were given", code="invalid_api_key")
-
-
-def _body(data: Any, names: set[str]) -> Mapping[str, Any]:
-    dialects.check_fields(data, names, set(), names)
-    return data

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -63,42 +63,40 @@ class _Slot:
     task: str = ""
 
 
+@dataclass(eq=False)
 class OnlineWorkflow:
     """Returns groups of finished sessions.
 
-    Args:
+    Attributes:
       options: of the sessions.
       agents: discount, export and delay of rewards.
       listen: host, port, tls_cert and tls_key of the gateway.
       n: sessions of one task that make a group.
       held_out: workflow for held-out questions.
+      context: set before the first `run`.
 
     Raises:
       UserError: the gateway would listen beyond this machine without TLS.
     """
 
-    name = "online"
-    context: RunContext  # set before the first `run`
+    options: OnlineOptions
+    agents: AgentOptions
+    listen: Any
+    tokenizer: Any
+    sampling: Sampling
+    n: int
+    held_out: Workflow
+    context: RunContext = field(init=False)
+    name: ClassVar[str] = "online"
 
-    def __init__(
-        self,
-        options: OnlineOptions,
-        agents: AgentOptions,
-        listen: Any,
-        tokenizer: Any,
-        sampling: Sampling,
-        n: int,
-        held_out: Workflow,
-    ):
-        self._tls = tls.server_tls(listen.tls_cert, listen.tls_key, "")
-        if not tls.is_loopback(listen.host) and not self._tls:
+    def __post_init__(self) -> None:
+        self._tls = tls.server_tls(self.listen.tls_cert, self.listen.tls_key, "")
+        if not tls.is_loopback(self.listen.host) and not self._tls:
             raise UserError(
-                f"online.host={listen.host} listens beyond this machine; give online.tls_cert and "
-                "online.tls_key, or listen at 127.0.0.1"
+                f"online.host={self.listen.host} listens beyond this machine; give online.tls_cert "
+                "and online.tls_key, or listen at 127.0.0.1"
             )
-        self._options, self._agents, self._listen = options, agents, listen
-        self._tokenizer, self._sampling, self._n = tokenizer, sampling, n
-        self._held_out, self._gateway_class = held_out, gateway_class()
+        self._gateway_class = gateway_class()
         self._gateway: Any = None  # set once it listens
         self._starting = asyncio.Lock()
         self._slots: dict[int, _Slot] = {}
@@ -107,14 +105,14 @@ class OnlineWorkflow:
     async def run(self, fleet: Generator, task: Task) -> Group:
         """Return a group of finished sessions, or of a held-out row."""
         if task.sampling is not None:
-            return await self._held_out.run(fleet, task)
+            return await self.held_out.run(fleet, task)
         online = await self._at(fleet)
         full = asyncio.get_running_loop().create_future()
         self._admitted.append(asyncio.get_running_loop().time())
         slot = self._slots[task.group_id] = _Slot(task.group_id, task.version, full)
         # Sessions from before a restart, or from a failed attempt at this group.
         before = [s for s in online.states.values() if s.slot == task.group_id and not s.why]
-        slot.sessions = [s.id for s in before if s.taken in ("", "trained")][: self._n]
+        slot.sessions = [s.id for s in before if s.taken in ("", "trained")][: self.n]
         slot.task = before[0].task if slot.sessions else ""
         try:
             self._settle(0.0)
@@ -127,7 +125,7 @@ class OnlineWorkflow:
             assert state.reward is not None
             found += trajectories.of_run(
                 made, state.reward, f"{task.group_id}.{number}", agent=self.name,
-                turn_discount=self._agents.turn_discount, export=self._agents.export,
+                turn_discount=self.agents.turn_discount, export=self.agents.export,
                 seconds=state.touched - state.opened,
             )  # fmt: skip
             online.take(name, "trained")
@@ -146,16 +144,16 @@ class OnlineWorkflow:
         """Return the sessions of a gateway in front of `fleet`, started on the first call."""
         async with self._starting:
             if self._gateway is None:
-                where = self._listen
+                where = self.listen
                 try:
                     online = OnlineSessions(
                         self.context.directory,
-                        self._options,
-                        self._sampling,
+                        self.options,
+                        self.sampling,
                         temperature_fixed=True,
                     )
                     gateway = self._gateway_class(
-                        cast(Fleet, fleet), self._tokenizer, host=where.host, port=where.port,
+                        cast(Fleet, fleet), self.tokenizer, host=where.host, port=where.port,
                         tls=self._tls, online=online,
                     )  # fmt: skip
                     await gateway.start()
@@ -179,12 +177,12 @@ class OnlineWorkflow:
 
     def _admit(self, task: str) -> int:
         """Return the slot for a session of `task`, or raise Denied."""
-        if self._n > 1 and not task:
-            problem = f"sampling.n_samples={self._n} sessions of one task_id make a group"
+        if self.n > 1 and not task:
+            problem = f"sampling.n_samples={self.n} sessions of one task_id make a group"
             raise Denied("nameless", f"{problem}; give task_id")
         slots = sorted(self._slots.values(), key=lambda slot: (slot.task != task, slot.group_id))
         for slot in slots:
-            if len(slot.sessions) < self._n and (not slot.sessions or slot.task == task):
+            if len(slot.sessions) < self.n and (not slot.sessions or slot.task == task):
                 slot.task = task
                 return slot.group_id
         wait = expected_wait(self._admitted, asyncio.get_running_loop().time())
@@ -203,7 +201,7 @@ class OnlineWorkflow:
             for name in list(slot.sessions):
                 state = online.states[name]
                 why = self._unusable(online, state, slot.version) if state.ended else ""
-                late = now - state.touched < self._agents.reward_seconds
+                late = now - state.touched < self.agents.reward_seconds
                 if why == _NO_REWARD and state.completions and late:
                     continue
                 if why:
@@ -213,7 +211,7 @@ class OnlineWorkflow:
                     ready.append(state)
             last = max((state.touched for state in ready), default=now)
             several = len(ready) == len(slot.sessions) > 1
-            if len(ready) == self._n or (several and now - last > self._options.idle_seconds):
+            if len(ready) == self.n or (several and now - last > self.options.idle_seconds):
                 del self._slots[slot.group_id]
                 if not slot.full.done():  # not cancelled
                     slot.full.set_result([state.id for state in ready])

@@ -4,14 +4,13 @@ https://platform.openai.com/docs/api-reference/responses. The gateway keeps no r
 that refer to an earlier one are refused by name.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 
 from rlx.agents.chat import IGNORED
-from rlx.agents.dialects import ApiError, Choice, Event, ReplyHeader, check_fields, invalid, take
+from rlx.agents.dialects import ApiError, Choice, Event, Reply, checked, invalid, take
 
 ID = "resp_"
 NAMES = {"response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
@@ -20,10 +19,10 @@ _SAME = (
     "parallel_tool_calls",
 )  # fmt: skip
 _KNOWN = frozenset(ResponseCreateParamsNonStreaming.__annotations__)
-_TAKEN = frozenset({
-    *_SAME, "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text",
-})  # fmt: skip
-_IGNORED = frozenset({"include", "reasoning", "truncation", "stream_options", "client_metadata"})
+SCHEMA = dict.fromkeys((*_SAME, "input", "instructions", "max_output_tokens", "tool_choice")) | {
+    "text": dict, "include": list, "tools": list,
+}  # fmt: skip
+_IGNORED = frozenset({"reasoning", "truncation", "stream_options", "client_metadata"})
 _LOGPROBS = "message.output_text.logprobs"  # in `include`
 _PARTS = {"text": "output_text", "thinking": "reasoning_text"}
 _ITEMS: dict[str, tuple[str, Event, Event]] = {  # prefix of the id, fields, fields of its part
@@ -35,43 +34,35 @@ _TEXTS = ("input_text", "output_text", "text")
 
 def to_chat(data: Any) -> dict[str, Any]:
     """Convert a request's JSON to a chat completion's; raise ApiError naming a bad field."""
-    check_fields(data, _TAKEN, IGNORED | _IGNORED, _KNOWN)
-    out = {name: data[name] for name in _SAME if data.get(name) is not None}
-    if (form := take(data, "text", dict, {}).get("format")) is not None:
+    given = checked(data, SCHEMA, IGNORED | _IGNORED, _KNOWN)
+    out = {name: given[name] for name in _SAME if name in given}
+    if (form := given.get("text", {}).get("format")) is not None:
         own = form if isinstance(form, dict) else {}
         schema = {key: value for key, value in own.items() if key != "type"}
         out["response_format"] = {**own, "json_schema": schema} if schema else form
-    if _LOGPROBS in take(data, "include", list, []) or out.get("top_logprobs"):
+    if _LOGPROBS in given.get("include", []) or out.get("top_logprobs"):
         out["logprobs"] = True
-    if data.get("max_output_tokens") is not None:
-        out["max_completion_tokens"] = data["max_output_tokens"]
-    if data.get("tools"):
-        out["tools"] = _tools(data["tools"])
-    choice = data.get("tool_choice")
+    choice, system = given.get("tool_choice"), given.get("instructions")
     if isinstance(choice, dict):
         choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
-    if choice is not None:
-        out["tool_choice"] = choice
-    system = data.get("instructions")
-    out["messages"] = [
-        *([{"role": "system", "content": system}] if system else []),
-        *_messages(data.get("input")),
-    ]
-    return out
+    return out | {
+        "max_completion_tokens": given.get("max_output_tokens"), "tool_choice": choice,
+        "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(given.get("tools", []))],
+        "messages": [{"role": "system", "content": system}] * bool(system)
+        + _messages(given.get("input")),
+    }  # fmt: skip
 
 
-class ResponseReply:
+class ResponseReply(Reply):
     """Writes responses, see `dialects.Reply`."""
 
-    def __init__(self, header: ReplyHeader):
-        self._header = header
-        self._number = itertools.count()  # of events
-        self._open, self._index = "", -1  # kind and number of the open item
-        self._text, self._logprobs = "", []  # type: tuple[str, list[Mapping]]
+    _number = -1  # of the last event
+    _open, _index, _text = "", -1, ""  # kind, number and text of the open item
+    _logprobs: list[Mapping]
 
     def full(self, choices: Sequence[Choice]) -> Event:
         (choice,) = choices
-        prompt, status = self._header.prompt_tokens, _status(choice)
+        prompt, status = self.header.prompt_tokens, _status(choice)
         output = []
         if choice.thoughts:
             output.append(self._item("thinking", choice.thoughts, status))
@@ -137,19 +128,20 @@ class ResponseReply:
         yield self._event("output_item.done", output_index=self._index, item=item)
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        return {"type": f"response.{kind}", "sequence_number": next(self._number), **fields}
+        self._number += 1
+        return {"type": f"response.{kind}", "sequence_number": self._number, **fields}
 
     def _place(self) -> Event:
-        item = _ITEMS[self._open][0] + self._header.id
+        item = _ITEMS[self._open][0] + self.header.id
         return {"output_index": self._index, "content_index": 0, "item_id": item}
 
     def _item(self, kind: str, text: str, status: str, logprobs: Sequence[Mapping] = ()) -> Event:
         begin, fields, part = _ITEMS[kind]
         content = [{"type": _PARTS[kind], "text": text, **part, **_logprobs(kind, logprobs)}]
-        return {"id": begin + self._header.id, "status": status, **fields, "content": content}
+        return {"id": begin + self.header.id, "status": status, **fields, "content": content}
 
     def _response(self, **more: Any) -> Event:
-        header = self._header
+        header = self.header
         return {
             "id": header.id, "object": "response", "created_at": header.created, "error": None,
             "status": "in_progress", "incomplete_details": None, "model": header.request.model,
@@ -226,17 +218,10 @@ def _content(content: Any) -> Any:
     ]
 
 
-def _tools(tools: Any) -> list[Any]:
-    if not isinstance(tools, list):
-        raise invalid("tools", tools, "a list")
-    out = []
-    for index, tool in enumerate(tools):
-        if not isinstance(tool, dict) or tool.get("type") != "function":
-            kind = tool.get("type") if isinstance(tool, dict) else tool
-            raise ApiError(
-                400, f"tools of type {kind!r} are not supported; give functions", f"tools[{index}]"
-            )
-        fields = ("name", "description", "parameters")
-        function = {k: tool[k] for k in fields if tool.get(k) is not None}
-        out.append({"type": "function", "function": function})
-    return out
+def _tool(tool: Any, name: str) -> dict[str, Any]:
+    kind = tool.get("type") if isinstance(tool, dict) else tool
+    if not isinstance(tool, dict) or kind != "function":
+        raise ApiError(400, f"tools of type {kind!r} are not supported; give functions", name)
+    fields = ("name", "description", "parameters")
+    function = {k: tool[k] for k in fields if tool.get(k) is not None}
+    return {"type": "function", "function": function}

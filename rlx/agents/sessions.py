@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlx.base import seed_of
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.rollout.control_tokens import Own
@@ -146,8 +147,7 @@ class Session:
         self._tokens += len(prompt_tokens)
         tokens = prompt_tokens.astype(np.int32).tobytes()
         asked = self._asked[tokens] = self._asked.get(tokens, -1) + 1
-        start = f"{self.defaults.seed} {asked} ".encode()
-        return int.from_bytes(hashlib.blake2b(start + tokens, digest_size=4).digest(), "big") >> 1
+        return seed_of(f"{self.defaults.seed} {asked} ".encode() + tokens)
 
     def keep(self, interaction: Interaction) -> None:
         """Record an answer."""

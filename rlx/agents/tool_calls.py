@@ -11,6 +11,7 @@ Text that does not parse stays text.
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from rlx.agents import argument_types
@@ -123,7 +124,8 @@ class Reader:
             written = [(n, json.dumps(a, ensure_ascii=False, allow_nan=False)) for n, a in found]
         except ValueError:  # NaN or infinity
             return text, []
-        functions = [{"name": _valid(name), "arguments": _valid(text)} for name, text in written]
+        valid = [map(partial(_HALF.sub, "\ufffd"), each) for each in written]
+        functions = [dict(zip(("name", "arguments"), each, strict=True)) for each in valid]
         calls = [{"id": new_id(), "type": "function", "function": f} for f in functions]
         return (before if before.strip() or not calls else None), calls
 
@@ -199,7 +201,3 @@ def _parameters(
     if ended and not text[at:].strip():
         return out, at
     raise ValueError
-
-
-def _valid(text: str) -> str:
-    return _HALF.sub("\ufffd", text)

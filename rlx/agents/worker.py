@@ -11,21 +11,95 @@ past a limit the process is killed.
 
 import asyncio
 import contextlib
+import importlib
 import json
 import os
+import ssl
+import threading
+import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlx.agents import loading, returns
-from rlx.agents.http_clients import HttpClients, spare
-from rlx.agents.loop_watch import watch_loop
 from rlx.base import UserError
-from rlx.cli.user_code import line, words
+from rlx.cli.user_code import frames, line, place_of, words
 from rlx.system.threads import in_thread
 from rlx.workers.worker_process import WorkerEnd
 
 _PLACEHOLDER = "the-key-is-in-base_url"  # for clients that insist on one and were given none
+_LOOK = 0.1  # seconds between two looks at the event loop
+
+
+class HttpClients:
+    """Creates agents' `http_client`: all runs of a process share one connection pool.
+
+    The clients are those of the HTTP library that the installed `openai` uses; None without
+    `openai`. Closing one, as `async with AsyncOpenAI(http_client=…)` does, keeps the pool open.
+    """
+
+    def __init__(self) -> None:
+        try:
+            base = importlib.import_module("openai").DefaultAsyncHttpxClient
+        except (ImportError, AttributeError):
+            self._library: Any = None
+            return
+        names = [c.__module__ for c in base.__mro__ if c.__name__ == "AsyncClient"]
+        self._library = importlib.import_module(names[0].partition(".")[0])
+        limits = self._library.Limits(max_connections=None, max_keepalive_connections=256)
+        # On other nodes $SSL_CERT_FILE holds the certificate of the trainer's gateway.
+        verify = ssl.create_default_context() if os.environ.get("SSL_CERT_FILE") else True
+        self._pool = self._library.AsyncHTTPTransport(limits=limits, trust_env=False, verify=verify)
+        pool = self._pool
+
+        class SharedPool(self._library.AsyncBaseTransport):  # type: ignore[name-defined]
+            async def handle_async_request(self, request: Any) -> Any:
+                return await pool.handle_async_request(request)
+
+        self._transport = SharedPool
+
+    def new(self) -> Any:
+        """Return a client for one run, which ignores proxies."""
+        if self._library is None:
+            return None
+        return self._library.AsyncClient(
+            transport=self._transport(), trust_env=False, follow_redirects=True, timeout=None
+        )
+
+    async def close(self) -> None:
+        """Close the pool."""
+        if self._library is not None:
+            await self._pool.aclose()
+
+
+def watch_loop(late: Callable[[float, str], None]) -> None:
+    """Watch the running loop until it is closed; call this in the loop's thread.
+
+    Args:
+      late: called from another thread, repeatedly while the loop is blocked, with the seconds so
+        far and the blocking line.
+    """
+    loop, thread = asyncio.get_running_loop(), threading.get_ident()
+
+    def watch() -> None:
+        while not loop.is_closed():
+            turned, asked = threading.Event(), time.monotonic()
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                loop.call_soon_threadsafe(turned.set)
+            while not turned.wait(_LOOK) and not loop.is_closed():
+                late(time.monotonic() - asked, place_of(frames(thread)))
+            time.sleep(_LOOK)
+
+    threading.Thread(target=watch, name="rlx-loop-watch", daemon=True).start()
+
+
+def _spare(host: str) -> None:
+    """Exclude a host from HTTP_PROXY, if one is set."""
+    names = (f"{kind}_proxy" for kind in ("http", "https", "all"))
+    if any(os.environ.get(name) or os.environ.get(name.upper()) for name in names):
+        for name in ("NO_PROXY", "no_proxy"):
+            known = os.environ.get(name, "").split(",")
+            os.environ[name] = ",".join(filter(None, [*known, *({host} - set(known))]))
 
 
 class Worker:
@@ -38,7 +112,7 @@ class Worker:
     async def serve(self) -> None:
         """Load the class, then start and cancel runs as asked, until the other end closes."""
         first = self._end.first
-        spare(first["no_proxy"])
+        _spare(first["no_proxy"])
         try:
             cls = loading.load_class(first["class"])
             loading.instance(cls, first["kwargs"])

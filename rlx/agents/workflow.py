@@ -9,7 +9,6 @@ Training and evaluation use it alike, as a `rlx.rollout.workflows.Workflow`.
 """
 
 import asyncio
-import hashlib
 import json
 import os
 import sys
@@ -22,10 +21,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rlx.agents import loading, returns, trajectories
 from rlx.agents.sessions import Session
-from rlx.base import Group, Trajectory, UserError, install, place
+from rlx.base import Group, Trajectory, UserError, install, place, seed_of
 from rlx.fleet.requests import Sampling
 from rlx.fleet.tls import Tls, server_tls
-from rlx.option import read_options
+from rlx.option import option, read_options
 from rlx.rollout.episode import run_all
 from rlx.rollout.workflows import Generator, Task, conversation
 from rlx.workers.worker_pool import Evicted, WorkerError, WorkerKind, WorkerPool
@@ -52,25 +51,23 @@ class AgentOptions:
     Attributes:
       system_prompt, question_key: of `data["messages"]`, for rows that have no messages.
       workers: number of processes; one serves many runs as long as they wait rather than compute.
-      turn_discount, export: see `trajectories.of_run`.
-      block_seconds: how long an agent may block its process's event loop.
-      reward_seconds: how long a run that returned no reward may still send one.
-      limits: of each process.
-      process_per_run: give each run its own process, so that none sees another's key; `workers` at
-        once.
-      start: starts a process, here or elsewhere.
+      limits: of each process. start: starts one, here or elsewhere.
       host, tls: of the gateway that they ask.
     """
 
+    turn_discount: float = option(
+        1.0, "share of the next completion's return that counts", "[0, 1]"
+    )
+    export: str = option("tree", "rows of a run: docs/agents.md", trajectories.EXPORTS)
+    reward_seconds: float = option(0.0, "wait for the reward of a run that returned None", "0")
+    block_seconds: float = option(
+        300.0, "longest time an agent may block its event loop", "(0, inf)"
+    )
+    process_per_run: bool = option(False, "hide each run's key from others; reward.workers at once")
     system_prompt: str = ""
     question_key: str = "question"
     workers: int = 1
-    turn_discount: float = 1.0
-    export: str = "tree"
-    block_seconds: float = 300.0
-    reward_seconds: float = 0.0
     limits: WorkerLimits = NO_LIMITS
-    process_per_run: bool = False
     start: StartWorker = start_worker
     host: str = "127.0.0.1"
     tls: Tls | None = None
@@ -157,7 +154,7 @@ class AgentWorkflow:
         for i in range(task.n or self._n):
             session = partial(
                 front.gateway.sessions.open,
-                replace(defaults, seed=_seed(task.seed, i)),
+                replace(defaults, seed=seed_of(f"{task.seed} run {i}".encode())),
                 temperature_fixed=task.sampling is None,
                 priority=task.priority,
             )
@@ -297,12 +294,6 @@ def name_of(cls: type) -> str:
             "into one"
         )
     return f"{os.path.abspath(file)}:{cls.__qualname__}"
-
-
-def _seed(seed: int, run: int) -> int:
-    """Return the seed of a run, in [0, 2³¹)."""
-    digest = hashlib.blake2b(f"{seed} run {run}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def gateway_class() -> "type[Gateway]":

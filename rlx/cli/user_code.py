@@ -10,12 +10,13 @@ A failure in a user's module becomes a UserError of one line, with file and line
 import difflib
 import importlib
 import importlib.util
+import linecache
 import pkgutil
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from rlx.base import UserError, place, unknown
@@ -24,6 +25,7 @@ _NONE: Mapping[str, Any] = {}
 _OF_FILE, _EDITED = "file_", "__edited__"  # how names of files' modules begin; their attribute
 _STANDARD, _RLX = (f"{Path(file).parent}/" for file in (traceback.__file__, Path(__file__).parent))
 LIBRARIES = ("<frozen", _STANDARD, _RLX, "/site-packages/", "/dist-packages/")
+_LINE = 90  # characters of a source line
 
 
 def find(key: str, name: str, table: Mapping[str, Any] = _NONE) -> Any:
@@ -92,6 +94,25 @@ def own_files() -> list[Path]:
     files = [str(getattr(module, "__file__", None)) for module in sys.modules.copy().values()]
     own = (f for f in files if f.endswith(".py") and not any(part in f for part in LIBRARIES))
     return [Path(file) for file in dict.fromkeys(own)]
+
+
+def frames(thread: int) -> list[FrameType]:
+    """Return the frames of a thread, outermost first."""
+    return [frame for frame, _ in traceback.walk_stack(sys._current_frames().get(thread))][::-1]
+
+
+def of_user(frame: FrameType) -> bool:
+    """Return whether a frame is in the user's code, not in a library."""
+    return not any(part in frame.f_code.co_filename for part in LIBRARIES)
+
+
+def place_of(stack: Sequence[FrameType]) -> str:
+    """Return the user's innermost line, as `agent.py:14 Agent.run: time.sleep(5)`."""
+    for frame in ([*filter(of_user, stack)] or stack)[-1:]:
+        code, number = frame.f_code, frame.f_lineno
+        source = linecache.getline(code.co_filename, number).strip()[:_LINE]
+        return f"{code.co_filename}:{number} {code.co_qualname}: {source}"
+    return "its end"
 
 
 def where(error: BaseException, function: Any = None, most: int = 1) -> str:

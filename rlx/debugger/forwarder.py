@@ -1,6 +1,9 @@
 """Forward agents' requests to a model server and record them by run. Imports aiohttp.
 
-ANY http://127.0.0.1:PORT/SECRET/RUN/v1/…      → BASE_URL/…
+    ANY http://127.0.0.1:PORT/SECRET/RUN/v1/…      → BASE_URL/…
+
+Requests and answers are recorded in any API of OpenAI or Anthropic, streams of server-sent events
+included. A body of unknown shape gives no text.
 """
 
 import contextlib
@@ -9,13 +12,14 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 import yarl
 from aiohttp import web
 
 from rlx.base import UserError, unknown
-from rlx.debugger.model_call import ModelCall, refusal
 
 HOST = "127.0.0.1"
 _BACKLOG = 4096  # connections that may wait to be accepted
@@ -24,6 +28,83 @@ _PER_CONNECTION = {  # headers that are not forwarded
     "te", "upgrade", "transfer-encoding", "proxy-authorization", "expect",
 }  # fmt: skip
 _GENERATES = ("/completions", "/messages", "/responses")
+_TEXT = 400  # characters of a message that are kept
+_TEXTS = ("text", "thinking", "content", "partial_json", "output", "function", "tool_calls")
+_ANSWERS = ("delta", "content_block", "item", "content", "output")  # of an event or an answer
+_STOPS = ("finish_reason", "stop_reason", "status")
+_WRONG_SHAPE = (AttributeError, IndexError, KeyError, TypeError, ValueError, RecursionError)
+
+
+@dataclass(slots=True)
+class ModelCall:
+    """A request for a completion and its answer.
+
+    Attributes:
+      path: after the base_url.
+      begin: monotonic seconds; `seconds`: from there to the answer's end.
+      status: HTTP status, 0 without an answer.
+      error: the server's message, or why there is no answer.
+      messages: (role, text), abbreviated; `answer`: text and tool calls, abbreviated.
+    """
+
+    path: str
+    begin: float
+    seconds: float = 0.0
+    status: int = 0
+    error: str = ""
+    model: str = ""
+    messages: list[tuple[str, str]] = field(default_factory=list)
+    answer: str = ""
+    completion_id: str = ""
+    stop_reason: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Return whether the request succeeded."""
+        return 200 <= self.status < 300 and not self.error
+
+    def read_request(self, body: bytes, model: str = "") -> bytes:
+        """Set model and messages from a body; return it, with another `model` if one is given."""
+        with contextlib.suppress(*_WRONG_SHAPE):
+            request = json.loads(body)
+            if model and "model" in request:
+                body = json.dumps({**request, "model": model}).encode()
+            self.model = str(request.get("model") or "")
+            messages = request.get("messages") or request.get("input") or request.get("prompt")
+            if not isinstance(messages, list) or not isinstance(messages[0], Mapping):
+                messages = [{"role": "prompt", "content": messages}]
+            if system := request.get("system") or request.get("instructions"):
+                messages = [{"role": "system", "content": system}, *messages]
+            self.messages = [
+                (str(m.get("role") or m.get("type")), shorten(_text(m))) for m in messages
+            ]
+        return body
+
+    def read_answer(self, body: bytes) -> None:
+        """Set text, id and stop reason from the received part of an answer's body."""
+        if not self.ok:
+            self.error = self.error or refusal(body) or "no answer"
+            return
+        events = [body]  # an answer that is no stream
+        if not body.lstrip().startswith(b"{"):
+            lines = (line[5:] for line in body.splitlines() if line.startswith(b"data:"))
+            events = [line for line in lines if line.endswith(b"}")]  # complete ones
+        with contextlib.suppress(*_WRONG_SHAPE):
+            for event in [json.loads(event) for event in events]:
+                head = event.get("response") or event.get("message") or event
+                self.completion_id = self.completion_id or str(head.get("id") or "")
+                if event.get("error"):
+                    self.error = refusal(json.dumps(event).encode())
+                choices = [c for c in event.get("choices") or [{}] if not c.get("index")]
+                choice = choices[0] if choices else {}
+                if not str(event.get("type")).endswith(".done"):  # repeats the text
+                    own = [choice.get(key) for key in ("message", "delta", "text")]
+                    self.answer += _text([*own, *map(event.get, _ANSWERS)])
+                for part in (head, event.get("delta"), choice):
+                    if isinstance(part, Mapping):
+                        found = next(filter(None, map(part.get, _STOPS)), self.stop_reason)
+                        self.stop_reason = str(found)
+        self.answer = shorten(self.answer)
 
 
 class Forwarder:
@@ -98,17 +179,17 @@ class Forwarder:
         rest = request.rel_url.raw_path_qs.split("/", 4)[4]
         if self._server.endswith("/v1"):  # Anthropic's clients add another
             rest = rest.removeprefix("v1/")
-        body, got = await request.read(), bytearray()
-        call = ModelCall(f"/{rest.partition('?')[0]}", time.monotonic())
-        call.read_request(body)
+        call, got = ModelCall(f"/{rest.partition('?')[0]}", time.monotonic()), bytearray()
+        body = call.read_request(await request.read(), self._model)
         if call.path.endswith(_GENERATES):
             self._calls[request.match_info["run"]].append((call, got))
+        key, own = self._key or "none", _kept(request.headers)
+        headers = {n: t.replace(self.api_key, key) for n, t in own}
         response = web.StreamResponse()
         try:
             async with self._session.request(
-                request.method, yarl.URL(f"{self._server}/{rest}", encoded=True),
-                data=self._with_model(body) or None, headers=self._headers(request),
-                allow_redirects=False,
+                request.method, yarl.URL(f"{self._server}/{rest}", encoded=True), data=body or None,
+                headers=headers | {"Accept-Encoding": "identity"}, allow_redirects=False,
             ) as answer:  # fmt: skip
                 call.status = answer.status
                 response.set_status(answer.status)
@@ -127,19 +208,35 @@ class Forwarder:
             request.transport.abort()
         return response
 
-    def _headers(self, request: web.Request) -> dict[str, str]:
-        """Return a request's headers with the server's key."""
-        key, own = self._key or "none", _kept(request.headers)
-        return {n: t.replace(self.api_key, key) for n, t in own} | {"Accept-Encoding": "identity"}
 
-    def _with_model(self, body: bytes) -> bytes:
-        """Return the body with `model` replaced."""
-        with contextlib.suppress(ValueError):
-            found = json.loads(body) if self._model else None
-            if isinstance(found, dict) and "model" in found:
-                return json.dumps({**found, "model": self._model}).encode()
-        return body
+def refusal(body: bytes) -> str:
+    """Return the message in an error's body, as one line."""
+    found: Any = body.decode(errors="replace")
+    with contextlib.suppress(*_WRONG_SHAPE):
+        found = json.loads(body)
+        for key in ("error", "detail", "message"):
+            found = found[key] if isinstance(found, Mapping) and found.get(key) else found
+    return " ".join(str(found).split())[:300]
+
+
+def shorten(text: str) -> str:
+    """Return `text` without its middle if it is long."""
+    return text if len(text) <= _TEXT else f"{text[: _TEXT // 2]} … {text[-_TEXT // 2 :]}"
 
 
 def _kept(headers: Mapping[str, str]) -> list[tuple[str, str]]:
     return [pair for pair in headers.items() if pair[0].lower() not in _PER_CONNECTION]
+
+
+def _text(value: Any) -> str:
+    """Return the text of a message, part or event; a tool call is `→ name arguments`."""
+    if isinstance(value, list):
+        return " ".join(filter(None, map(_text, value)))
+    if not isinstance(value, Mapping):
+        return value if isinstance(value, str) else ""
+    for given in (value[key] for key in ("arguments", "input") if key in value):
+        name = f" → {value['name']} " if value.get("name") else ""
+        return name + (given if isinstance(given, str) else json.dumps(given) if given else "")
+    if not any(key in value for key in _TEXTS):
+        return f"[{value['type']}]" if "type" in value else ""
+    return _text([value.get(key) for key in _TEXTS])

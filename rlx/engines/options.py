@@ -3,6 +3,8 @@
 import argparse
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 from rlx.base import UserError
@@ -13,25 +15,18 @@ from rlx.fleet import tls, wire
 _SHARED_MEMORY = "/dev/shm"
 
 
-def _jax(args: argparse.Namespace) -> Any:
+def _engine(module: str, name: str, options: str, args: argparse.Namespace) -> Any:
     if args.gpu_memory:  # read when JAX first looks for devices
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{args.gpu_memory:g}"
-    from rlx.engines.jax.jax_engine import JaxEngine
-
-    options = ("seed", "slots", "max_model_len", "decode_steps", "dtype")
-    return JaxEngine(args.model, **{name: getattr(args, name) for name in options})
+    given = {option: getattr(args, option) for option in f"{_COMMON} {options}".split()}
+    return getattr(import_module(module), name)(args.model, **given)
 
 
-def _vllm(args: argparse.Namespace) -> Any:
-    from rlx.engines.vllm.vllm_engine import VllmEngine
-
-    options = (
-        "seed", "slots", "max_model_len", "dtype", "tensor_parallel", "gpu_memory", "hang_seconds",
-    )  # fmt: skip
-    return VllmEngine(args.model, **{name: getattr(args, name) for name in options})
-
-
-ENGINES: Mapping[str, Callable[[argparse.Namespace], Any]] = {"jax": _jax, "vllm": _vllm}
+_COMMON, _VLLM = "seed slots max_model_len dtype", "tensor_parallel gpu_memory hang_seconds"
+ENGINES: Mapping[str, Callable[[argparse.Namespace], Any]] = {
+    "jax": partial(_engine, "rlx.engines.jax.jax_engine", "JaxEngine", "decode_steps"),
+    "vllm": partial(_engine, "rlx.engines.vllm.vllm_engine", "VllmEngine", _VLLM),
+}
 
 
 def parser(engines: Mapping[str, Callable] = ENGINES) -> argparse.ArgumentParser:
@@ -68,18 +63,12 @@ def server_options(args: argparse.Namespace) -> dict[str, Any]:
             "a model, into 1 or more; use --engine=vllm, or drop the flag"
         )
     local, token = tls.is_loopback(args.host), wire.take_token(os.environ)
+    same = "host port join drain_seconds metrics_host metrics_port stage_dir max_queue"
     return {
-        "host": args.host,
-        "port": args.port,
-        "join": args.join,
-        "drain_seconds": args.drain_seconds,
+        **{name: getattr(args, name) for name in same.split()},
         "token": args.token or token,
         "tls": tls.server_tls(args.tls_cert, args.tls_key, args.tls_client_ca),
-        "metrics_host": args.metrics_host,
-        "metrics_port": args.metrics_port,
         "weight_roots": args.weight_root or ([_SHARED_MEMORY] if local else []),
-        "stage_dir": args.stage_dir,
         "model_dir": args.model,
         "kv": args.kv_on_update,
-        "max_queue": args.max_queue,
     }

@@ -16,17 +16,12 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
 import grpc
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    ProcessCollector,
-    start_http_server,
-)
+import prometheus_client as prometheus
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from rlx.base import UserError
@@ -45,20 +40,17 @@ class Meters:
     """Counters and histograms of one server, in their own registry."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
-        own: dict[str, Any] = {"registry": self.registry}
-        self.calls = Counter("rlx_calls", "Ended calls.", ("method", "code"), **own)
-        self.request = Histogram(
-            "rlx_request_seconds", "Generate calls that ended OK.", buckets=_CALL_SECONDS, **own
-        )
-        self.first_token = Histogram(
-            "rlx_first_token_seconds", "Until a call's first message.", buckets=_CALL_SECONDS, **own
-        )
-        self.publish_bytes = Counter("rlx_publish_bytes", "Bytes of weights.", ("way",), **own)
-        self.stall = Histogram(
-            "rlx_load_stall_seconds", "No step could run, by load.", buckets=_STALL_SECONDS, **own
-        )
+        self.registry = own = prometheus.CollectorRegistry()
+        prometheus.ProcessCollector(registry=own)
+        count = partial(prometheus.Counter, registry=own)
+        times = partial(prometheus.Histogram, registry=own)
+        calls = partial(times, buckets=_CALL_SECONDS)
+        self.calls = count("rlx_calls", "Ended calls.", ("method", "code"))
+        self.request = calls("rlx_request_seconds", "Generate calls that ended OK.")
+        self.first_token = calls("rlx_first_token_seconds", "Until a call's first message.")
+        self.publish_bytes = count("rlx_publish_bytes", "Bytes of weights.", ("way",))
+        name, text = "rlx_load_stall_seconds", "No step could run, by load."
+        self.stall = times(name, text, buckets=_STALL_SECONDS)
 
     def watch(self, look: Callable[[], EngineStatus]) -> None:
         """Let scrapes read the status from `look`, called on the running event loop."""
@@ -78,7 +70,8 @@ class CallMeter(grpc.aio.ServerInterceptor):
         if handler is None:
             self._meters.calls.labels(name, "UNIMPLEMENTED").inc()
             return None
-        kind = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
+        streams = (handler.request_streaming, handler.response_streaming)
+        kind = "_".join("stream" if each else "unary" for each in streams)
         return getattr(grpc, f"{kind}_rpc_method_handler")(
             self._metered(name, getattr(handler, kind)),
             handler.request_deserializer,
@@ -157,7 +150,7 @@ def listen(meters: Meters, host: str, port: int, tls: Tls | None) -> WSGIServer:
         options = {"certfile": tls.cert, "keyfile": tls.key}
         options |= {"client_cafile": tls.ca, "client_auth_required": True}
     try:
-        server, _ = start_http_server(port, host, meters.registry, **options)
+        server, _ = prometheus.start_http_server(port, host, meters.registry, **options)
     except (OSError, OverflowError) as error:
         raise UserError(
             f"cannot serve metrics on {host}:{port}: {error}; choose another --metrics-port"
@@ -177,7 +170,3 @@ def listen(meters: Meters, host: str, port: int, tls: Tls | None) -> WSGIServer:
 def _code(context: grpc.aio.ServicerContext, unset: grpc.StatusCode) -> grpc.StatusCode:
     code = context.code()  # 0, a number or a StatusCode
     return _CODES.get(code, code) if code else unset
-
-
-def _arity(streaming: bool) -> str:
-    return "stream" if streaming else "unary"

@@ -20,7 +20,7 @@ import zlib
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
-from dataclasses import fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import NoReturn
 
 import grpc
@@ -55,10 +55,11 @@ class RequestError(Exception):
         self.code = code
 
 
+@dataclass(eq=False)
 class RolloutService(rpc.RolloutServicer):
     """Answers the six calls of the protocol.
 
-    Args:
+    Attributes:
       engine: a started engine.
       weight_roots: directories with files that a publish by path may name.
       stage_dir: directory for weights received as chunks.
@@ -70,28 +71,21 @@ class RolloutService(rpc.RolloutServicer):
       say: writes one line to the log.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        weight_roots: Sequence[str] = (),
-        stage_dir: str = "/dev/shm",
-        model_dir: str = "",
-        max_queue: int = 16384,
-        kv: str = "keep",
-        stall_seconds: float = STALL_SECONDS,
-        clock: Callable[[], int] = time.monotonic_ns,
-        meters: Meters | None = None,
-        say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
-    ):
-        self._meters = meters or Meters()
-        self._stall_seconds = stall_seconds
-        self._clock = clock
-        self._engine = engine
-        self._roots = tuple(os.path.realpath(root) for root in weight_roots)
-        self._stage_dir = stage_dir
-        self._kv, self._say = kv, say
-        self._max_queue, self._here = max_queue, 0
+    engine: Engine
+    _: KW_ONLY
+    weight_roots: Sequence[str] = ()
+    stage_dir: str = "/dev/shm"
+    model_dir: str = ""
+    max_queue: int = 16384
+    kv: str = "keep"
+    stall_seconds: float = STALL_SECONDS
+    clock: Callable[[], int] = time.monotonic_ns
+    meters: Meters = field(default_factory=Meters)
+    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
+
+    def __post_init__(self) -> None:
+        self._roots = tuple(os.path.realpath(root) for root in self.weight_roots)
+        self._here = 0  # samples and scores
         self._last_call = time.monotonic()
         self._crc32 = 0  # of the current weights; 0 before the first publish
         self._lease: asyncio.Task | None = None  # of a pause
@@ -100,9 +94,9 @@ class RolloutService(rpc.RolloutServicer):
         self._changing = asyncio.Lock()  # one pause, load or resume at a time
         self._installs: set[asyncio.Task] = set()
         self._base: Weights | None = None  # current file, kept for the next delta
-        self._model = adapter.Base(model_dir) if model_dir else None
+        self._model = adapter.Base(self.model_dir) if self.model_dir else None
         self._closed = False
-        sweep(stage_dir)
+        sweep(self.stage_dir)
 
     def close(self) -> None:
         """End a pause's lease and remove the kept file."""
@@ -117,17 +111,17 @@ class RolloutService(rpc.RolloutServicer):
 
     def look(self) -> EngineStatus:
         """Return the engine's status, keep its spans; raise EngineStopped if it has failed."""
-        status = self._engine.status()
+        status = self.engine.status()
         self._spans.extend(status.spans)
         return status
 
     async def Generate(self, request, context):
         begun = time.monotonic()
-        first = lambda: self._meters.first_token.observe(time.monotonic() - begun)  # noqa: E731
+        first = lambda: self.meters.first_token.observe(time.monotonic() - begun)  # noqa: E731
         async with self._refusing(request, context):
             wanted = wire.request_from(request)
             with self._place(wanted.n):
-                stream = self._engine.generate(wanted)
+                stream = self.engine.generate(wanted)
                 hold = _HOLD_SECONDS * (_UNWATCHED if wanted.unwatched else 1)
                 async with (
                     aclosing(stream),
@@ -140,7 +134,7 @@ class RolloutService(rpc.RolloutServicer):
         async with self._refusing(request, context):
             wanted = wire.score_from(request)
             with self._place(1):
-                return wire.score_reply(await self._engine.score(wanted))
+                return wire.score_reply(await self.engine.score(wanted))
 
     @asynccontextmanager
     async def _refusing(self, request, context) -> AsyncIterator[None]:
@@ -160,11 +154,11 @@ class RolloutService(rpc.RolloutServicer):
     @contextmanager
     def _place(self, count: int) -> Iterator[None]:
         """Reserve `count` places of the queue; an empty server takes one call of any size."""
-        if self._here and self._here + count > self._max_queue:
+        if self._here and self._here + count > self.max_queue:
             raise RequestError(
                 _Code.RESOURCE_EXHAUSTED,
                 f"{wire.QUEUE_FULL}: {self._here} samples are here, {count} more would exceed "
-                f"--max-queue={self._max_queue}",
+                f"--max-queue={self.max_queue}",
             )
         self._here += count
         try:
@@ -175,7 +169,7 @@ class RolloutService(rpc.RolloutServicer):
 
     async def Publish(self, request_iterator, context):
         file = None
-        requests = _timely(aiter(request_iterator), self._stall_seconds)
+        requests = _timely(aiter(request_iterator), self.stall_seconds)
         try:
             header = await _header(requests)
             way, num_bytes = "path", header.num_bytes
@@ -208,7 +202,7 @@ class RolloutService(rpc.RolloutServicer):
             reply = await asyncio.shield(install)
         except (ValueError, UserError) as error:
             await _refuse(context, _Code.FAILED_PRECONDITION, error)
-        self._meters.publish_bytes.labels(way).inc(num_bytes)
+        self.meters.publish_bytes.labels(way).inc(num_bytes)
         return reply
 
     async def Pause(self, request, context):
@@ -219,13 +213,13 @@ class RolloutService(rpc.RolloutServicer):
         async with self._changing:
             self._end_lease()
             self._lease = asyncio.create_task(self._resume_after(seconds))
-            await self._engine.pause()
+            await self.engine.pause()
         return pb.PauseReply()
 
     async def Resume(self, request, context):
         async with self._changing:
             self._end_lease()
-            await self._engine.resume()
+            await self.engine.resume()
         return pb.ResumeReply()
 
     def _end_lease(self) -> None:
@@ -238,8 +232,8 @@ class RolloutService(rpc.RolloutServicer):
         await asyncio.sleep(seconds)
         async with self._changing:
             with suppress(EngineStopped):  # found by `Server.watch`
-                await self._engine.resume()
-        self._say(f"paused for {seconds:g} s and not asked to resume; continuing")
+                await self.engine.resume()
+        self.say(f"paused for {seconds:g} s and not asked to resume; continuing")
 
     async def Status(self, request, context):
         self._last_call = time.monotonic()
@@ -251,7 +245,7 @@ class RolloutService(rpc.RolloutServicer):
         while request.drain_spans and self._spans:
             name, start_ns, end_ns = self._spans.popleft()
             reply.spans.add(name=name, start_ns=start_ns, end_ns=end_ns)
-        reply.monotonic_ns = self._clock()
+        reply.monotonic_ns = self.clock()
         return reply
 
     async def _verified(self, header: pb.PublishHeader) -> str:
@@ -264,7 +258,7 @@ class RolloutService(rpc.RolloutServicer):
                 f"{header.path} is outside the weight roots ({allowed} allowed); start the server "
                 "with --weight-root, or publish by stream",
             )
-        start_ns, cancelled = self._clock(), threading.Event()
+        start_ns, cancelled = self.clock(), threading.Event()
         try:
             found = os.stat(path)
             if not stat.S_ISREG(found.st_mode):  # opening a pipe would block
@@ -279,7 +273,7 @@ class RolloutService(rpc.RolloutServicer):
             ) from error
         finally:
             cancelled.set()  # ends the thread's reading if this call was cancelled
-        self._spans.append(("verify weights", start_ns, self._clock()))
+        self._spans.append(("verify weights", start_ns, self.clock()))
         _compare_crc(header, crc)
         return path
 
@@ -293,20 +287,20 @@ class RolloutService(rpc.RolloutServicer):
         file = self._stage_file(sent.num_bytes)
         try:
             await _receive(sent, requests, file.path)
-            start_ns = self._clock()
+            start_ns = self.clock()
             crc = await asyncio.to_thread(delta.apply, base.path, file.path, path)
         except (ValueError, OSError) as error:
             raise RequestError(_Code.ABORTED, f"cannot apply the delta: {error}") from error
         finally:
             file.close()
-        self._spans.append(("apply delta", start_ns, self._clock()))
+        self._spans.append(("apply delta", start_ns, self.clock()))
         if crc != header.crc32:
             message = f"the delta gives a file with checksum {crc:08x}, not {header.crc32:08x}"
             raise RequestError(_Code.ABORTED, message)
 
     async def _add(self, header: pb.PublishHeader, requests: AsyncIterator, path: str) -> None:
         """Receive an adapter; write the model directory's weights plus it to `path`."""
-        sent, start_ns = header.adapter, self._clock()
+        sent, start_ns = header.adapter, self.clock()
         if not self._model:
             raise RequestError(_Code.FAILED_PRECONDITION, "no base for adapters; publish by stream")
         file = self._stage_file(header.num_bytes)
@@ -322,7 +316,7 @@ class RolloutService(rpc.RolloutServicer):
             raise RequestError(_Code.RESOURCE_EXHAUSTED, str(error)) from error
         finally:
             file.close()
-        self._spans.append(("add adapter", start_ns, self._clock()))
+        self._spans.append(("add adapter", start_ns, self.clock()))
 
     def _keep(self, base: Weights | None) -> None:
         """Keep `base` for the next delta; remove the one before."""
@@ -332,8 +326,8 @@ class RolloutService(rpc.RolloutServicer):
 
     def _stage_file(self, num_bytes: int) -> WeightFile:
         try:
-            check_room(self._stage_dir, num_bytes)
-            return WeightFile(self._stage_dir)
+            check_room(self.stage_dir, num_bytes)
+            return WeightFile(self.stage_dir)
         except UserError as error:
             raise RequestError(_Code.RESOURCE_EXHAUSTED, str(error)) from error
 
@@ -341,17 +335,17 @@ class RolloutService(rpc.RolloutServicer):
         self, header: pb.PublishHeader, path: str, file: WeightFile | None
     ) -> pb.PublishReply:
         """Load the file into the engine."""
-        kv = wire.KV_NAMES.get(header.kv) or self._kv
+        kv = wire.KV_NAMES.get(header.kv) or self.kv
         base = None
         try:
             async with self._changing:
-                start_ns, reply = self._clock(), pb.PublishReply(version=header.version)
+                start_ns, reply = self.clock(), pb.PublishReply(version=header.version)
                 reply.replaced_version = self.look().version
                 reply.replaced_crc32 = self._crc32
-                reply.paused_ns = await self._engine.load(path, header.version, kv)
+                reply.paused_ns = await self.engine.load(path, header.version, kv)
                 self._crc32 = header.crc32
-                self._meters.stall.observe(reply.paused_ns / 1e9)
-                self._spans.append((f"load version {header.version}", start_ns, self._clock()))
+                self.meters.stall.observe(reply.paused_ns / 1e9)
+                self._spans.append((f"load version {header.version}", start_ns, self.clock()))
                 if file and header.keep and not self._closed:
                     base = Weights(
                         header.version, path, header.num_bytes, header.crc32, "delta", file

@@ -57,12 +57,10 @@ class StopStrings:
         text = self._decode(ids)
         if any(stop in text for stop in self._stop):
             for count in range(max(1, least), len(new) + 1):
-                if self._ends(ids[: before + count]):
+                own, last = (self._decode(ids[: before + k]) for k in (count, count - 1))
+                if cut(own, self._stop, last)[1]:
                     return count
         return None
-
-    def _ends(self, ids: Sequence[int]) -> bool:
-        return bool(cut(self._decode(ids), self._stop, self._decode(ids[:-1]))[1])
 
 
 def cut(text: str, stop: Sequence[str], before: str) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -137,10 +137,11 @@ class RowRunner:
             await workflows.close(workflow)
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Runs workflows over rows on a thread of its own.
 
-    Args:
+    Attributes:
       connect: makes a fleet on the evaluator's loop; a fleet with `close` is closed there too.
       workflow: runs the rows that name no other.
       concurrency: rows in work at one time.
@@ -149,34 +150,30 @@ class Evaluator:
       seed: of the evaluation; a row's seed depends on it and on the row's number.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[], Coroutine[Any, Any, Generator]],
-        workflow: Workflow,
-        *,
-        concurrency: int = 64,
-        patience: Patience | None = None,
-        timeout: float = 3600.0,
-        seed: int = 0,
-    ):
-        self._connect, self._workflow, self._seed = connect, workflow, seed
-        self._loop, self._concurrency, self._timeout = LoopThread("evaluator"), concurrency, timeout
-        self._patience = replace(patience or Patience(), mistakes=False)
-        self._runner: RowRunner | None = None
-        self._waiting: deque[Future[Group]] = deque()
-        self._count, self._finished = 0, list[Group]()
+    connect: Callable[[], Coroutine[Any, Any, Generator]]
+    workflow: Workflow
+    _: KW_ONLY
+    concurrency: int = 64
+    patience: Patience | None = None
+    timeout: float = 3600.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._loop, self._runner = LoopThread("evaluator"), None  # type: tuple[Any, Any]
+        self._waiting, self._count, self._finished = deque[Future[Group]](), 0, list[Group]()
 
     def start(self) -> "Evaluator":
         """Start the thread and connect the fleet; raise what that raises."""
         self._loop.start()
         try:
-            self._fleet = self._loop.run(self._connect())
+            self._fleet = self._loop.run(self.connect())
         except BaseException:
             self._loop.close()
             raise
+        patience = replace(self.patience or Patience(), mistakes=False)
         self._runner = RowRunner(
-            self._loop, self._fleet, concurrency=self._concurrency, patience=self._patience,
-            timeout=self._timeout,
+            self._loop, self._fleet, concurrency=self.concurrency, patience=patience,
+            timeout=self.timeout,
         )  # fmt: skip
         return self
 
@@ -219,9 +216,9 @@ class Evaluator:
             raise RuntimeError("start the evaluator before submitting to it")
         number = self._count if group_id is None else group_id
         self._count += 1
-        drawn = group_seed(self._seed, number, 0) if seed is None else seed
+        drawn = group_seed(self.seed, number, 0) if seed is None else seed
         task = Task(row, number, drawn, sampling, n)
-        future = self._runner.submit(workflow or self._workflow, task)
+        future = self._runner.submit(workflow or self.workflow, task)
         future.add_done_callback(self._note)
         self._waiting.append(future)
         return future

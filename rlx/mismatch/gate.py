@@ -123,7 +123,12 @@ class Gate:
     def _check(self, probe: Probe, score: Callable, weights: Callable) -> Verdict:
         begun, servers, wrong = time.monotonic(), {}, {}
         cases = [self._case(found, probe.version) for found in probe.answers.values()]
-        scores, params = iter(score([_group(*pair) for pair in enumerate(cases)])), None
+        groups = [  # the servers' answers, for the trainer to score
+            Group(k, tuple(trajectory(s.prompt, s.completion, 0.0, f"{k}.{i}")
+                           for i, s in enumerate(case.samples)))
+            for k, case in enumerate(cases)
+        ]  # fmt: skip
+        scores, params = iter(score(groups)), None
         for address, case in zip(probe.answers, cases, strict=True):
             ours = [next(scores)[len(sample.prompt) :] for sample in case.samples]
             found, causes = case.compare(ours), []
@@ -179,14 +184,6 @@ def sentence(record: Mapping[str, Any]) -> str:
         f"gate: {record['tokens']} tokens of {servers} server{'s' * (servers != 1)}, version "
         f"{record['step']}, same log-probabilities in engine and trainer: |Δ| mean "
         f"{record['mean_delta']:.1e}, max {record['max_delta']:.1e}"
-    )
-
-
-def _group(index: int, case: MismatchCase) -> Group:
-    """Return a server's answers as trajectories, for the trainer to score."""
-    names = (f"{index}.{number}" for number in range(len(case.samples)))
-    return Group(
-        index, tuple(trajectory(s.prompt, s.completion, 0.0, next(names)) for s in case.samples)
     )
 
 

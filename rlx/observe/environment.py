@@ -40,6 +40,10 @@ def again(workdir: Path) -> str:
 
 def describe(place: Mapping[str, Any]) -> dict[str, Any]:
     """Return the known facts as a JSON-able dict; those of `place` come from the caller."""
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     description = {
         "command": shlex.join(sys.orig_argv),
         "python": platform.python_version(),
@@ -49,7 +53,7 @@ def describe(place: Mapping[str, Any]) -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "commit": _commit(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-        "packages": _packages(),
+        "packages": versions,
         **place,
     }
     return {name: value for name, value in description.items() if value not in ("", {})}
@@ -69,14 +73,6 @@ def keep(place: Path, files: Iterable[Path]) -> None:
             with contextlib.suppress(OSError):
                 place.mkdir(parents=True, exist_ok=True)
                 (place / f"{Path(top).name}.diff").write_text(f"{diff}\n", errors="replace")
-
-
-def _packages() -> dict[str, str]:
-    versions = {}
-    for name in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return versions
 
 
 def _processor() -> str:

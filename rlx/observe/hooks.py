@@ -55,33 +55,33 @@ class Hooks:
     def begin(self, config: dict[str, Any], workdir: Path, step: int) -> None:
         """Call `on_begin` of each hook; raise UserError if one fails."""
         for name, hook in self._named.items():
-            try:
-                if hasattr(hook, "on_begin"):
-                    self.under_way = (name, "on_begin")
-                    hook.on_begin(copy.deepcopy(config), workdir, step)
-            except (Exception, SystemExit, Cut) as error:
+            if error := self._call(name, hook, "on_begin", config, workdir, step):
                 what = f"{name}: on_begin fails: {where(error)}"
                 raise UserError(f"{what}; mend it, or leave it out") from error
-            finally:
-                self.under_way = None
             self._begun[name] = hook
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """Call `method` of each hook with copies; report a hook that raises and drop it."""
+        """Call `method` of each hook; report a hook that raises and drop it."""
         for name, hook in list(self._begun.items()):
-            try:
-                if hasattr(hook, method):
-                    self.under_way = (name, method)
-                    getattr(hook, method)(*copy.deepcopy(arguments))
-            except (Exception, SystemExit, Cut) as error:
+            if error := self._call(name, hook, method, *arguments):
                 logging.getLogger(__name__).debug("%s: %s", name, method, exc_info=error)
                 del self._begun[name]
                 self.say(
                     f"{name}: {method} fails and the hook is called no more, the run goes on: "
                     f"{where(error)}"
                 )
-            finally:
-                self.under_way = None
+
+    def _call(self, name: str, hook: Any, method: str, *arguments: Any) -> BaseException | None:
+        """Call a hook's method, if it has one, with copies; return what it raises."""
+        self.under_way = (name, method)
+        try:
+            if hasattr(hook, method):
+                getattr(hook, method)(*copy.deepcopy(arguments))
+        except (Exception, SystemExit, Cut) as error:
+            return error
+        finally:
+            self.under_way = None
+        return None
 
     def end(self, reason: str) -> None:
         """Call `on_end` of each hook, the first time only."""

@@ -1,21 +1,22 @@
-"""Show a run as a live panel, or as plain lines where there is no terminal.
+"""Show a run as a live panel, counted work as a bar, or lines where there is no terminal.
 
 Messages scroll above the panel, in a notebook below it.
 """
 
 import contextlib
 import io
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from rich import box
+from rich import box, progress, progress_bar
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
+from rich.progress import TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -30,6 +31,7 @@ PHASE_COLORS = {
 _PHASE_STYLES = {"finished": "bold green", "stopped": "bold red", "interrupted": "bold yellow"}
 _PAPER = "<pre style=\"line-height:normal;font-family:'DejaVu Sans Mono',monospace\">{code}</pre>"
 _RECENT = 20  # steps whose mean gives the remaining time
+_LINE_SECONDS = 10.0
 
 
 class Progress:
@@ -141,11 +143,16 @@ class Progress:
         phases = ", ".join(f"{name} {number(value)}" for name, value in seconds[:4])
         sampled = "staleness_mean" in record  # absent where no policy sampled what was trained on
         most, generated = number(record.get("staleness_max")), "generated_tokens_per_second"
+        last = self._evals[-1] if self._evals else {}
+        held_out = [  # `held-out 0.345`, losses as `held-out-loss 0.0412`
+            f"held-out{'' if key == 'greedy_acc' else f'-{name}'} {number(last[key])}"
+            for key, name in present(HELD_OUT, [last]).items()
+        ]
         fields = [
             f"step {record['step']}/{self._total}",
             f"epoch {record.get('epoch', 0)}",
             *(f"{name} {number(record[k])}" for k, name in present(TRAINED, [record]).items()),
-            *self._held_out_fields(),
+            *held_out,
             *([f"staleness {number(record['staleness_mean'])} (max {most})"] if sampled else []),
             f"tokens {number(record.get('n_tokens'))}",
             *([f"generated/s {number(record[generated])}"] if generated in record else []),
@@ -158,14 +165,6 @@ class Progress:
             f"left {duration(self._remaining())}",
         ]
         return "  ".join(fields)
-
-    def _held_out_fields(self) -> list[str]:
-        """Return the last evaluation: `held-out 0.345`, losses as `held-out-loss 0.0412`."""
-        last = self._evals[-1] if self._evals else {}
-        return [
-            f"held-out{'' if key == 'greedy_acc' else f'-{name}'} {number(last[key])}"
-            for key, name in present(HELD_OUT, [last]).items()
-        ]
 
     def _evaluation_line(self, record: Mapping[str, Any]) -> str:
         fields = [
@@ -209,7 +208,9 @@ class Progress:
         bar.add_column(ratio=1)
         bar.add_row(
             Text(f"step {step}/{self._total}", style="bold"),
-            ProgressBar(self._total, step, complete_style="cyan", finished_style="green"),
+            progress_bar.ProgressBar(
+                self._total, step, complete_style="cyan", finished_style="green"
+            ),
             Text(f"{100 * step / max(self._total, 1):.0f}%", style="bold"),
         )
         times = f"elapsed {duration(self._elapsed())}"
@@ -260,6 +261,46 @@ class Progress:
         if note and room > 0:
             line.append(f"  {note}", style="dim")
         return line
+
+
+class ProgressBar:
+    """Shows `done` of `wanted` as rich's bar, or as a line every ten seconds.
+
+    Args:
+      stream: stderr by default, so that a table on stdout can be piped.
+      clock: seconds, monotonic.
+    """
+
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
+        self._stream = stream or sys.stderr
+        self._clock, self._began, self._shown = clock, 0.0, float("-inf")
+        self._what, self._task = "", progress.TaskID(0)
+        self._bar = progress.Progress(
+            TextColumn("{task.description}", markup=False), progress.BarColumn(),
+            progress.MofNCompleteColumn(), progress.TimeElapsedColumn(), TextColumn("left"),
+            progress.TimeRemainingColumn(), console=Console(file=self._stream),
+            disable=not self._stream.isatty(),
+        )  # fmt: skip
+
+    def __enter__(self) -> "ProgressBar":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, what: str, done: int, wanted: int) -> None:
+        """Show that `done` of `wanted` are finished; a new `what` begins a new bar."""
+        what, now = plain(what), self._clock()
+        if what != self._what:
+            self._what, self._began, self._shown = what, now, float("-inf")
+            self._task = self._bar.add_task(what, total=wanted)
+        self._bar.update(self._task, completed=done, total=wanted)
+        if self._bar.disable and (done >= wanted or now - self._shown >= _LINE_SECONDS):
+            self._shown, spent = now, now - self._began
+            left = spent / done * (wanted - done) if done else 0.0
+            times = f"  elapsed {spent:.0f} s  left {left:.0f} s" if done else ""
+            print(f"{what}  {done:,}/{wanted:,}{times}", file=self._stream, flush=True)
 
 
 class _NotebookPanel:

@@ -77,7 +77,10 @@ def shaded(sample: Mapping[str, Any], versions: Sequence[int]) -> list[tuple[str
         return [(_cut(visible(text)), None, "")]
     stretches: list[tuple[str, int | None, str]] = []
     shown = used = 0
-    for turn, (start, end, count) in enumerate(turns_of(sample, versions), 1):
+    turns = sample.get("turns") or []  # begin, end and number of tokens of each
+    if sum(count for *_, count in turns) != len(versions):
+        turns = [[0, len(text), len(versions)]]
+    for turn, (start, end, count) in enumerate(turns, 1):
         if start > shown:
             stretches.append((visible(text[shown:start]), None, f"before turn {turn}, observed"))
         first, width, name = 0, (end - start) / max(1, count), f"turn {turn}, " * (start > 0)
@@ -90,14 +93,6 @@ def shaded(sample: Mapping[str, Any], versions: Sequence[int]) -> list[tuple[str
             first = last
         shown, used = end, used + count
     return stretches
-
-
-def turns_of(sample: Mapping[str, Any], versions: Sequence[int]) -> list[list[int]]:
-    """Return begin, end and number of tokens of each turn in the completion."""
-    turns = sample.get("turns") or []
-    if turns and sum(count for *_, count in turns) == len(versions):
-        return turns
-    return [[0, len(sample["completion"]), len(versions)]]
 
 
 def trained_versions(sample: Mapping[str, Any]) -> list[int]:

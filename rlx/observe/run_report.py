@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rlx.cli.text import duration, number, visible
-from rlx.observe import report_learning, report_samples, report_speed, report_timeline
-from rlx.observe.charts import percent
+from rlx.observe import report_learning, report_samples, report_speed
+from rlx.observe.charts import percent, shares
 from rlx.observe.rundir import Run, finite, gaps, load
 from rlx.system.jsonl import has_step, write_atomically
 
@@ -50,7 +50,9 @@ def page(run: Run, defaults: Mapping[str, Any] | None = None) -> str:
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     template = environment.from_string((here / "report.html").read_text(encoding="utf-8"))
     steps = sorted(v for v in run.series("step_seconds") if v) or [1.0]
-    busy = {"trainer": report_speed.trainer_shares(run)} | report_timeline.busy_shares(run.spans)
+    phases = report_speed.phase_totals(run)  # longest first
+    trainer = shares(phases, sum(phases.values()), report_speed.color_of)
+    busy = {"trainer": trainer} | report_speed.busy_shares(run.spans)
     return template.render(
         style=style,
         script=script,
@@ -61,10 +63,10 @@ def page(run: Run, defaults: Mapping[str, Any] | None = None) -> str:
         on_dataset=report_learning.on_dataset(run),
         learning=report_learning.learning(run),
         optimisation=report_learning.optimisation(run),
-        busy={name: shares for name, shares in busy.items() if shares},
+        busy={name: parts for name, parts in busy.items() if parts},
         lags=report_speed.lag_shares(run),
         speed=report_speed.speed(run),
-        timeline=report_timeline.overview(run.spans, min(60.0, 5 * steps[len(steps) // 2])),
+        timeline=report_speed.overview(run.spans, min(60.0, 5 * steps[len(steps) // 2])),
         samples=report_samples.cards(run.samples) if run.samples else {},
         views=report_samples.VIEWS,
         sampled=any(report_samples.trained_versions(sample) for sample in run.samples),

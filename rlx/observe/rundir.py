@@ -75,6 +75,9 @@ def load(workdir: str | os.PathLike) -> Run:
     for start in read_jsonl(path / "starts.jsonl"):
         if isinstance(number := start.get("start"), int):
             starts[number] = {**first, **{name: value for name, value in start.items() if value}}
+    # Each epoch skips a row again; its last time counts.
+    skipped = {(str(r.get("which")), str(r.get("row"))): r
+               for r in read_jsonl(path / "skipped.jsonl")}  # fmt: skip
     newest = list(starts.values())[-1]
     made = [starts.get(n, first) for n in dict.fromkeys(r.get("start") for r in steps)] or [newest]
     return Run(
@@ -82,7 +85,7 @@ def load(workdir: str | os.PathLike) -> Run:
         metrics=steps,
         evals=_by_step(read_jsonl(path / "eval.jsonl")),
         samples=_samples(path / "rollouts"),
-        skipped=_by_row(read_jsonl(path / "skipped.jsonl")),
+        skipped=[*skipped.values()],
         spans=_spans(read_json(path / "timeline.json")),
         config=made[-1]["config"],
         environment=made[-1]["environment"],
@@ -123,11 +126,6 @@ def _by_step(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the records by step; of two for one step the later written counts."""
     steps = {r["step"]: r for r in records if has_step(r)}
     return [steps[step] for step in sorted(steps)]
-
-
-def _by_row(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return skipped rows by their last time; each epoch skips them again."""
-    return list({(str(r.get("which")), str(r.get("row"))): r for r in records}.values())
 
 
 def _samples(directory: Path) -> list[dict[str, Any]]:

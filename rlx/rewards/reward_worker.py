@@ -14,8 +14,8 @@ import inspect
 import os
 import pickle
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from rlx.workers.worker_process import WorkerEnd
 _RESERVED = ("prompt", "completion", "prompt_ids", "completion_ids")  # of a call; no row's keys
 _MOST = 8000  # characters of a traceback
 _Calls = Sequence[RewardCall]
-_Report = Callable[[int | None, Any], Mapping[str, Any]]  # as `_report`
+_Outcomes = Iterator[tuple[int | None, Any]]  # index, None: the group; its reward or exception
 
 
 def main() -> None:
@@ -38,8 +38,13 @@ def main() -> None:
         functions = _load(end)
         while job := end.receive():
             function, calls = functions[job["name"]], pickle.loads(base64.b64decode(job["calls"]))
-            report = partial(_report, end, job["id"], function)
-            end.send(id=job["id"], **_compute(report, runner, function, calls))
+            failure: dict[str, Any] = {}
+            with closing(_outcomes(runner, function, calls)) as outcomes:
+                for index, found in outcomes:
+                    if failure := _failure(function, index, found):
+                        break
+                    end.send(id=job["id"], progress=(index, float(found)))
+            end.send(id=job["id"], **failure)
 
 
 def _load(end: WorkerEnd) -> dict[str, Callable]:
@@ -56,12 +61,8 @@ def _load(end: WorkerEnd) -> dict[str, Callable]:
     return functions
 
 
-def _report(end: WorkerEnd, job: str, function: Callable, index: int | None, found: Any) -> dict:
-    """Send a reward; return the last message of a job with one that failed, of others {}.
-
-    Args:
-      index: of the completion; None: the whole group. found: its reward, or what was raised.
-    """
+def _failure(function: Callable, index: int | None, found: Any) -> dict[str, Any]:
+    """Return the last message of a job whose outcome `found` is no reward, {} for a reward."""
     trace = ""
     if isinstance(found, BaseException):
         error = user_code.where(found, function, 4)
@@ -69,7 +70,6 @@ def _report(end: WorkerEnd, job: str, function: Callable, index: int | None, fou
     elif wrong := problem(found):
         error = f"it returned {wrong} {place(function)}"
     else:
-        end.send(id=job, progress=(index, float(found)))
         return {}
     return {"index": index, "error": error, "traceback": trace}
 
@@ -81,43 +81,35 @@ def _kind(function: Callable) -> str:
     return TOGETHER if inspect.iscoroutinefunction(function) else EACH
 
 
-def _compute(
-    report: _Report, runner: asyncio.Runner, function: Callable, calls: _Calls
-) -> Mapping[str, Any]:
-    """Report the reward of each call, up to the first that fails; return the last message."""
-    kind = _kind(function)
-    found: Iterable[tuple[int | None, Any]]
+def _outcomes(runner: asyncio.Runner, function: Callable, calls: _Calls) -> Any:
+    """Return a generator of the outcomes of a group, each as soon as it is known."""
+    if (kind := _kind(function)) == GROUP:
+        return _of_group(runner, function, calls)
+    jobs = [_bound(function, call) for call in calls]
     if kind == TOGETHER:
-        return runner.run(_together(report, [_bound(function, call) for call in calls]))
-    if kind == GROUP:
-        found = _of_group(runner, function, calls)
-    else:
-        found = ((i, _outcome(_bound(function, call))) for i, call in enumerate(calls))
-    return next(filter(None, (report(index, value) for index, value in found)), {})
+        return _together(runner, jobs)
+    return ((index, _outcome(job)) for index, job in enumerate(jobs))
 
 
-async def _together(report: _Report, jobs: Sequence[Callable]) -> Mapping[str, Any]:
-    """Report the rewards of an async function, each when it is there."""
-
+def _together(runner: asyncio.Runner, jobs: Sequence[Callable]) -> _Outcomes:
     async def one(index: int, job: Callable) -> tuple[int, Any]:
         try:
             return index, await job()
         except BaseException as error:
             return index, error
 
-    tasks = [asyncio.ensure_future(one(index, job)) for index, job in enumerate(jobs)]
-    for done in asyncio.as_completed(tasks):
-        if failed := report(*await done):
-            for task in tasks:  # they end when the loop runs again
-                task.cancel()
-            return failed
-    return {}
+    pending = {runner.get_loop().create_task(one(*each)) for each in enumerate(jobs)}
+    try:
+        while pending:
+            wait = asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            done, pending = runner.run(wait)
+            yield from (task.result() for task in done)
+    finally:
+        for task in pending:  # they end when the loop runs again
+            task.cancel()
 
 
-def _of_group(
-    runner: asyncio.Runner, function: Callable, calls: _Calls
-) -> Iterable[tuple[int | None, Any]]:
-    """Return the rewards of a function that takes the group, or what it raised, for no index."""
+def _of_group(runner: asyncio.Runner, function: Callable, calls: _Calls) -> _Outcomes:
     columns = {key: [call.row[key] for call in calls] for key in calls[0].row}
     for plural, name in zip(rewards.OF_GROUP, _RESERVED, strict=True):
         columns[plural] = [getattr(call, name) for call in calls]
@@ -126,11 +118,12 @@ def _of_group(
         found = _outcome(partial(runner.run, found))
     values = found if isinstance(found, BaseException) else _outcome(partial(list, found))
     if not isinstance(values, list):
-        return [(None, found)]
-    if len(values) == len(calls):
-        return enumerate(values)
-    wrong = f"{len(values)} rewards were returned for {len(calls)} completions"
-    return [(None, ValueError(wrong))]
+        yield None, found
+    elif len(values) == len(calls):
+        yield from enumerate(values)
+    else:
+        wrong = f"{len(values)} rewards were returned for {len(calls)} completions"
+        yield None, ValueError(wrong)
 
 
 def _outcome(job: Callable) -> Any:

@@ -7,7 +7,11 @@ The functions here return 0.0 or 1.0 on any text and bound their own work. An an
 long to compare gets 0, and no worker is killed.
 """
 
+import asyncio
+import functools
 import inspect
+import re
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import isfinite
@@ -15,9 +19,13 @@ from typing import Any
 
 from rlx.base import UserError
 from rlx.cli import user_code
-from rlx.rewards import answers, code_tests, equality, numbers
+from rlx.rewards import answers, equality, numbers
+from rlx.sandbox.sandbox import ProgramLimits
+from rlx.workers.worker_process import worker_sandbox
 
 RewardFunction = Callable[..., Any]  # a float; the pool checks it
+_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_LIMITS = ProgramLimits(wall_seconds=3.0, cpu_seconds=3.0)
 
 
 def gsm8k(
@@ -68,8 +76,32 @@ def arithmetic(prompt: str, completion: str, *ids: Sequence[int], answer: Any, *
     return float(box is not None and equality.equal(answers.reference(answer) or "", box))
 
 
+async def code(prompt: str, completion: str, *ids: Sequence[int], answer: Any, **row: Any) -> float:
+    """Return 1 when the completion's last fenced block of Python passes the tests, else 0.
+
+    A program that ends before the tests have passes none. It may still look for what they print
+    at their end, or change what they call: tests in its own process judge no adversary.
+
+    Args:
+      answer: the tests: Python that is run after the program, in its names, and raises where it
+        is wrong, as `assert add(1, 2) == 3`.
+    """
+    if not (blocks := _FENCE.findall(completion)):
+        return 0.0
+    passed = secrets.token_hex(8)
+    sandbox = await asyncio.shield(_sandbox(asyncio.get_running_loop()))
+    outcome = await sandbox.run(f"{blocks[-1]}\n{answer}\nprint({passed!r})", _LIMITS)
+    return float(outcome.status == "ok" and outcome.text.endswith(f"{passed}\n"))
+
+
+@functools.cache
+def _sandbox(loop: asyncio.AbstractEventLoop) -> asyncio.Future:
+    """Return the worker's one sandbox once it is ready; it ends with the process."""
+    return asyncio.ensure_future(worker_sandbox(("math",)).__aenter__(), loop=loop)
+
+
 REWARDS: dict[str, RewardFunction] = {
-    "gsm8k": gsm8k, "math": math, "arithmetic": arithmetic, "code": code_tests.code,
+    "gsm8k": gsm8k, "math": math, "arithmetic": arithmetic, "code": code,
     "gsm8k_unfinished": partial(gsm8k, unfinished=True),
     "math_unfinished": partial(math, unfinished=True),
 }  # fmt: skip

@@ -4,7 +4,6 @@ Observations are appended to the sampled tokens, which are never tokenised again
 """
 
 import asyncio
-import hashlib
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.base import Group, Trajectory, UserError
+from rlx.base import Group, Trajectory, UserError, seed_of
 from rlx.engines.stop_strings import cut
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
@@ -63,8 +62,7 @@ class Episode:
         prompt = np.concatenate([*before, self._shown]).astype(np.int32)
         # The seed of the previous piece would repeat its draws.
         text = f"{self._sampling.seed} sample {self._index} piece {self._pieces}"
-        digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
-        seeded = replace(self._sampling, seed=int.from_bytes(digest, "big") >> 1)
+        seeded = replace(self._sampling, seed=seed_of(text.encode()))
         limits, priority = _limits(seeded, self.left, stop), self._task.priority
         (sampled,) = await fleet.generate(prompt, limits, 1, priority=priority)
         self.take(sampled, stop)

@@ -18,7 +18,6 @@ Evaluations run on executors with max_staleness = ∞ and finite rows, several o
 
 import asyncio
 import dataclasses
-import hashlib
 import heapq
 import math
 import threading
@@ -28,7 +27,7 @@ from types import TracebackType
 from typing import Any, Protocol, cast
 
 from rlx.algorithms.advantages import running_baselines
-from rlx.base import Group, Unavailable, UserError
+from rlx.base import Group, Unavailable, UserError, seed_of
 from rlx.rollout import attempts, staleness, workflows
 from rlx.rollout import buffer as buffers
 from rlx.rollout.attempts import Patience, Skipped
@@ -477,5 +476,4 @@ class Executor:
 def group_seed(seed: int, group_id: int, attempt: int) -> int:
     """Return a sampling seed in [0, 2³¹), a hash of the run's seed, the group and the attempt."""
     # A retry samples anew: a completion that hung its reward function would hang it again.
-    digest = hashlib.blake2b(f"{seed} {group_id} {attempt}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return seed_of(f"{seed} {group_id} {attempt}".encode())

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rlx.agents.online import OnlineOptions, OnlineSessions
-from rlx.base import UserError, install
+from rlx.agents.workflow import gateway_class
+from rlx.base import UserError
 from rlx.cli import command
 from rlx.fleet import tls as fleet_tls
 from rlx.fleet.client import Fleet
@@ -66,10 +67,7 @@ class GatewayServer:
         Raises:
           UserError: a server or the port is not available, or the extra `agents` is missing.
         """
-        try:
-            from rlx.agents.api_gateway import Gateway
-        except ImportError as error:
-            raise UserError(f"a gateway needs the extra: {install('agents')} ({error})") from None
+        make = gateway_class()
         stop, online = asyncio.Event(), None
         async with AsyncExitStack() as stack:
             stack.push_async_callback(fleet.close)
@@ -77,7 +75,7 @@ class GatewayServer:
             most = Sampling(max_new_tokens=fleet.context)
             if self.online:
                 online = OnlineSessions(Path(self.directory), self.online, most)
-            gateway = Gateway(
+            gateway = make(
                 fleet, tokenizer, name=name, tool_format=self.tool_format, host=self.host,
                 port=self.port, tls=self.tls, online=online,
             )  # fmt: skip

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from rlx.agents.loop_watch import is_own, place_of, stack
 from rlx.cli.command import say
+from rlx.cli.user_code import frames, of_user, place_of
 
 # Quiet seconds that are never late.
 SECONDS = {"loop": 10.0, "user": 30.0, "call": 60.0, "rollout": 60.0, "step": 1800.0}
@@ -110,16 +110,16 @@ def watchdog(workdir: Path) -> Iterator[Callable[[Any], None]]:
 
 def _signs(main: int, parts: Any, woken: float) -> dict[str, Sign]:
     """Return the signs of life of the thread `main`, and of a run's parts once they are built."""
-    inside = stack(main)
-    runs = [i for i, f in enumerate(inside) if f.f_code.co_qualname == "run" and not is_own(f)]
-    users = [id(frame) for frame in inside[max(runs, default=-1) + 1 :] if is_own(frame)]
+    inside = frames(main)
+    runs = [i for i, f in enumerate(inside) if f.f_code.co_qualname == "run" and not of_user(f)]
+    users = [id(frame) for frame in inside[max(runs, default=-1) + 1 :] if of_user(frame)]
     call = users[0] if users else parts and parts.hooks.under_way
     mark = None if _debugging(inside) else call
     found = {"user": Sign(mark, lambda: f"{place_of(inside)} does not return")}
     if parts is None:
         return found
     executor, loop = parts.executor, parts.loop
-    blocked = stack(loop.thread.ident or 0)
+    blocked = frames(loop.thread.ident or 0)
     turned = None if _debugging(blocked) else loop.turned()
     at = "the loop of all rollouts is blocked at"
     found["loop"] = Sign(turned, lambda: f"{at} {place_of(blocked)}")

@@ -60,7 +60,15 @@ def append_jsonl(path: str | os.PathLike, obj: Mapping[str, Any]) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         with open(handle, "rb", buffering=0):  # closes it
-            _append_whole(handle, line)
+            size, written = os.fstat(handle).st_size, 0
+            if size and os.pread(handle, 1, size - 1) != b"\n":
+                line = b"\n" + line  # after the incomplete line of a killed writer
+            try:
+                while written < len(line):
+                    written += os.write(handle, line[written:])
+            except OSError:
+                os.ftruncate(handle, size)
+                raise
     except OSError as error:
         raise _unwritable(path, error) from error
 
@@ -144,20 +152,6 @@ def _object(text: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def _append_whole(handle: int, line: bytes) -> None:
-    size = os.fstat(handle).st_size
-    if size and os.pread(handle, 1, size - 1) != b"\n":
-        line = b"\n" + line  # after the incomplete line of a killed writer
-    try:
-        written = os.write(handle, line)
-        while written < len(line):
-            written += os.write(handle, line[written:])
-    except OSError:
-        if os.fstat(handle).st_size > size:
-            os.ftruncate(handle, size)
-        raise
 
 
 def _unwritable(path: str | os.PathLike, error: OSError) -> UserError:

@@ -146,21 +146,16 @@ def _last(path: Path, handle: int, option: str) -> Killed | None:
         if begun_at(pid) == begun != "":  # the file system may have no locks
             raise _taken(path, f"process {pid}", option)
         return Killed(pid, oom_kills() > kills)
-    silent = _silence(path, handle)
+    probe = path.with_name(f".{path.name}.{os.getpid()}")
+    try:  # by the clock of the file system
+        probe.write_bytes(b"")
+        silent = max(0.0, probe.stat().st_mtime - os.fstat(handle).st_mtime)
+    finally:
+        probe.unlink(missing_ok=True)
     if silent < SILENT_SECONDS:
         who = f"process {pid} of {machine.split(' ')[0]} (alive {silent:.0f} s ago)"
         raise _taken(path, who, option, f" ({SILENT_SECONDS:.0f} s if its host has died)")
     return Killed(pid, False)
-
-
-def _silence(path: Path, handle: int) -> float:
-    """Return the seconds since the file was last updated, by its file system's clock."""
-    probe = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        probe.write_bytes(b"")
-        return max(0.0, probe.stat().st_mtime - os.fstat(handle).st_mtime)
-    finally:
-        probe.unlink(missing_ok=True)
 
 
 def _taken(path: Path, who: str, option: str, more: str = "") -> UserError:

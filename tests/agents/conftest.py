@@ -92,6 +92,14 @@ class AgentTools:
         options = {"max_retries": 0, "api_key": key, **options}
         return AsyncOpenAI(base_url=found.gateway.base_url(), **options)
 
+    @staticmethod
+    def claude(found, kind="AsyncAnthropic", **options):
+        """Anthropic's client of the session, which sends the key in its own header, x-api-key."""
+        import anthropic
+
+        options = {"max_retries": 0, "api_key": found.session.key, **options}
+        return getattr(anthropic, kind)(base_url=found.gateway.base_url(), **options)
+
 
 @pytest.fixture(scope="session")
 def agents():

@@ -59,7 +59,7 @@ def test_every_field_that_the_page_names_is_taken():
     from rlx.agents import chat
 
     listed = PAGE.split("takes `messages`")[1].split("chat_template_kwargs`.")[0]
-    assert set(re.findall(r"`(\w+)`", listed)) <= chat._TAKEN
+    assert set(re.findall(r"`(\w+)`", listed)) <= chat.SCHEMA.keys()
 
 
 def test_the_page_s_clients_ask_a_gateway(agents):

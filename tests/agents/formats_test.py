@@ -2,7 +2,6 @@
 
 import json
 
-import anthropic
 import openai
 import pytest
 from pydantic import BaseModel
@@ -29,16 +28,11 @@ SAID = '{"text": "seven", "number": 7}'
 GUIDED = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
 
 
-def claude(g, session=None):
-    url = g.gateway.base_url()
-    return anthropic.AsyncAnthropic(base_url=url, api_key=(session or g.session).key, max_retries=0)
-
-
 def test_a_schema_goes_down_to_the_engine_from_each_api(agents):
     async def main():
         async with (
             agents.gateway(agents.engine(lambda *_: SAID)) as g,
-            agents.client(g) as client, claude(g) as other,
+            agents.client(g) as client, agents.claude(g) as other,
         ):  # fmt: skip
             one = await client.chat.completions.parse(
                 model="m", messages=ASK, response_format=Answer
@@ -151,7 +145,7 @@ def test_thoughts_have_their_own_place_and_go_back_as_they_were(agents, begun):
         template = THINKING + "<think>" * begun
         async with (
             agents.gateway(engine, template=template) as g,
-            agents.client(g) as client, claude(g) as other,
+            agents.client(g) as client, agents.claude(g) as other,
         ):  # fmt: skip
             chat = await client.chat.completions.create(model="m", messages=ASK)
             stream = await client.chat.completions.create(model="m", messages=ASK, stream=True)

@@ -9,7 +9,6 @@ import urllib.request
 from dataclasses import replace
 
 import aiohttp
-import anthropic
 import openai
 import pytest
 
@@ -322,9 +321,7 @@ def test_a_call_with_markers_and_half_a_character_in_it_goes_round(agents, strea
         async with (
             agents.gateway(agents.engine(lambda *_: next(said))) as g,
             agents.client(g) as client,
-            anthropic.AsyncAnthropic(
-                base_url=g.gateway.base_url(g.session), api_key="any"
-            ) as claude,
+            agents.claude(g) as claude,
         ):
             got = await ask(client, tools=[ADD], stream=stream)
             calls = (await read(got))[1] if stream else got.choices[0].message.tool_calls
@@ -541,15 +538,11 @@ def test_a_refusal_of_the_engine_blames_what_it_names(agents, words):
 def test_without_parallel_calls_the_first_is_kept(agents, stream):
     said = CALL + "\n" + CALL.replace('"a": 1', '"a": 9')
 
-    def claude_of(g):
-        url = g.gateway.base_url(g.session)
-        return anthropic.AsyncAnthropic(base_url=url, api_key="any", max_retries=0)
-
     async def main():
         async with (
             agents.gateway(agents.engine(lambda *_: said)) as g,
             agents.client(g) as client,
-            claude_of(g) as claude,
+            agents.claude(g) as claude,
         ):
             for wanted, options in (
                 (1, {"parallel_tool_calls": False}), (2, {"parallel_tool_calls": True}), (2, {}),
@@ -615,16 +608,12 @@ def test_thoughts_that_are_not_the_models_reach_the_template(agents, field):
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     thought = "<think>hm <x></think>"
 
-    def claude_of(g):
-        url = g.gateway.base_url(g.session)
-        return anthropic.AsyncAnthropic(base_url=url, api_key="any", max_retries=0)
-
     async def main():
         template = "{% set field = '" + field + "' %}" + THINKS
         async with (
             agents.gateway(template=template) as g,
             agents.client(g) as client,
-            claude_of(g) as claude,
+            agents.claude(g) as claude,
         ):
             for name in ("reasoning_content", "reasoning"):
                 own = {"role": "assistant", "content": "yes", name: "hm <x>"}
@@ -748,7 +737,7 @@ BROKEN = {
 def test_malformed_http_is_answered_and_leaves_the_terminal_alone(agents, caplog, case):
     async def main():
         async with agents.gateway() as g:
-            reader, writer = await asyncio.open_connection("127.0.0.1", g.gateway._port)
+            reader, writer = await asyncio.open_connection("127.0.0.1", g.gateway.port)
             writer.write(BROKEN[case].replace(b"KEY", g.session.key.encode()))
             answer = await reader.readline()
             writer.close()
@@ -765,7 +754,7 @@ def test_the_loop_turns_while_a_large_body_is_read(agents, context):
     async def main():
         engine = agents.engine(lambda *_: "ok", max_model_len=context)
         async with agents.gateway(engine) as g:
-            encode, ticks, during = g.gateway._tokenizer.__class__.__call__, 0, []
+            encode, ticks, during = g.gateway.tokenizer.__class__.__call__, 0, []
 
             async def tick():
                 nonlocal ticks
@@ -782,7 +771,7 @@ def test_the_loop_turns_while_a_large_body_is_read(agents, context):
 
             ticking = asyncio.create_task(tick())
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(g.gateway._tokenizer.__class__, "__call__", counted)
+                patch.setattr(g.gateway.tokenizer.__class__, "__call__", counted)
                 size = 10_000_000 if context == 4096 else 1_000_000
                 words = "lorem ipsum " * (size // 12)
                 body = json.dumps({"messages": [{"role": "user", "content": words}]})

@@ -86,7 +86,7 @@ def test_connections_of_a_stranger_keep_nobody_from_an_answer(
 
     async def main():
         async with agents.gateway() as g:
-            process = await stranger(g.gateway._port, 1100, part)
+            process = await stranger(g.gateway.port, 1100, part)
             try:
                 async with agents.client(g, timeout=60) as client:
                     messages = [{"role": "user", "content": "hello"}]
@@ -126,7 +126,7 @@ def test_half_a_request_is_closed_after_its_time(agents, monkeypatch):
                 b"POST /v1/chat",
                 b"POST /v1/rewards HTTP/1.1\r\nContent-Length: 9\r\n\r\n",
             )
-            streams = [await asyncio.open_connection("127.0.0.1", g.gateway._port) for _ in parts]
+            streams = [await asyncio.open_connection("127.0.0.1", g.gateway.port) for _ in parts]
             for (_, writer), part in zip(streams, parts, strict=True):
                 writer.write(part)
             for reader, writer in streams:
@@ -152,13 +152,13 @@ def test_half_a_handshake_is_closed_after_its_time(agents, monkeypatch, tmp_path
             gateway = Gateway(fleet, agents.tokenizer(), tls=Tls(str(own), str(own)))
             await gateway.start()
             try:
-                reader, writer = await asyncio.open_connection("127.0.0.1", gateway._port)
+                reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
                 assert await reader.read() == b""
                 writer.close()
                 context = ssl.create_default_context()
                 context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
                 reader, writer = await asyncio.open_connection(
-                    "127.0.0.1", gateway._port, ssl=context
+                    "127.0.0.1", gateway.port, ssl=context
                 )
                 writer.write(b"GET /health HTTP/1.0\r\n\r\n")
                 assert b"200 OK" in await reader.read()

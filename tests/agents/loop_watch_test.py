@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from rlx.agents.loop_watch import watch_loop
+from rlx.agents.worker import watch_loop
 
 
 def test_the_blocking_line_is_seen_while_it_blocks():

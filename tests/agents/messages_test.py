@@ -14,15 +14,9 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call
 ASK = {"model": "m", "max_tokens": 50, "messages": [{"role": "user", "content": "hello there"}]}
 
 
-def client(found, kind=anthropic.AsyncAnthropic, **options):
-    """A client that sends the session's key in its own header, x-api-key."""
-    url = found.gateway.base_url()
-    return kind(base_url=url, api_key=found.session.key, max_retries=0, **options)
-
-
 def test_a_message_is_what_the_model_said_and_is_recorded(agents):
     async def main():
-        async with agents.gateway() as g, client(g) as asking:
+        async with agents.gateway() as g, agents.claude(g) as asking:
             system = [{"type": "text", "text": "be kind", "cache_control": {"type": "ephemeral"}}]
             got = await asking.messages.create(**ASK, system=system)
             short = await asking.messages.create(**{**ASK, "max_tokens": 3})
@@ -55,7 +49,7 @@ def test_the_synchronous_client_and_both_headers_and_addresses_will_do(agents):
         async with agents.gateway() as g:
             url, key = g.gateway.base_url(), g.session.key
             clients = [
-                client(g, anthropic.Anthropic),
+                agents.claude(g, "Anthropic"),
                 anthropic.Anthropic(base_url=url, auth_token=key, api_key=None),
                 anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key=key),
                 anthropic.Anthropic(base_url=g.gateway.base_url(g.session), api_key="any"),
@@ -79,7 +73,7 @@ def test_tools_go_round_and_the_conversation_is_one_sequence(agents, stream):
     async def main():
         async with (
             agents.gateway(agents.engine(lambda *_: next(said))) as g,
-            client(g) as asking,
+            agents.claude(g) as asking,
         ):
             talk = [{"role": "user", "content": "1+2?"}]
             request = {"model": "m", "max_tokens": 100, "tools": [ADD], "messages": talk}
@@ -120,7 +114,7 @@ def test_a_tool_that_must_be_called_is_begun_for_the_model(agents, choice, begin
 
     async def main():
         engine = agents.engine(lambda prompt, *_: whole.removeprefix(begins))
-        async with agents.gateway(engine) as g, client(g) as asking:
+        async with agents.gateway(engine) as g, agents.claude(g) as asking:
             request = {**ASK, "max_tokens": 100, "tools": [ADD], "tool_choice": choice}
             if stream:
                 async with asking.messages.stream(**request) as events:
@@ -145,7 +139,7 @@ def test_a_tool_that_must_be_called_is_begun_for_the_model(agents, choice, begin
 
 def test_what_is_no_call_stays_text_though_one_was_wanted(agents):
     async def main():
-        async with agents.gateway(agents.engine(lambda *_: "no")) as g, client(g) as asking:
+        async with agents.gateway(agents.engine(lambda *_: "no")) as g, agents.claude(g) as asking:
             choice = {"type": "any"}
             return await asking.messages.create(**ASK, tools=[ADD], tool_choice=choice)
 
@@ -156,7 +150,7 @@ def test_what_is_no_call_stays_text_though_one_was_wanted(agents):
 def test_errors_are_the_clients_own_exceptions(agents):
     async def main():
         async with agents.gateway(agents.engine(max_model_len=64)) as g:
-            async with client(g) as asking:
+            async with agents.claude(g) as asking:
                 for stream in (False, True):
                     talk = [{"role": "user", "content": "x" * 80}]
                     long = "prompt is too long: 83 tokens > 64 maximum"
@@ -166,11 +160,11 @@ def test_errors_are_the_clients_own_exceptions(agents):
                     await asking.messages.create(**{**ASK, "messages": [{"role": "user"}]})
                 assert wrong.value.body["error"]["param"] == "messages[0].content"
                 assert wrong.value.body["type"] == "error"
-            async with client(g).with_options(api_key="wrong") as other:
+            async with agents.claude(g).with_options(api_key="wrong") as other:
                 with pytest.raises(anthropic.AuthenticationError, match="unknown API key"):
                     await other.messages.create(**ASK)
             await g.server.stop()
-            async with client(g) as asking:
+            async with agents.claude(g) as asking:
                 with pytest.raises(anthropic.InternalServerError):
                     await asking.messages.create(**ASK)
 

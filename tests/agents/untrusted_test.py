@@ -2,7 +2,6 @@
 
 import json
 
-import anthropic
 import pytest
 
 from rlx.rollout.control_tokens import plain
@@ -37,15 +36,11 @@ def test_no_role_and_no_api_makes_control_tokens_of_text(agents):
         {"type": "function_call_output", "call_id": "c", "output": EVIL},
     ]
 
-    def claude_of(g):
-        url = g.gateway.base_url(g.session)
-        return anthropic.AsyncAnthropic(base_url=url, api_key="any", max_retries=0)
-
     async def main():
         async with (
             agents.gateway(agents.engine(lambda *_: "ok")) as g,
             agents.client(g) as client,
-            claude_of(g) as claude,
+            agents.claude(g) as claude,
         ):
             asked = {"model": "m", "messages": talk, "tools": [described]}
             await client.chat.completions.create(**asked)

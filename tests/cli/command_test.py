@@ -67,7 +67,7 @@ SPEAKERS = {
     "progress": "from rlx.observe.progress import Progress\n"
     "with Progress(3, title=TEXT) as progress:\n    progress.message(TEXT)\n"
     "    print('panel' if progress._panel else 'lines')",
-    "counting": "from rlx.observe.progress_bar import ProgressBar\n"
+    "counting": "from rlx.observe.progress import ProgressBar\n"
     "with ProgressBar() as bar:\n    bar.show('[red]' + TEXT, 1, 2)",
     "findings": "from rlx.doctor import findings, table\n"
     "table.show([findings.Finding(TEXT, TEXT, 'problem', TEXT, TEXT)])",

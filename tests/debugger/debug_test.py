@@ -13,7 +13,7 @@ import pytest
 
 from rlx import debug_workflow
 from rlx.base import UserError
-from rlx.debugger import agent_runs
+from rlx.debugger import debugger
 from rlx.model.directory import resolve
 
 pytest.importorskip("openai")
@@ -212,10 +212,10 @@ def test_rows_are_chosen_by_index_or_range(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"n": n}) + "\n" for n in range(5)))
     for wanted, expected in (("", range(5)), ("2", [2]), ("3:", [3, 4]), ("1:3", [1, 2])):
-        assert agent_runs.load_rows(str(path), wanted) == [(n, {"n": n}) for n in expected]
+        assert debugger.load_rows(str(path), wanted) == [(n, {"n": n}) for n in expected]
     for wrong in ("5", "x", "3:2", "-1"):
         with pytest.raises(UserError, match="--rows="):
-            agent_runs.load_rows(str(path), wrong)
+            debugger.load_rows(str(path), wrong)
 
 
 @pytest.mark.vllm

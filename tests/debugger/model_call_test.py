@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.debugger.model_call import ModelCall, refusal
+from rlx.debugger.forwarder import ModelCall, refusal
 
 
 def sse(*events):

@@ -16,7 +16,7 @@ from rlx.cli.text import visible
 from rlx.observe.metrics import MetricsWriter
 from rlx.observe.report_learning import optimisation
 from rlx.observe.report_samples import card, choose, shaded
-from rlx.observe.report_timeline import color_of, covered, overview
+from rlx.observe.report_speed import color_of, covered, overview
 from rlx.observe.run_report import page, write_report
 from rlx.observe.rundir import load
 from rlx.observe.timeline import Span, Timeline

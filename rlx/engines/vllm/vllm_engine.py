@@ -16,6 +16,7 @@ import hashlib
 import math
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,38 +43,23 @@ class VllmEngine(ModelEngine):
     Args:
       model_path, slots, max_model_len, clock: as ModelEngine. On a CPU the KV cache holds `slots`
         full sequences, at most 4 GiB; on a GPU vLLM chooses. Sequences that do not fit wait.
-      seed: seed of requests without one; must differ between servers.
-      dtype: float32 | bfloat16, of weights, activations and cache.
-      tensor_parallel: worker processes, each with a slice of every layer.
-      gpu_memory: share of each GPU for weights and cache; 0: vLLM's default.
       hang_seconds: time without an answer after which EngineCore counts as dead; must exceed the
         longest prefill, as it answers between steps.
+      options: further ones of `start_llm`.
 
     Attributes:
       llm: vLLM's AsyncLLM, once started.
     """
 
     def __init__(
-        self,
-        model_path: str,
-        *,
-        seed: int = 0,
-        slots: int = EngineOptions.slots,
-        max_model_len: int = 0,
-        dtype: str = "float32",
-        tensor_parallel: int = 1,
-        gpu_memory: float = 0.0,
-        hang_seconds: float = 60.0,
-        clock: Callable[[], int] = time.monotonic_ns,
-    ):
+        self, model_path: str, *, slots: int = EngineOptions.slots, max_model_len: int = 0,
+        hang_seconds: float = 60.0, clock: Callable[[], int] = time.monotonic_ns, **options: Any,
+    ):  # fmt: skip
         super().__init__(model_path, slots, max_model_len, clock)
         if self._config.value_head:
             raise UserError(f"{model_path} is a reward model; serve it with --engine=jax")
         self._slots, self._hang_seconds = slots, hang_seconds
-        self._options: dict[str, Any] = {
-            "seed": seed, "slots": slots, "max_model_len": self._max_model_len, "dtype": dtype,
-            "tensor_parallel": tensor_parallel, "gpu_memory": gpu_memory,
-        }  # fmt: skip
+        self._options = {"slots": slots, "max_model_len": self._max_model_len, **options}
         self._samples: dict[str, _Sample] = {}
         self._serial = 0  # of the last request
         self._busy = (0, 0)  # start and last step of the current span, ns
@@ -200,8 +186,11 @@ class VllmEngine(ModelEngine):
                     await self._abort(samples)
                     for sample in samples:
                         sample.end("abort")
-                elif kv == "keep":
-                    await self._readmit()
+                elif kv == "keep":  # cached prefixes have the old weights
+                    waiting = [sample for sample in self._samples.values() if not sample.begun]
+                    await self._abort(waiting)
+                    for sample in waiting:
+                        await self._admit(sample)
             except BaseException as error:  # weights may be mixed
                 self._fail(error)
                 raise
@@ -308,13 +297,6 @@ class VllmEngine(ModelEngine):
         self._samples[core.request_id] = sample
         await self._core(self.llm.engine_core.add_request_async(core))
 
-    async def _readmit(self) -> None:
-        """Readmit samples without a token: they may have cached prefixes of the old weights."""
-        waiting = [sample for sample in self._samples.values() if not sample.begun]
-        await self._abort(waiting)
-        for sample in waiting:
-            await self._admit(sample)
-
     async def _abort(self, samples: "list[_Sample]") -> None:
         ids = [s.core.request_id for s in samples if self._samples.pop(s.core.request_id, None)]
         if ids and not self._failure:
@@ -341,31 +323,24 @@ class VllmEngine(ModelEngine):
                 if output.finish_reason is None:  # EngineCore does not know stop strings
                     aborted.append(output.request_id)
         if found:
-            self._mark_busy()
-            self._flush_soon()
+            now, (start, end) = self._clock(), self._busy
+            if now - end > _GAP_NS:
+                self._end_span()
+                start = now
+            self._busy = (start, now)
+            if not self._flushing:
+                self._flushing = True
+                asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self._flush)
         processed = self._process_others(others, timestamp, stats, **kwargs)
         processed.reqs_to_abort.extend(aborted)
         return processed
-
-    def _flush_soon(self) -> None:
-        if not self._flushing:
-            self._flushing = True
-            asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self._flush)
 
     def _flush(self) -> None:
         self._flushing, self._flushes = False, self._flushes + 1
         every = self._flushes % _UNWATCHED == 0
         for sample in self._samples.values():
-            if sample.tokens and (every or not sample.unwatched):
+            if sample.new.tokens and (every or not sample.unwatched):
                 sample.wake.set()
-
-    def _mark_busy(self) -> None:
-        now = self._clock()
-        start, end = self._busy
-        if now - end > _GAP_NS:
-            self._end_span()
-            start = now
-        self._busy = (start, now)
 
     def _end_span(self) -> None:
         start, end = self._busy
@@ -425,12 +400,8 @@ class _Sample:
     """A sample in EngineCore, and its tokens that `generate` has not taken yet."""
 
     def __init__(self, index: int, core: Any, wake: asyncio.Event, unwatched: bool = False):
-        self.index, self.core, self.wake, self.unwatched = index, core, wake, unwatched
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-        self.top_tokens: list[int] = []
-        self.top_logprobs: list[float] = []
+        self.core, self.wake, self.unwatched = core, wake, unwatched
+        self.new: Any = Chunk(index)  # its fields are lists
         self.begun = self.ended = False
         self.stop_reason: str | None = None
         self.stops: StopStrings | None = None
@@ -443,18 +414,18 @@ class _Sample:
             self.begun = True
             if self.stops and (count := self.stops(tokens)) is not None:
                 tokens, reason = tokens[:count], "stop"
-            self.tokens += tokens
-            self.versions += [version] * len(tokens)
+            count = len(tokens)
+            self.new.tokens.extend(tokens)
+            self.new.versions.extend([version] * count)
             # The sampled token, then the most likely: the most that any request of the step wants.
-            new, most = output.new_logprobs, self.core.sampling_params.logprobs
-            if most is None:
-                self.logprobs += [math.nan] * len(tokens)
-            else:
-                self.logprobs += new.logprobs[: len(tokens), 0].tolist()
+            made, most = output.new_logprobs, self.core.sampling_params.logprobs
+            nothing = [math.nan] * count
+            self.new.logprobs.extend(nothing if most is None else made.logprobs[:count, 0].tolist())
             if most:
-                tops = slice(1, 1 + most)
-                self.top_tokens += new.logprob_token_ids[: len(tokens), tops].flatten().tolist()
-                self.top_logprobs += new.logprobs[: len(tokens), tops].flatten().tolist()
+                ids, values = (array[:count, 1 : 1 + most].flatten().tolist()
+                               for array in (made.logprob_token_ids, made.logprobs))  # fmt: skip
+                self.new.top_tokens.extend(ids)
+                self.new.top_logprobs.extend(values)
         if reason:
             self.end(reason if reason in ("stop", "length") else "abort")
         return len(tokens)
@@ -465,14 +436,10 @@ class _Sample:
 
     def drain(self) -> Chunk | None:
         """Return the tokens since the last call, None if there are none."""
-        if not self.tokens and self.stop_reason is None:
+        if not self.new.tokens and self.stop_reason is None:
             return None
-        chunk = Chunk(
-            self.index, self.tokens, self.logprobs, self.versions, self.stop_reason,
-            self.top_tokens, self.top_logprobs,
-        )  # fmt: skip
-        self.tokens, self.logprobs, self.versions, self.stop_reason = [], [], [], None
-        self.top_tokens, self.top_logprobs = [], []
+        chunk = replace(self.new, stop_reason=self.stop_reason)
+        self.new, self.stop_reason = Chunk(chunk.index), None
         return chunk
 
 
@@ -481,6 +448,7 @@ class _ScoredPrompt(_Sample):
 
     def __init__(self, core: Any):
         super().__init__(0, core, asyncio.Event())
+        self.logprobs, self.versions = list[float](), list[int]()
 
     def add(self, output: Any, version: int) -> int:
         """Add logprobs, which come with the last output; return 0, as none is generated."""

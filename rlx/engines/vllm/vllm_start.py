@@ -31,16 +31,18 @@ def start_llm(
     model_path: Path,
     config: ModelConfig,
     *,
-    seed: int,
     slots: int,
     max_model_len: int,
-    dtype: str,
+    seed: int = 0,
+    dtype: str = "float32",
     tensor_parallel: int = 1,
     gpu_memory: float = 0.0,
 ) -> Any:
     """Return vLLM's AsyncLLM, started; raise UserError if it cannot serve the model.
 
     Args:
+      seed: of requests without one; must differ between servers.
+      dtype: float32 | bfloat16, of weights, activations and cache.
       tensor_parallel: worker processes, each with a slice of every layer and its own GPU or cores.
       gpu_memory: share of each GPU; 0: vLLM's default.
     """
