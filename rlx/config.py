@@ -21,7 +21,7 @@ from rlx.fleet.timeouts import Timeouts
 from rlx.model.lora_config import LoraConfig, lora_targets
 from rlx.option import check_value, option, options_of
 from rlx.sandbox.sandbox import SandboxOptions
-from rlx.train.train_options import OptimizerOptions, TrainOptions
+from rlx.train.train_options import AUTO, OptimizerOptions, TrainOptions
 from rlx.workers.worker_process import WorkerLimits
 
 ENGINES = ("jax", "vllm")
@@ -54,8 +54,10 @@ SECTIONS = {
         path=option("", "HF directory or hub name; a run needs one"),
         random_init=option(False, "take config and tokenizer from `path`, and random weights"),
         dtype=option("float32", "type of parameters; bfloat16 only for the base of LoRA", _DTYPES),
-        compute_dtype=option("float32", "type of activations", _DTYPES),
-        publish_dtype=option("float32", "type of weights for servers and exports", _DTYPES),
+        compute_dtype=option(AUTO, "type of activations; auto: bfloat16 where products are 1.5 "
+                             "times as fast, decided once for a run", (AUTO, *_DTYPES)),
+        publish_dtype=option(AUTO, "type of weights for servers and exports; auto: compute_dtype",
+                             (AUTO, *_DTYPES)),
         remat=option("none", "recomputed in the backward pass. dots: all except products; "
                      "attention: all except qkv and attention; full: everything",
                      ("none", "dots", "attention", "full")),

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.bench.train_step_workers import train_flops
 from experiments.gpu import attention, measure, step
 from rlx.model.attention import attention as trained
+from rlx.model.params import forward_flops
 
 
 def test_an_attention_that_is_wrong_is_seen():
@@ -29,12 +29,8 @@ def test_an_attention_that_is_wrong_is_seen():
 
 
 def test_useful_flops_are_those_of_the_segments():
-    """Beside train_flops, which counts half a square a segment in place of its triangle."""
-    ids = measure.segments(2, 64, padding=True)
-    found = step.work(step.TINY, ids)
-    lengths = np.array([[n, 0] for n in (32, 16, 8)] * 2)
-    diagonal = 6 * step.TINY.num_layers * 64 * lengths.sum()
-    whole = train_flops(step.TINY, lengths) + diagonal
+    found = step.work(step.TINY, measure.segments(2, 64, padding=True))
+    whole = 3 * forward_flops(step.TINY, np.array([32, 16, 8] * 2))
     assert sum(part.flops for part in found.values()) == pytest.approx(whole)
 
 

@@ -22,13 +22,10 @@ import subprocess
 import sys
 
 from experiments.bench.process import cores_of, median_spread
-from experiments.bench.train_step_workers import MODELS, make_lengths, train_flops
+from experiments.bench.train_step_workers import MODELS, make_lengths
+from rlx.doctor.machine import peak_flops
+from rlx.model.params import forward_flops
 
-# bf16 dense FLOP/s of the tensor cores, by a part of the device's name
-PEAKS = {
-    "H100": 989e12, "H200": 989e12, "H800": 989e12, "H20": 148e12, "A100": 312e12,
-    "A800": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12, "3090": 71e12, "B200": 2250e12,
-}  # fmt: skip
 SEQUENCES = {"tiny": 64, "25m": 32, "135m": 16}
 
 
@@ -126,9 +123,9 @@ def utilisation(a: argparse.Namespace) -> dict:
     seconds = [worker.step()["wall"] for _ in range(a.steps)]
     worker.close()
     lengths = make_lengths(options["lengths"], a.sequences)
-    flops, took = train_flops(MODELS[model], lengths), statistics.median(seconds)
+    flops, took = 3 * forward_flops(MODELS[model], lengths.sum(1)), statistics.median(seconds)
     device = worker.facts["device"]
-    peak = next((flops for name, flops in PEAKS.items() if name in device), None)
+    peak = peak_flops(device, "bfloat16")
     return {
         "device": device,
         "model": model,

@@ -269,20 +269,6 @@ def padded(groups: list[Group]) -> dict[str, np.ndarray]:
     return batch
 
 
-def train_flops(model: ModelConfig, lengths: np.ndarray) -> float:
-    """Return model FLOPs of a forward and backward pass: 6 per weight and token, causal attention.
-
-    The output embedding counts, the input embedding does not; recomputation (remat) does not.
-    """
-    d, heads, kv = model.model_dim, model.num_heads, model.num_kv_heads
-    layer = d * model.head_dim * (2 * heads + 2 * kv) + 3 * d * model.mlp_dim
-    weights = model.num_layers * layer + model.vocab_size * d
-    sizes = lengths.sum(1).astype(float)
-    pairs = (sizes**2).sum() / 2
-    attention = 3 * 4 * model.num_layers * heads * model.head_dim * pairs
-    return 6 * weights * sizes.sum() + attention
-
-
 SIDES = {"jax": jax_side, "trainer_torch": trainer_torch_side, "torch": torch_side,
          "trl": trl_side}  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Part `step_*` for trainer=torch: its update of 1.5B (GRPO, AdamW, bfloat16, float32 masters).
 
-    utilisation = useful FLOPs / seconds / peak FLOP/s
+    utilisation = the step's model FLOPs / seconds / peak FLOP/s
 
-`train_flops` counts the useful FLOPs. The seconds include packing the batch on the host.
+The seconds include packing the batch on the host.
 """
 
 import statistics
@@ -15,14 +15,8 @@ import numpy as np
 import torch
 
 from experiments.bench.plain_torch import init
-from experiments.bench.train_step import PEAKS
-from experiments.bench.train_step_workers import (
-    MODELS,
-    make_config,
-    make_groups,
-    qwen2,
-    train_flops,
-)
+from experiments.bench.train_step_workers import MODELS, make_config, make_groups, qwen2
+from rlx.doctor.machine import peak_flops
 from rlx.train.train_options import TrainOptions
 from rlx_torch.update import TorchUpdate
 
@@ -33,7 +27,7 @@ TINY = qwen2(512, 2, 64, 4, 2, 160)
 def device() -> dict[str, Any]:
     """Return the device's name and its peak, bfloat16 FLOP/s; None if unknown."""
     kind = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
-    peak = next((flops for name, flops in PEAKS.items() if name in kind), None)
+    peak = peak_flops(kind, "bfloat16") or None
     platform = "gpu" if DEVICE == "cuda" else "cpu"
     return {"kind": kind, "platform": platform, "torch": torch.__version__, "flops": peak}
 
@@ -62,7 +56,7 @@ def run(o: dict[str, Any]) -> dict[str, Any]:
         state, metrics = update.update(state, groups)
         dict(metrics)  # waits for the device
         taken.append(time.perf_counter() - start)
-    seconds, useful = statistics.median(taken[1:]), train_flops(model, lengths)
+    seconds, useful = statistics.median(taken[1:]), metrics["model_flops"]
     return {
         "model": "tiny" if o["tiny"] else "1.5b",
         "rows": o["rows"], "length": o["length"], "remat": o["remat"], "chunk": o["chunk"],

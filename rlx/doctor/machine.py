@@ -8,8 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from rlx.base import UserError, install
 from rlx.cli.text import size
 from rlx.doctor.findings import Finding
+from rlx.model.compile_cache import cpu_flags
 from rlx.sandbox.sandbox import Outcome, Sandbox
 from rlx.system import available_memory
 
@@ -28,18 +28,43 @@ import json, jax
 devices = jax.devices()
 stats = [d.memory_stats() or {} for d in devices]
 print(json.dumps({"platform": jax.default_backend(), "kind": devices[0].device_kind,
-    "count": len(devices), "memory": min(s.get("bytes_limit", 0) for s in stats)}))
+    "count": len(devices), "memory": min(s.get("bytes_limit", 0) for s in stats),
+    "capability": str(getattr(devices[0], "compute_capability", ""))}))
 """
+BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16", "bf16"})  # CPUs' flags
+# By a part of a GPU's name, first match: dense bfloat16 FLOP/s by its data sheet.
+PEAKS = {
+    "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "H20": 148e12,
+    "A100": 312e12, "A800": 312e12, "B200": 2250e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12,
+    "3090": 71e12,
+}  # fmt: skip
+
+
+def peak_flops(kind: str, dtype: str) -> float:
+    """Return the FLOP/s of a GPU by its data sheet, float32 as TF32; 0: unknown."""
+    found = next((peak for name, peak in PEAKS.items() if name in kind), 0.0)
+    return found / 2 if dtype == "float32" else found
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Devices of JAX: platform (cpu, gpu or tpu), name, count, bytes of each (0 if unknown)."""
+    """Devices: platform (cpu, gpu or tpu), name, count, bytes of each (0 if unknown).
+
+    `capability` is the compute capability of an NVIDIA GPU, such as "9.0".
+    """
 
     platform: str = "cpu"
     kind: str = ""
     count: int = 1
     memory: int = 0
+    capability: str = ""
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether the device has instructions that multiply bfloat16."""
+        if self.platform == "cpu":
+            return not BFLOAT16.isdisjoint(cpu_flags().split())
+        return self.capability.split(".")[0] not in ("5", "6", "7")  # before Ampere
 
 
 def devices(seconds: float = DEVICE_SECONDS) -> Devices | str:
@@ -117,20 +142,6 @@ def judge_cores(usable: int, present: int, load: float) -> Finding:
         return Finding("machine", "cores", "warning", f"{what}: other programs are running",
                        "end them, or expect a slow run")  # fmt: skip
     return Finding("machine", "cores", "ok", what)
-
-
-def judge_cpu(flags: Collection[str]) -> Finding:
-    """Return the row of the fastest trainer and precision for a CPU with these `flags`."""
-    what = "trainer=jax is faster on AMD, trainer=torch on Intel"
-    if "amx_bf16" in flags:
-        what = "amx_bf16: trainer=torch is faster with model.compute_dtype=bfloat16 (1.8 times at "
-        what += "25M and 135M, no gain at 4M), and than trainer=jax in float32 (2.6 times at 135M)"
-    elif "avx512_bf16" in flags:
-        what = "avx512_bf16: trainer=torch is faster with model.compute_dtype=bfloat16 (2.7 times "
-        what += "at 135M, 3.2 at 25M); in float32 trainer=jax is, on AMD"
-    else:
-        what = f"no bfloat16: model.compute_dtype=float32 is faster; with it {what}"
-    return Finding("machine", "half precision", "ok", what)
 
 
 def check_loopback() -> Finding:
@@ -236,11 +247,6 @@ def check(workdir: Path, found: Devices | str) -> Iterator[Finding]:
         yield row
     usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     yield judge_cores(usable, present, os.getloadavg()[0])
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-        if not isinstance(found, str) and found.platform == "cpu":
-            yield judge_cpu(flags.split())
     yield Finding("machine", "memory", "ok", str(available_memory.memory()))
     yield check_loopback()
     yield asyncio.run(check_sandbox())

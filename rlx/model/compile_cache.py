@@ -61,11 +61,14 @@ def check(new: bool = False) -> None:
         made.replace(index)
 
 
-def _machine() -> str:
-    try:
+def cpu_flags() -> str:
+    """Return Linux's line of the processor's instruction sets; "" without one."""
+    with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        flags = ""
-    text = f"{platform.machine()} {platform.processor()} {flags} {version('jaxlib')}"
+        return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return ""
+
+
+def _machine() -> str:
+    text = f"{platform.machine()} {platform.processor()} {cpu_flags()} {version('jaxlib')}"
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -6,9 +6,12 @@ imported only by functions that make arrays.
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from rlx.base import UserError
 from rlx.model.model_config import ModelConfig
@@ -249,13 +252,33 @@ ATTENTION_SLOWDOWN = {"cpu": 2.0}
 
 def attention_cost(config: ModelConfig, platform: str = "gpu") -> float:
     """Return the time of attention per token and key over that of everything else per token."""
-    # 4 · layers · heads · head width over 2 · parameters used per token.
-    unused = 0 if config.tie_embeddings else config.vocab_size * config.model_dim
-    idle = config.num_layers * (config.num_experts - config.experts_per_token)
-    unused += idle * 3 * config.model_dim * config.expert_dim
-    dense = 2 * (count(config) - unused)
     attention = 4 * config.num_layers * config.num_heads * config.head_dim
-    return ATTENTION_SLOWDOWN.get(platform, 1.0) * attention / dense
+    return ATTENTION_SLOWDOWN.get(platform, 1.0) * attention / (2 * _multiplied(config))
+
+
+def forward_flops(config: ModelConfig, lengths: np.ndarray) -> float:
+    """Return the FLOPs of the products of a forward pass; a backward pass has twice as many.
+
+        2 · weights · tokens + 4 · heads · head width · Σ over layers and queries of visible keys
+
+    Source: appendix B of PaLM (arXiv 2204.02311), with causal attention; lengths: [N], tokens.
+    """
+    sizes, keys = np.asarray(lengths, np.float64), 0.0
+    for window, layers in Counter(config.layer_windows).items():
+        seen = np.minimum(sizes, window or np.inf)
+        keys += layers * (seen * (seen + 1) / 2 + (sizes - seen) * seen).sum()
+    products = 2 * _multiplied(config) * sizes.sum()
+    return float(products + 4 * config.num_heads * config.head_dim * keys)
+
+
+def _multiplied(config: ModelConfig) -> int:
+    """Return the number of weights in one token's products: head included, idle experts not."""
+    matrices = (math.prod(row.shape) for row in table(config) if row.kind == "matrix")
+    embedding = config.vocab_size * config.model_dim  # looked up; a tied one is the head too
+    looked_up = 0 if config.tie_embeddings and not config.value_head else embedding
+    idle = config.num_layers * (config.num_experts - config.experts_per_token)
+    idle *= 3 * config.model_dim * config.expert_dim
+    return (config.numbers or sum(matrices)) - looked_up - idle
 
 
 def check_shape(name: str, got: tuple[int, ...], row: Row) -> None:

@@ -157,6 +157,7 @@ class Progress:
             f"tokens {number(record.get('n_tokens'))}",
             *([f"generated/s {number(record[generated])}"] if generated in record else []),
             f"trained/s {number(record.get('consumed_tokens_per_second'))}",
+            *([f"mfu {number(record['mfu'])}"] if "mfu" in record else []),
             f"seconds {number(record.get('step_seconds'))}" + (f" ({phases})" if phases else ""),
             f"failed {record.get('failed', 0)}",
             f"skipped {record.get('skipped', 0)}",
@@ -244,7 +245,7 @@ class Progress:
             rows.append(("staleness", staleness))
         speeds = {
             "generated_tokens_per_second": "generated", "consumed_tokens_per_second": "trained",
-            "avg_seq_len": "tokens each",
+            "mfu": "MFU",
         }  # fmt: skip
         rows.append(("tokens/s", _facts(last, speeds, column)))
         if last.get("seconds"):

@@ -135,7 +135,7 @@ def _fact(run: Run, form: str, *keys: str) -> str:
 
 
 def _cost_tiles(run: Run) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (color, title, value, note) of time, tokens, waiting, staleness and losses."""
+    """Yield (color, title, value, note) of time, tokens, speed, waiting, staleness and losses."""
     elapsed = _last(run, "elapsed_seconds")
     if elapsed:
         typical = sorted(v for v in run.series("step_seconds") if v is not None)
@@ -144,6 +144,8 @@ def _cost_tiles(run: Run) -> Iterator[tuple[str, str, str, str]]:
     tokens = sum(v or 0 for v in run.series("n_valid_tokens"))
     if tokens and elapsed:
         yield "", "Tokens trained", number(tokens), f"{number(tokens / elapsed)} a second"
+    if shares := sorted(v for v in run.series("mfu") if v is not None):
+        yield "", "MFU", percent(shares[len(shares) // 2]), "of the peak, while it computes"
     if phases := report_speed.phase_totals(run):
         waiting = phases.get("wait", 0) / sum(phases.values())
         yield "", "Trainer waiting", percent(waiting), "of its time"

@@ -29,8 +29,9 @@ SECTIONS = {
     "staleness": ("staleness_min", "staleness_mean", "staleness_max", "staleness_histogram",
                   "tokens_per_version"),
     "prompts": ("admitted", "accepted", "rejected", "failed", "dropped", "queued", "live"),
-    "speed": ("seconds", "step_seconds", "generated_tokens_per_second",
-              "consumed_tokens_per_second", "server_busy_seconds", "teacher_busy_seconds"),
+    "speed": ("seconds", "step_seconds", "update_seconds", "generated_tokens_per_second",
+              "consumed_tokens_per_second", "tokens_per_second_per_device", "mfu",
+              "model_flops", "server_busy_seconds", "teacher_busy_seconds"),
 }  # fmt: skip
 _SECTION = {name: section for section, names in SECTIONS.items() for name in names}
 Value = float | dict[float, float]  # a number, or counts by number

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from rlx.model import params as parameters
 from rlx.model.mesh import WEIGHTS, check_devices, mesh_axes, num_row_shards
 from rlx.model.model_config import ModelConfig
 from rlx.run.inputs import Missing, prepare
+from rlx.run.precision import decide
 from rlx.run.room_options import sizes_of
 from rlx.system.jsonl import read_jsonl
 from rlx.train import packing
@@ -37,6 +39,14 @@ def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterat
     inputs = prepare(config, partial(record_check, rows))
     yield from rows
     bad, model = {row.name for row in problems(rows)}, vars(inputs).get("model_config")
+    if model and "values" not in bad:
+        config = config.copy_and_resolve_references()
+        row, precision = attempt(
+            "config", "dtype", partial(decide, config, model, devices), attrgetter("message")
+        )
+        config.model.update(precision.dtypes if precision else {})
+        if row.found:
+            yield row
     sizes = sizes_of(config, model) if model and not bad & {"values", "algorithm"} else None
     if not bad:
         rows_seen = np.linspace(0, len(inputs.train_rows) - 1, SAMPLED_ROWS).astype(int)

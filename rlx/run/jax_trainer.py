@@ -1,13 +1,17 @@
 """The JAX trainer: the functions of `rlx.run.trainers.TrainerLibrary`."""
 
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from rlx.doctor.machine import Devices
 from rlx.launch import xla_flags
-from rlx.model import compile_cache, hf, mesh
+from rlx.model import compile_cache, hf, mesh, ops
 from rlx.model import params as parameters
 from rlx.run.inputs import Inputs
 from rlx.train.contract import Update
@@ -47,7 +51,16 @@ def leave() -> None:
 
 def devices() -> Devices:
     """Return the devices of all processes."""
-    return Devices(jax.default_backend(), count=jax.device_count())
+    first, platform = jax.devices()[0], jax.default_backend()
+    capability = str(getattr(first, "compute_capability", ""))
+    return Devices(platform, first.device_kind, jax.device_count(), capability=capability)
+
+
+def product(shape: tuple[int, int, int], dtype: str) -> Callable[[], Any]:
+    """Return a function that multiplies [T, D] by [D, F] as the decoder does, and waits."""
+    x, weight = jnp.ones(shape[:2], dtype), jnp.ones(shape[1:], dtype)
+    multiply = jax.jit(ops.matmul)
+    return lambda: multiply(x, weight).block_until_ready()
 
 
 def check_devices(inputs: Inputs) -> None:
@@ -62,12 +75,14 @@ def random_weights(inputs: Inputs, directory: Path) -> None:
     hf.save(directory, model, weights, train.publish_dtype, source=inputs.model_dir)
 
 
-def make(options: TrainOptions, context: int, path: str) -> Update:
+def make(options: TrainOptions, context: int, path: str, **dtypes: str) -> Update:
     """Return a trainer that starts from the weights of an HF directory.
 
     Args:
       context: tokens that a server takes, of prompt and answer together.
+      dtypes: options that process 0 has decided.
     """
+    options = replace(options, **dtypes)
 
     def first(places: parameters.Params) -> parameters.Params:
         return hf.load(path, options.dtype, places)[1]

@@ -116,14 +116,13 @@ def run(
         make_directory(workdir)
         with failures.friendly_errors(), ExitStack() as stack:
             killed = stack.enter_context(lock_workdir(workdir))
-            messages = resume.prepare_workdir(config, workdir)
             sizes = sizes_of(config, inputs.model_config)
             parts = Parts(
                 config=config, workdir=workdir, inputs=inputs, sizes=sizes, hooks=hooks, stop=stop
             )
             advice = partial(parts.advice, started=False)
             with failures.friendly_errors(advice, "before the first step"):
-                built = build(parts, stack, killed, messages, hosts, gpus)
+                built = build(parts, stack, killed, hosts, gpus)
             watch(parts)
             loop = _Loop(parts, *built)
             stack.push(loop.close)
@@ -153,7 +152,7 @@ class _Loop:
       fruitless: consecutive recorded steps without learning.
       seconds: of each phase since the last record. published: metrics of the last publish.
       under_way: the dispatched step without a record, its groups, and its metrics.
-      device: thread that waits for the steps in order.
+      device: thread that waits for the steps in order. computed: when the last was, in seconds.
     """
 
     def __init__(self, parts: Parts, state: State, step: int):
@@ -162,7 +161,7 @@ class _Loop:
         self.executor, self.fleet, self.gate = parts.executor, parts.fleet, parts.gate
         self.progress, self.timeline, self.writer = parts.progress, parts.timeline, parts.writer
         self.held_out = parts.held_out
-        self.last_record, self.now = time.monotonic(), parts.begun
+        self.last_record, self.computed, self.now = time.monotonic(), 0.0, parts.begun
         self.rows = _ENDLESS if options.online else max(1, len(parts.inputs.train_rows))
         self.served = options.served
         self.generated, self.fruitless, self.saveable, self.solved = 0, 0, True, False
@@ -246,6 +245,7 @@ class _Loop:
 
     def train(self, groups: list[Group]) -> None:
         """Dispatch one batch, record the step before it, publish the new weights."""
+        begun = time.monotonic()
         with (
             self._phase("train", step=self.step + 1),
             self.timeline.span("trainer", "pack and dispatch", step=self.step + 1),
@@ -257,15 +257,18 @@ class _Loop:
         if self.saves.due("eval", self.now):
             self.held_out.add(self.step)
         self._record()
-        read = self.device.submit(self._read, self.step, metrics)
+        read = self.device.submit(self._read, self.step, metrics, begun)
         self.under_way = self.step, groups, read
         self._measure()
         self._publish()
 
-    def _read(self, step: int, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Wait in the device thread until a step is computed; return its metrics."""
+    def _read(self, step: int, metrics: Mapping[str, Any], begun: float) -> Mapping[str, Any]:
+        """Wait in the device thread until a step is computed; return its metrics and speed."""
         with self.timeline.span("trainer", "compute", track="device", step=step):
-            return dict(metrics)
+            found = dict(metrics)
+        # A step that is dispatched early computes only after the step before it.
+        last, self.computed = self.computed, time.monotonic()
+        return found | self.parts.precision.speed(found, self.computed - max(begun, last))
 
     def _publish(self) -> None:
         """Begin to publish the new weights; wait only for the previous publish."""

@@ -49,9 +49,10 @@ from rlx.run import flags, resume, trainers
 from rlx.run.export import Export, require_base
 from rlx.run.frequency import Position, from_host
 from rlx.run.inputs import INITIAL, Inputs
-from rlx.run.room_options import as_json, joining_of
+from rlx.run.precision import Precision, decide
+from rlx.run.room_options import RunOptions, as_json, joining_of, sizes_of
 from rlx.system import available_memory
-from rlx.system.jsonl import append_jsonl, read_jsonl
+from rlx.system.jsonl import append_jsonl, read_json, read_jsonl
 from rlx.system.loop_thread import CLOSE_SECONDS, LoopThread
 from rlx.system.signals import interrupts
 from rlx.system.workdir_lock import Killed
@@ -70,6 +71,7 @@ class Parts:
       loop: thread of rollouts, publishes and evaluations.
       stop: set by the first Ctrl-C or SIGTERM, a hook, or another thread.
       elapsed: returns the seconds of the run, including earlier processes.
+      precision: the dtypes, which `build` writes into `config`, and the devices' speed.
       teacher_fleet: fleet of the teacher that scores rollouts, if there is one.
       begun: position at the start. last: kind of `frequency.KINDS` → its last position.
     """
@@ -80,6 +82,7 @@ class Parts:
     sizes: RunSizes
     stop: Event
     hooks: Hooks
+    precision: Precision = field(init=False)
     elapsed: Callable[[], float] = field(init=False)
     progress: Progress = field(init=False)
     timeline: Timeline = field(init=False)
@@ -104,7 +107,6 @@ def build(
     parts: Parts,
     stack: ExitStack,
     killed: Killed | None,
-    messages: Sequence[str],
     hosts: Hosts,
     gpus: Sequence[Sequence[str]],
 ) -> tuple[State, int]:
@@ -112,7 +114,6 @@ def build(
 
     Args:
       killed: the killed process that used the workdir before, if any.
-      messages: result of `resume.prepare_workdir`, for the terminal.
       hosts: the trainer's processes; this one is number 0.
       gpus: names of each local server's GPUs; empty: servers see all.
 
@@ -123,7 +124,22 @@ def build(
       UserError: servers, teacher, checkpoint or storage cannot work.
     """
     config, workdir, inputs, hooks = parts.config, parts.workdir, parts.inputs, parts.hooks
-    begun, options, library = time.monotonic(), inputs.options, trainers.library(config)
+    begun, library = time.monotonic(), trainers.library(config)
+    cores = sorted(os.sched_getaffinity(0))
+    own = 0 if config.fleet.addresses else config.fleet.num_servers
+    scorers = [each for each in (inputs.options.teacher, inputs.options.reward_model) if each]
+    plan = cpu_plan(cores, own + sum(each.num_local for each in scorers), config.fleet.threads)
+    os.sched_setaffinity(0, plan.trainer)  # before JAX makes its threads
+    stack.callback(os.sched_setaffinity, 0, cores)
+    begun_in = dict(flags.leaves(read_json(workdir / "config.json"))).get("model.compute_dtype", "")
+    parts.precision = precision = decide(
+        config, inputs.model_config, library.devices(), begun_in, hosts.count
+    )
+    config.model.update(precision.dtypes)
+    inputs.train = replace(inputs.train, **precision.dtypes)
+    inputs.options = options = RunOptions.of(config)
+    parts.sizes = sizes_of(config, inputs.model_config)
+    messages = [precision.message, *resume.prepare_workdir(config, workdir)]
     parts.timeline = timeline = Timeline(earlier=workdir / "timeline.json")
     stack.callback(lambda: timeline.save(workdir / "timeline.json"))
     log = workdir / "console.log"
@@ -139,17 +155,11 @@ def build(
 
     if current_thread() is main_thread():  # signals reach no other
         stack.enter_context(interrupts(stop_after_step, lambda: hooks.under_way))
-    cores = sorted(os.sched_getaffinity(0))
     token = wire.take_token(os.environ)
     if token:  # for the next run in this process
         stack.callback(os.environ.__setitem__, wire.TOKEN_VARIABLE, token)
-    own = 0 if config.fleet.addresses else config.fleet.num_servers
-    scorers = [each for each in (options.teacher, options.reward_model) if each]
-    plan = cpu_plan(cores, own + sum(each.num_local for each in scorers), config.fleet.threads)
     places = iter(plan.servers)
     own_plan = CpuPlan(plan.trainer, tuple(itertools.islice(places, own)))
-    os.sched_setaffinity(0, plan.trainer)  # before JAX makes its threads
-    stack.callback(os.sched_setaffinity, 0, cores)
     library.check_devices(inputs)
     model_dir = inputs.model_dir
     if config.model.random_init:
@@ -178,7 +188,7 @@ def build(
         inputs.reward_pool.start()
 
     make = partial(library.make, inputs.train, options.context)
-    parts.update = update = conductor.driver(hosts, make, path=str(model_dir))
+    parts.update = update = conductor.driver(hosts, make, path=str(model_dir), **precision.dtypes)
     template = inputs.prompts.tokenizer.chat_template if config.data.chat_template else ""
     parts.export = export = Export(
         inputs.train, config.fleet.publish, update, model_dir, inputs.model_dir, template
@@ -200,6 +210,8 @@ def build(
         "cores": len(cores),
         "trainer_cores": len(plan.trainer),
         "devices": update.devices,
+        "precision": precision.message,
+        "peak_flops": precision.peak,
         "servers": len(config.fleet.addresses) or config.fleet.num_servers,
     }
     parts.writer = _records(parts, step, place, restored)

@@ -29,7 +29,7 @@ from rlx.rewards import rewards
 from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout.attempts import Patience
 from rlx.system.workdir_lock import make_directory
-from rlx.train.train_options import TrainOptions
+from rlx.train.train_options import AUTO, TrainOptions
 from rlx.workers.worker_process import WorkerLimits
 
 
@@ -80,7 +80,7 @@ class RunOptions:
             servers={
                 **asdict(read_options(EngineOptions, fleet, max_model_len=context)),
                 "engine": fleet.engine,
-                "dtype": config.model.publish_dtype,
+                "dtype": config.model.publish_dtype.replace(AUTO, "float32"),
                 "seed": config.seed,
                 "publish_dir": fleet.publish_dir,
                 "answer_timeout": fleet.kill_seconds,
@@ -134,7 +134,7 @@ def joining_of(config: ConfigDict) -> Joining | None:
 
 def sizes_of(config: ConfigDict, model: ModelConfig) -> RunSizes:
     """Return what decides how much memory a run of `model` needs; raises as `TrainOptions.of`."""
-    fleet, options = config.fleet, RunOptions.of(config)
+    fleet, options, train = config.fleet, RunOptions.of(config), TrainOptions.of(config)
     return read_options(
         RunSizes,
         config.data,
@@ -143,9 +143,9 @@ def sizes_of(config: ConfigDict, model: ModelConfig) -> RunSizes:
         fleet,
         config.checkpoint,
         model=model,
-        train=TrainOptions.of(config),
+        train=train,
         has_fleet=options.served,
         num_servers=0 if fleet.addresses else fleet.num_servers,
         max_model_len=options.context,
-        publish_dtype=config.model.publish_dtype,
+        publish_dtype=train.publish_dtype,
     )

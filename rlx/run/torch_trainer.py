@@ -1,6 +1,10 @@
 """The PyTorch trainer: the functions of `rlx.run.trainers.TrainerLibrary`, without JAX."""
 
+import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes as ml_dtypes  # registers bfloat16 with numpy
 import numpy as np
@@ -40,7 +44,18 @@ def leave() -> None:
 
 def devices() -> Devices:
     """Return the devices of all processes, one each."""
-    return Devices("gpu" if torch.cuda.is_available() else "cpu", count=sharding.processes())
+    count = sharding.processes()
+    if not torch.cuda.is_available():
+        return Devices(count=count)
+    capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    return Devices("gpu", torch.cuda.get_device_name(), count, capability=capability)
+
+
+def product(shape: tuple[int, int, int], dtype: str) -> Callable[[], Any]:
+    """Return a function that multiplies [T, D] by [D, F] on the CPU."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # more than cores would wait for each other
+    x, weight = (torch.ones(each, dtype=getattr(torch, dtype)) for each in (shape[:2], shape[1:]))
+    return lambda: x @ weight
 
 
 def check_devices(inputs: Inputs) -> None:
@@ -62,6 +77,6 @@ def random_weights(inputs: Inputs, directory: Path) -> None:
     write_directory(directory, inputs.model_config, Buckets.of(tensors), inputs.model_dir)
 
 
-def make(options: TrainOptions, context: int, path: str) -> Update:
+def make(options: TrainOptions, context: int, path: str, **dtypes: str) -> Update:
     """Return a trainer that starts from the weights of an HF directory."""
-    return TorchUpdate(load_config(path), options, Path(path))
+    return TorchUpdate(load_config(path), replace(options, **dtypes), Path(path))

@@ -48,9 +48,10 @@ class TrainerLibrary(Protocol):
     join: Callable[[Hosts], None]
     leave: Callable[[], None]
     devices: Callable[[], Devices]
+    product: Callable[[tuple[int, int, int], str], Callable[[], Any]]
     check_devices: Callable[[Inputs], None]
     random_weights: Callable[[Inputs, Path], None]
-    make: Callable[[TrainOptions, int, str], Update]
+    make: Callable[..., Update]
 
 
 def library(config: ConfigDict) -> TrainerLibrary:

@@ -8,6 +8,7 @@ SFT, reward models and DPO differ only in their row of the preset table.
 Shapes: F tokens of the flat axis, B rows of a microbatch, T tokens of a row.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import numpy as np
 from rlx.algorithms import losses
 from rlx.algorithms.algorithm import Algorithm
 from rlx.base import Group, UserError
+from rlx.model import params as parameters
+from rlx.model.model_config import ModelConfig
 from rlx.train import objective, packing, step_metrics
 from rlx.train.step_metrics import Metrics
 from rlx.train.train_options import TrainOptions, rate_at
@@ -43,6 +46,7 @@ class BatchUpdate:
 
     # The primitives, which each trainer defines.
 
+    model: ModelConfig
     _put: Callable[[Any], Arrays]  # move flat arrays to every device
     _put_rows: Callable[[Any], Arrays]  # move a packed microbatch to the devices that share it
     _to_host: Callable[[Any], Any]  # wait for arrays in dicts and sequences; return numpy's
@@ -138,6 +142,7 @@ class BatchUpdate:
         )
         state = self._end_batch(state, observed, trained, np.float32(flat.num_sequences))
         known = step_metrics.host_metrics(groups, flat, plans)
+        known["model_flops"] = self._flops(flat.sizes, len(packed))
         versions = step_metrics.count_versions(flat)
         denominators = [denominator for denominator, _ in divisors]
 
@@ -153,6 +158,14 @@ class BatchUpdate:
             }  # fmt: skip
 
         return state, Metrics(compute)
+
+    def _flops(self, sizes: np.ndarray, minibatches: int) -> float:
+        """Return the FLOPs of a batch's passes, without padding and what remat repeats."""
+        algorithm, valued = self._algorithm, dataclasses.replace(self.model, value_head=True)
+        passes = 2 if self._options.lora else 3  # frozen weights have no gradient
+        passes += algorithm.needs_proximal_pass(minibatches) + algorithm.needs_reference
+        critic = 4 * algorithm.critic * parameters.forward_flops(valued, sizes)
+        return passes * parameters.forward_flops(self.model, sizes) + critic
 
     def evaluate(self, state: State, groups: Sequence[Group]) -> dict[str, float]:
         """Return the loss's metrics on groups, without training; raises as `update` does."""

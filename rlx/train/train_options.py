@@ -13,6 +13,7 @@ from rlx.model.lora_config import LoraConfig
 from rlx.model.mesh import parse_mesh
 from rlx.option import check_value, option, options_of, read_options
 
+AUTO = "auto"  # a dtype that `rlx.run.precision` decides when a run starts
 OPTIMIZERS = {"adamw": 2, "lion": 1, "sgd": 0}  # name → float32 moments for each parameter
 # Share of the peak rate by the completed fraction of the run, 0 to 1.
 SCHEDULES: dict[str, Callable[[Any, Any], Any]] = {
@@ -74,6 +75,7 @@ class TrainOptions:
         rows or, under `context`, its share of them.
       row_buckets: row lengths, tokens.
       dtype, compute_dtype, publish_dtype: of parameters, of activations, of exported weights.
+        Without a run that decides it, `auto` is float32.
       chunk: model.logprob_chunk; tokens whose logits exist at one time.
       temperature: > 0, the one the tokens were sampled with.
       critic_warmup: train batches in which only the critic learns.
@@ -133,6 +135,8 @@ class TrainOptions:
             reference_every=config.reference.every_steps,
             reference_decay=config.reference.decay,
             lora=lora_of(config.lora),
+            compute_dtype=config.model.compute_dtype.replace(AUTO, "float32"),
+            publish_dtype=config.model.publish_dtype.replace(AUTO, "float32"),
         )
         _check(options)
         return options

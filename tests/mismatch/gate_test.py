@@ -23,6 +23,7 @@ RUN = [
     "--config.rollout.batch_prompts=4", "--config.sampling.n_samples=4", "--config.fleet.slots=16",
     "--config.sampling.max_new_tokens=32", "--config.eval.num_questions=0",
     "--config.optimizer.learning_rate=3e-3", "--config.observe.writers=()",
+    "--config.model.compute_dtype=float32",
 ]  # fmt: skip
 
 # A server that says it has each new version and keeps the weights it began with.

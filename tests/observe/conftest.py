@@ -103,6 +103,8 @@ def _record(step, steps, draw):
         "step_seconds": total,
         "generated_tokens_per_second": tokens / total * draw.uniform(0.95, 1.1),
         "consumed_tokens_per_second": tokens / total,
+        "tokens_per_second_per_device": (tokens + 64 * 38) / total,
+        "mfu": 0.3 + draw.gauss(0, 0.01),
         "admitted": step * 8 + 24 + rejected + failed,
         "accepted": step * 8 + 8,
         "rejected": rejected,

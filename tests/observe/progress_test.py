@@ -86,7 +86,7 @@ def test_the_panel_shows_everything_and_fits(record):
     text = "\n".join(shown)
     for part in ("rlx · arithmetic", "step 15/20", "75%", "epoch 0", "version 15", "elapsed",
                  "left", "reward", "held-out   0.620", "greedy, step 10", "staleness", "2 max",
-                 "generated", "trained", "wait", "train", "publish", "live", "5 queued",
+                 "generated", "trained", "MFU", "wait", "train", "publish", "live", "5 queued",
                  "128 accepted",
                  "1 rejected", "0 failed", "0 dropped", "waiting for rollouts 3.00 s",
                  "█"):  # fmt: skip

@@ -38,7 +38,7 @@ def config(tiny_model_dir, tmp_path):
     def make(preset: str, steps: int = 2):
         c = default()
         c.total_steps = steps
-        c.model.path = str(tiny_model_dir)
+        c.model.path, c.model.compute_dtype = str(tiny_model_dir), "float32"
         c.algorithm.preset = preset
         c.data.train = c.data.eval = str(data)
         c.data.max_prompt_tokens = 64

@@ -27,6 +27,7 @@ COMMAND = [
     "--config.sampling.max_new_tokens=48", "--config.eval.num_questions=0",
     "--config.optimizer.learning_rate=1e-4", "--config.observe.writers=()",
     "--config.checkpoint.first_step=1", "--config.checkpoint.every_steps=2",
+    "--config.model.compute_dtype=float32",
 ]  # fmt: skip
 FOLLOWS = "--config.cluster.process=1"
 SECONDS = 600.0  # two processes compile on two cores that do something else, too

@@ -31,6 +31,7 @@ COMMAND = [
     f"--config.eval.every_steps={EVAL_EVERY}", "--config.eval.num_questions=2",
     f"--config.checkpoint.every_steps={CHECKPOINT_EVERY}", "--config.gate.every_steps=5",
     "--config.observe.transcripts_per_step=64", "--config.observe.writers=()",
+    "--config.model.compute_dtype=float32",
 ]  # fmt: skip
 SECONDS = 240.0  # until an attempt is given up
 KILLS = int(os.environ.get("RLX_TEST_KILLS", "6"))  # of a run; with six the two reach every point

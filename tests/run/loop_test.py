@@ -13,8 +13,11 @@ from rlx.fleet.client import Fleet
 from rlx.mismatch.gate import Verdict
 from rlx.run.frequency import KINDS, Position
 from rlx.run.loop import FRUITLESS, _Loop
+from rlx.run.precision import Precision
 
 DISAGREE = UserError("gate: engine and trainer disagree")
+
+WHOLE = {"n_valid_tokens": 1, "n_tokens": 1}
 
 
 class NewcomersGate:
@@ -45,7 +48,7 @@ def loop():
         config.total_steps, config.eval.num_questions = 3, 0
         parts = MagicMock(
             config=config, gate=gate, stop=Event(), begun=Position(),
-            last=dict.fromkeys(KINDS, Position()),
+            last=dict.fromkeys(KINDS, Position()), precision=Precision({}, "", 1, 0.0),
         )  # fmt: skip
         parts.inputs.algorithm = SimpleNamespace(data="rollouts")
         parts.fleet = Fleet.__new__(Fleet)
@@ -70,7 +73,7 @@ def steps_at_once(loop, monkeypatch):
     made.executor.counters.side_effect = lambda: {"generated_tokens": 1}
     made.parts.inputs.train_rows = [{}]
     made.parts.elapsed.return_value = 1.0
-    made.parts.update.update.return_value = object(), {"n_valid_tokens": 1}
+    made.parts.update.update.return_value = object(), dict(WHOLE)
     monkeypatch.setattr(made, "_publish", lambda: None)
     monkeypatch.setattr(made, "_engines", lambda *_: 0.0)
     return made
@@ -125,7 +128,7 @@ def test_a_step_that_is_done_at_once_is_recorded_before_the_next(loop, monkeypat
 
     def update(state, groups):
         order.append("update")
-        return state, {"n_valid_tokens": 1}
+        return state, dict(WHOLE)
 
     made.parts.update.update.side_effect = update
     monkeypatch.setattr(made, "_save_due", lambda: False)
@@ -173,7 +176,7 @@ def test_steps_in_a_row_that_teach_nothing_end_the_run_unsaved(
 ):
     made, saves = steps_at_once(loop, monkeypatch), []
     made.config.total_steps = total
-    made.parts.update.update.side_effect = lambda *_: (object(), {"n_valid_tokens": 1, **metrics})
+    made.parts.update.update.side_effect = lambda *_: (object(), WHOLE | metrics)
     monkeypatch.setattr(made, "_save_due", lambda: False)
     monkeypatch.setattr(made.saves, "save", lambda state, now: saves.append(now))
     last = min(total, FRUITLESS)
@@ -192,7 +195,7 @@ def test_steps_that_teach_nothing_now_and_then_end_no_run(loop, monkeypatch):
     def update(state, groups):
         n = next(steps)
         bad = 1 + (n % FRUITLESS > 0)  # all but one of FRUITLESS make no update
-        return state, {"n_valid_tokens": 1, "skipped_updates": bad, "grad_norm": float("nan")}
+        return state, WHOLE | {"skipped_updates": bad, "grad_norm": float("nan")}
 
     made.parts.update.update.side_effect = update
     monkeypatch.setattr(made, "_save_due", lambda: False)

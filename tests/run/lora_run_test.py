@@ -19,6 +19,7 @@ COMMAND = [
     *RLX_MAIN, "--config=configs/arithmetic_lora.py",
     "--config.rollout.batch_prompts=4", "--config.fleet.slots=16", "--config.eval.num_questions=0",
     "--config.gate.every_steps=1", "--config.lora.rank=2", "--config.lora.targets=('q_proj', 'up')",
+    "--config.model.compute_dtype=float32",
 ]  # fmt: skip
 
 

@@ -20,7 +20,7 @@ COMMAND = [
     *RLX_MAIN, "--config=configs/arithmetic.py",
     "--config.rollout.batch_prompts=4", "--config.sampling.n_samples=4", "--config.fleet.slots=16",
     "--config.sampling.max_new_tokens=32", "--config.eval.num_questions=8",
-    "--config.eval.every_steps=2",
+    "--config.eval.every_steps=2", "--config.model.compute_dtype=float32",
 ]  # fmt: skip
 
 
@@ -97,7 +97,8 @@ def test_a_finished_run_leaves_what_the_readme_says(finished_run):
         "n_tokens", "n_valid_tokens", "no_eos_ratio", "staleness_min", "staleness_mean",
         "staleness_max", "staleness_histogram", "tokens_per_version", "seconds", "step_seconds",
         "generated_tokens_per_second", "consumed_tokens_per_second", "dropped", "epoch",
-        "global_step", "admitted", "accepted", "rejected", "failed",
+        "global_step", "admitted", "accepted", "rejected", "failed", "model_flops",
+        "update_seconds", "tokens_per_second_per_device", "mfu",
     }  # fmt: skip
     for record in steps:
         assert wanted <= record.keys(), wanted - record.keys()

@@ -25,6 +25,7 @@ COMMAND = [
     "--config.sampling.max_new_tokens=48", "--config.eval.num_questions=0",
     "--config.optimizer.learning_rate=1e-4", "--config.observe.writers=()",
     "--config.checkpoint.first_step=1", "--config.checkpoint.every_steps=1",
+    "--config.model.compute_dtype=float32",
 ]  # fmt: skip
 PAIR = ["--config.cluster.processes=2", "--config.fleet.num_servers=2"]
 SAME = ("actor_loss", "grad_norm", "entropy", "task_reward", "n_tokens", "n_valid_tokens",

@@ -1,0 +1,87 @@
+"""Choose the dtype of a run's matrix products, and find out how fast its devices multiply.
+
+Parameters, sums, norms, logits and the optimizer are float32 with either dtype.
+"""
+
+import math
+import time
+import timeit
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from rlx.doctor.machine import Devices, peak_flops
+from rlx.model.model_config import ModelConfig
+from rlx.run import trainers
+from rlx.train.train_options import AUTO
+
+GAIN = 1.5  # how much faster bfloat16 must be to be worth its rounding
+_REPEATS, _SECONDS, _FLOPS = 10, 0.3, 5e8  # at most, of a probe and of its products
+
+
+class Precision(NamedTuple):
+    """The dtypes of a run, and its devices.
+
+    Attributes:
+      dtypes: key of `config.model` → float32 | bfloat16.
+      message: why `auto` is this dtype; "": the config names it.
+      devices: number, in all processes. peak: FLOP/s of all together; 0: unknown.
+    """
+
+    dtypes: dict[str, str]
+    message: str
+    devices: int
+    peak: float
+
+    def speed(self, metrics: Mapping[str, Any], seconds: float) -> dict[str, float]:
+        """Return the metrics of an update that took `seconds`, by its tokens and FLOPs."""
+        rate = metrics["n_tokens"] / seconds / self.devices
+        known = {"mfu": metrics["model_flops"] / seconds / self.peak} if self.peak else {}
+        return {"update_seconds": seconds, "tokens_per_second_per_device": rate, **known}
+
+
+def decide(
+    config: ConfigDict, model: ModelConfig, devices: Devices, begun: str = "", processes: int = 1
+) -> Precision:
+    """Return the dtypes that `auto` means; on a CPU measure products for up to half a second.
+
+    Args:
+      devices: of the trainer, on all its `processes`.
+      begun: the dtype with which the run began; "" for a new one.
+    """
+    wanted = config.model.compute_dtype
+    known, native = wanted.replace(AUTO, begun.replace(AUTO, "")), devices.has_bfloat16
+    width, inner = model.model_dim, model.expert_dim or model.mlp_dim
+    fewer = max(16, int(_FLOPS / (2 * width * inner)))
+    shape = min(config.train.max_tokens_per_microbatch, fewer), width, inner
+    seconds = {"float32": 0.0, "bfloat16": 0.0}
+    if devices.platform == "cpu":
+        product, tried = trainers.library(config).product, [*seconds][: 1 + native]
+        runs = [(dtype, product(shape, dtype)) for dtype in ([known] if known else tried)]
+        end = time.monotonic() + _SECONDS
+        for n, (dtype, run) in enumerate(runs * _REPEATS):  # in turns; the first ones compile
+            if n < 2 * len(runs) or time.monotonic() < end:
+                taken = timeit.timeit(run, number=1)
+                seconds[dtype] = min(seconds[dtype] or taken, taken)
+    dtype = known or choose(native, **seconds)
+    peak = devices.count * peak_flops(devices.kind, dtype)
+    if seconds[dtype]:
+        peak = processes * 2 * math.prod(shape) / seconds[dtype]
+    why = "as the run began" if known else f"bfloat16 is {'' if native else 'not '}native here"
+    if all(seconds.values()):
+        gain = seconds["float32"] / seconds["bfloat16"]
+        why = f"products in bfloat16 are {gain:.1f} times as fast as in float32"
+    message = f"model.compute_dtype=auto is {dtype}: {why}" if wanted == AUTO else ""
+    keys = "compute_dtype", "publish_dtype"
+    dtypes = {key: config.model[key].replace(AUTO, dtype) for key in keys}
+    return Precision(dtypes, message, devices.count, peak)
+
+
+def choose(native: bool, float32: float, bfloat16: float) -> str:
+    """Return the dtype for a device with native bfloat16, or without.
+
+    Args:
+      float32, bfloat16: seconds of a product in each; 0 where they are not measured.
+    """
+    return "bfloat16" if native and float32 >= GAIN * bfloat16 else "float32"
