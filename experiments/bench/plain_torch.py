@@ -91,6 +91,7 @@ def train_step(
     *,
     temperature: float = 1.0,
     clip_norm: float = 0.0,
+    half: bool = False,
 ) -> dict[str, float]:
     """Make one update by a minibatch of one microbatch: forward, backward, optimizer.
 
@@ -98,16 +99,18 @@ def train_step(
       batch: what `logprobs` and `policy_loss` read.
       denominator: of the minibatch; the summed loss is divided by it.
       clip_norm: largest global gradient norm; 0 is no limit.
+      half: whether products are in bfloat16, by autocast.
 
     Returns:
       The statistics of `policy_loss`, as numbers, and grad_norm before clipping. A gradient norm
       that is not finite leaves the parameters as they were.
     """
     optimizer.zero_grad(set_to_none=True)
-    target, entropy = logprobs(
-        model, batch, temperature=temperature,
-        entropy_gradient=algorithm.entropy_coefficient > 0 or bool(algorithm.loss_function),
-    )  # fmt: skip
+    with torch.autocast(batch["tokens"].device.type, torch.bfloat16, enabled=half):
+        target, entropy = logprobs(
+            model, batch, temperature=temperature,
+            entropy_gradient=algorithm.entropy_coefficient > 0 or bool(algorithm.loss_function),
+        )  # fmt: skip
     loss, stats = losses.policy_loss(target, entropy, batch, algorithm)
     (loss / denominator).backward()
     limit = clip_norm or float("inf")

@@ -1,16 +1,18 @@
 r"""Compare the train step with the same step in PyTorch; on a GPU, print model FLOP utilisation.
 
     python -m experiments.bench.train_step [--cores=0,1] [--threads=1,2] [--steps=15] \
-        [--trainers=jax,trainer_torch,trainer_torch:bfloat16[:compile]] [--rival=torch|trl]
+        [--trainers=jax[:bfloat16[:compile]],trainer_torch,trainer_torch:bfloat16[:compile]] \
+        [--rival=torch[:bfloat16]|trl] [--jax-python=PATH]
     python -m experiments.bench.train_step --platform=cuda      # 1.5B shape, bf16, utilisation
 
-One GRPO update: forward, backward and AdamW, fp32. rlx's side is the trainer's update with packing,
-in microbatches of 1,536 tokens per core, which fit in the cache. The rival `torch` is a
-transformers model with the same loss on one padded batch of the same sequences, prepared
-beforehand; microbatches do not change its time. The rival `trl` uses TRL's own step. `even`
+One GRPO update: forward, backward and AdamW. rlx's side is the trainer's update with packing, in
+microbatches of `--microbatch` tokens per core. The rival `torch` is a transformers model with the
+same loss on one padded batch of the same sequences, prepared beforehand; microbatches do not change
+its time. With bfloat16 it runs under autocast. The rival `trl` uses TRL's own step. `even`
 sequences need no padding, so there only the kernels differ. Both sides are processes pinned to the
 same cores, and step in turns. Each pair of neighbouring steps gives a ratio. Medians and quartiles
-of these are printed, for wall and CPU time.
+of these are printed, for wall and CPU time. `--jax-python` runs the trainer `jax` by another
+interpreter, and so by another JAX.
 """
 
 import argparse
@@ -37,10 +39,11 @@ class Worker:
         options: dict,
         cores: list[int],
         module: str = "experiments.bench.train_step_workers",
+        python: str = sys.executable,
     ):
         threads = str(options["threads"])
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, json.dumps(options)],
+            [python, "-m", module, json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -69,19 +72,21 @@ class Worker:
 
 def compare(
     model: str, lengths: str, threads: int, cores: list[int], steps: int, rival: str, side: str,
-    dtype: str, compiled: bool,
+    dtype: str, compiled: bool, python: str, microbatch: int,
 ) -> dict:  # fmt: skip
     """Return one row of the table: the trainer of that side and the rival in turns."""
     options = {
         "model": model, "lengths": lengths, "threads": threads, "platform": "cpu",
-        "sequences": SEQUENCES[model], "budget": 1536 * threads, "chunk": 8192, "remat": "none",
-        "row_buckets": (96, 128, 192, 256, 384, 512), "compile": compiled,
+        "sequences": SEQUENCES[model], "budget": microbatch * threads, "chunk": 8192,
+        "remat": "none", "row_buckets": (96, 128, 192, 256, 384, 512), "compile": compiled,
     }  # fmt: skip
-    dtypes = {side: dtype, rival: "float32"}
+    rival, rival_dtype = f"{rival}:float32".split(":")[:2]
+    dtypes = {side: dtype, rival: rival_dtype}
     with contextlib.ExitStack() as stack:
         sides = {}
         for name, kind in dtypes.items():
-            sides[name] = Worker({**options, "side": name, "compute_dtype": kind}, cores)
+            given = {**options, "side": name, "compute_dtype": kind}
+            sides[name] = Worker(given, cores, python=python if name == "jax" else sys.executable)
             stack.callback(sides[name].close)
         taken = {name: [] for name in sides}
         for _ in range(steps):
@@ -96,11 +101,13 @@ def compare(
     return {
         "trainer": side,
         "compute_dtype": dtype,
+        f"{rival}_dtype": rival_dtype,
         "compiled": compiled,
         "model": model,
         "lengths": lengths,
         "threads": threads,
         "tokens": tokens,
+        "rlx_device": sides[side].facts["device"],
         "rlx_rows": sides[side].facts["rows"],
         f"{rival}_rows": sides[rival].facts["rows"],
         "rlx_tokens_per_second": round(tokens / statistics.median(wall[side])),
@@ -146,7 +153,9 @@ def main() -> None:
     parser.add_argument("--models", default="", help="of tiny,25m,135m,0.5b,1.5b")
     parser.add_argument("--lengths", default="", help="of even,uneven,gsm8k")
     parser.add_argument("--trainers", default="jax,trainer_torch,trainer_torch:bfloat16")
-    parser.add_argument("--rival", default="torch", choices=("torch", "trl"))
+    parser.add_argument("--rival", default="torch", choices=("torch", "torch:bfloat16", "trl"))
+    parser.add_argument("--jax-python", default=sys.executable, help="interpreter of trainer jax")
+    parser.add_argument("--microbatch", type=int, default=1536, help="tokens per core")
     parser.add_argument("--cores", type=cores_of, default=[0, 1])
     parser.add_argument("--threads", type=cores_of, default=[1, 2])
     parser.add_argument("--steps", type=int, default=15)
@@ -170,6 +179,7 @@ def main() -> None:
                     side, dtype, compiled = f"{side}::".split(":")[:3]
                     kind = dtype or "float32", bool(compiled)
                     given = a.cores[:threads], a.steps, a.rival, side, *kind
+                    given = *given, a.jax_python, a.microbatch
                     print(json.dumps(compare(model, lengths, threads, *given)), flush=True)
 
 

@@ -123,7 +123,7 @@ def jax_side(options: dict) -> tuple[Step, dict]:
 
     device = jax.devices()[0].device_kind
     rows = ", ".join(f"{rows}x{length}" for rows, length in plan.shapes)
-    return step, {"device": device, "rows": rows}
+    return step, {"device": f"{device} (JAX {jax.__version__})", "rows": rows}
 
 
 def trainer_torch_side(options: dict) -> tuple[Step, dict]:
@@ -172,7 +172,7 @@ def torch_side(options: dict) -> tuple[Step, dict]:
     def step() -> float:
         stats = train_step(
             model, optimizer, batch, float(len(lengths)), algorithm,
-            clip_norm=config.optimizer.clip_norm,
+            clip_norm=config.optimizer.clip_norm, half=options["compute_dtype"] == "bfloat16",
         )  # fmt: skip
         return stats["grad_norm"]
 

@@ -15,7 +15,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from rlx.model.model_config import kernel_fits
-from rlx.model.ops import softcap_slope, softcapped
+from rlx.model.ops import result_dtype, softcap_slope, softcapped
 from rlx.model.packed_attention import LARGEST_OFFSET, packed_attention
 from rlx.model.sharding import ONE_DEVICE, Layout
 
@@ -130,7 +130,8 @@ def _mix_backward(window, softcap, kept, grad):
         keys, values = k[:, :, look], v[:, :, look]
         scores = _scores(q[:, :, :, rows], keys, segment_ids, rows, look, window, softcap)
         weights = jnp.exp(scores - normaliser[:, :, :, rows])
-        grad_weights = inner(grad[:, :, :, rows], values)
+        pull = grad[:, :, :, rows]
+        grad_weights = inner(pull, values, result_dtype(q.dtype, pull.size * values.shape[2]))
         grad_scores = weights * (grad_weights - along[:, :, :, rows])
         grad_scores = (grad_scores * softcap_slope(scores, softcap)).astype(q.dtype)
         grad_q.append(apply(grad_scores, keys).astype(q.dtype))
@@ -161,16 +162,17 @@ def _scores(q, keys, segment_ids, rows: slice, look: slice, window: int, softcap
 
 # The query heads of one key head are further rows of one matrix. In this form XLA uses its fast
 # batched product on a CPU.
-def inner(rows: Array, keys: Array) -> Array:
-    """Multiply [B, K, G, Q, H] · [B, K, S, H] → [B, K, G, Q, S] float32."""
-    flat = jnp.einsum("bkqh,bksh->bkqs", _flat(rows), keys, preferred_element_type=jnp.float32)
+def inner(rows: Array, keys: Array, dtype: Any = jnp.float32) -> Array:
+    """Multiply [B, K, G, Q, H] · [B, K, S, H] → [B, K, G, Q, S] in `dtype`."""
+    flat = jnp.einsum("bkqh,bksh->bkqs", _flat(rows), keys, preferred_element_type=dtype)
     return flat.reshape(*rows.shape[:-1], keys.shape[2])
 
 
 def apply(weights: Array, values: Array) -> Array:
     """Multiply [B, K, G, Q, S] · [B, K, S, H] → [B, K, G, Q, H] float32."""
-    flat = jnp.einsum("bkqs,bksh->bkqh", _flat(weights), values, preferred_element_type=jnp.float32)
-    return flat.reshape(*weights.shape[:-1], values.shape[3])
+    dtype = result_dtype(values.dtype, weights.size * values.shape[3])
+    flat = jnp.einsum("bkqs,bksh->bkqh", _flat(weights), values, preferred_element_type=dtype)
+    return flat.astype(jnp.float32).reshape(*weights.shape[:-1], values.shape[3])
 
 
 def gather(weights: Array, rows: Array) -> Array:

@@ -4,6 +4,7 @@ On a CPU XLA's own derivatives cost more than the matrix products, by transposed
 sums and kept elementwise results.
 """
 
+import platform
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,16 +16,44 @@ from jax import Array, lax
 from rlx.model import sharding
 from rlx.model.sharding import Placement
 
+LIBRARY = 1 << 23  # multiplications of the smallest product that XLA gives to oneDNN
+
 
 def _on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
+def compiler_options() -> dict[str, bool | str]:
+    """Return the options of `jax.jit` for faster bfloat16 products; {} where there are none."""
+    # XLA has oneDNN's products for AMX, and uses them if asked to. The second option turns off
+    # YNNPACK, which would take them first. A persistent cache cannot keep such programs.
+    if not _rounds():
+        return {}
+    name = "xla_cpu_experimental_"
+    return {f"{name}onednn_custom_call": True, f"{name}ynn_fusion_type": ""}
+
+
+def _rounds() -> bool:
+    """Return whether XLA has fast bfloat16 products with bfloat16 results on this CPU."""
+    known = platform.machine() == "x86_64" and jax.__version_info__ >= (0, 12)
+    return known and _on_cpu()
+
+
+def result_dtype(dtype: Any, multiplications: int) -> Any:
+    """Return the dtype of a product's result that need not be float32, for operands in `dtype`."""
+    # oneDNN is an eighth as fast with a float32 result, because XLA casts the operands first.
+    # Before JAX 0.12 XLA does so for a bfloat16 result. Small products with such a result are not
+    # computed by a library, and XLA's own loops add them up in bfloat16.
+    large = _rounds() and multiplications >= LIBRARY
+    return dtype if large else jnp.promote_types(dtype, jnp.float32)
+
+
 def product(x: Array, matrix: Array, axis: int, other: int) -> Array:
     """Contract `axis` of x with axis `other` of a matrix; return the product in x's dtype."""
-    # For a bfloat16 result XLA on a CPU casts operands to float32 first, at half the speed.
     over = (((axis,), (other,)), ((), ()))
-    wide = jnp.promote_types(x.dtype, jnp.float32) if _on_cpu() else x.dtype
+    wide = x.dtype
+    if _on_cpu():
+        wide = result_dtype(x.dtype, x.size * matrix.shape[1 - other])
     return lax.dot_general(x, matrix, over, preferred_element_type=wide).astype(x.dtype)
 
 
@@ -64,11 +93,12 @@ def weight_gradient(x: Array, grad: Array, dtype: Any, place: Placement | None =
 
 
 def _rows_first(x: Array, grad: Array) -> Array:
-    """Return xᵀ·grad in float32 by the CPU's bfloat16 products, which need row-major operands."""
+    """Return xᵀ·grad by the CPU's bfloat16 products, which need row-major operands."""
     # A transposed array stays column-major until it is reshaped behind a barrier.
     flat, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     turned = lax.optimization_barrier(flat.T.reshape(1, *flat.shape[::-1]))
-    return jnp.dot(turned.reshape(flat.shape[::-1]), grad, preferred_element_type=jnp.float32)
+    dtype = result_dtype(x.dtype, flat.size * grad.shape[-1])
+    return jnp.dot(turned.reshape(flat.shape[::-1]), grad, preferred_element_type=dtype)
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)

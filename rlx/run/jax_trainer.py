@@ -1,5 +1,6 @@
 """The JAX trainer: the functions of `rlx.run.trainers.TrainerLibrary`."""
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -83,6 +84,8 @@ def make(options: TrainOptions, context: int, path: str, **dtypes: str) -> Updat
       dtypes: options that process 0 has decided.
     """
     options = replace(options, **dtypes)
+    if options.compile:  # JAX would fail to store these programs, with a warning for each
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
 
     def first(places: parameters.Params) -> parameters.Params:
         return hf.load(path, options.dtype, places)[1]

@@ -148,20 +148,30 @@ class Learner:
         learned, applied = self.apply(learned, grads, denominator, held)
         return learned, {**stats, **applied}
 
-    def compiled(self, places: Any = None, everywhere: Any = None) -> LearnerPrograms:
+    def compiled(
+        self, places: Any = None, everywhere: Any = None, compiler_options: Any = None
+    ) -> LearnerPrograms:
         """Return the jitted programs; they donate `learned` and accumulators.
 
         Args:
           places: shardings of `learned`; None: everything is on one device.
           everywhere: sharding of scalars.
+          compiler_options: of XLA's compiler, for the programs that compute gradients.
         """
         sums = None if places is None else (places.params, everywhere)
         both = None if places is None else (places, everywhere)
         return LearnerPrograms(
             empty=jax.jit(self.empty, out_shardings=sums),
-            accumulate=jax.jit(self.accumulate, donate_argnums=0, out_shardings=sums),
+            accumulate=jax.jit(
+                self.accumulate,
+                donate_argnums=0,
+                out_shardings=sums,
+                compiler_options=compiler_options,
+            ),
             apply=jax.jit(self.apply, donate_argnums=0, out_shardings=both),
-            step=jax.jit(self.step, donate_argnums=0, out_shardings=both),
+            step=jax.jit(
+                self.step, donate_argnums=0, out_shardings=both, compiler_options=compiler_options
+            ),
         )
 
 

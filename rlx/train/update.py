@@ -25,6 +25,7 @@ from rlx.model.attention import attention_kind
 from rlx.model.buckets import Merge, export
 from rlx.model.experts import balance_loss
 from rlx.model.model_config import ModelConfig
+from rlx.model.ops import compiler_options
 from rlx.model.params import Params
 from rlx.model.tensors import Buckets
 from rlx.train import objective, packing, state_files, step_metrics
@@ -109,10 +110,14 @@ class JaxUpdate(BatchUpdate):
         if places is not None:
             policy, critic = places.replace(critic=None), places.critic
         self._init = jax.jit(self.first_state, donate_argnums=(0, 1), out_shardings=home)
-        self._programs = self.learner.compiled(policy, everywhere)
-        self._critic_programs = self.critic_learner.compiled(critic, everywhere)
-        self._logprob_step, self._value_step = jax.jit(self.logprob_step), jax.jit(self.value_step)
-        self._loss = jax.jit(self.loss)
+        o = self._options
+        faster = o.compile and o.compute_dtype == "bfloat16"
+        compiled: Any = {"compiler_options": compiler_options() if faster else None}
+        self._programs = self.learner.compiled(policy, everywhere, **compiled)
+        self._critic_programs = self.critic_learner.compiled(critic, everywhere, **compiled)
+        self._logprob_step = jax.jit(self.logprob_step, **compiled)
+        self._value_step = jax.jit(self.value_step, **compiled)
+        self._loss = jax.jit(self.loss, **compiled)
         self._prepare_step = jax.jit(objective.prepare, static_argnums=(4, 5))
         self._gather, self._waits = jax.jit(objective.gather), jax.jit(self.policy_waits)
         self._end_batch = jax.jit(self.end_batch, donate_argnums=0, out_shardings=places)

@@ -1,5 +1,6 @@
 """Products of bfloat16 on a CPU: what they are, and that its own instructions make them."""
 
+import math
 import re
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlx.model.ops import matmul
+from rlx.model.ops import compiler_options, matmul
 
 
 def operands(*shapes):
@@ -59,3 +60,23 @@ def test_no_operand_is_made_float32():
     assert len(taken) >= 3
     for kind, shape in (pair for entry in taken for pair in entry if pair[1] in shapes):
         assert kind == "bf16", f"{kind}[{shape}] of {text}"
+
+
+def test_onednn_gives_the_same_products():
+    """oneDNN computes the three products, and they are numpy's within bfloat16."""
+    if not compiler_options():
+        pytest.skip("XLA has no oneDNN for bfloat16 here")
+    x, weight, grad = operands((2, 96, 256), (256, 512), (2, 96, 512))
+    program = jax.jit(gradients, compiler_options=compiler_options())
+    known = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)  # it cannot be stored
+    made = program.lower(x, weight, grad).compile()
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", known)
+    text = made.as_text()
+    assert text.count('custom_call_target="__onednn$matmul"') >= 3
+    wide = [np.asarray(each, np.float64) for each in (x, weight, grad)]
+    rows, pulls = (each.reshape(192, -1) for each in (wide[0], wide[2]))
+    wanted = rows @ wide[1], pulls @ wide[1].T, rows.T @ pulls
+    for got, want in zip(jax.tree.leaves(made(x, weight, grad)), wanted, strict=True):
+        error = np.abs(np.asarray(got, np.float64).reshape(want.shape) - want)
+        assert error.max() < 2**-8 * np.abs(want).max()
