@@ -1,6 +1,5 @@
 """The nouns every room shares. Imports neither JAX nor torch and does no I/O."""
 
-import difflib
 import hashlib
 import inspect
 from collections.abc import Iterable, Mapping
@@ -17,13 +16,48 @@ class UserError(Exception):
     """
 
 
+def nearest(name: str, choices: Iterable[str], most: int | None = None) -> str:
+    """Return the choice that `name` begins, if there is one, or misspells; "" if there is none.
+
+    Args:
+      most: mistakes allowed; None: two of five characters.
+    """
+    given, found = _plain(name), {choice: _plain(choice) for choice in sorted(choices)}
+    begun = [choice for choice, plain in found.items() if plain.startswith(given)]
+    if len(given) >= 3 and len(begun) == 1:
+        return begun[0]
+    near = list[tuple[int, str]]()
+    for choice, plain in found.items():
+        limit = max(len(given), len(plain)) * 2 // 5 if most is None else most
+        if abs(len(given) - len(plain)) <= limit and (n := _mistakes(given, plain)) <= limit:
+            near.append((n, choice))
+    return min(near, default=(0, ""))[1]
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_")
+
+
+def _mistakes(a: str, b: str) -> int:
+    """Return how many characters are added, left out, replaced, or swapped with the next one."""
+    before, last = list[int](), list(range(len(b) + 1))
+    for i, x in enumerate(a):
+        row = [i + 1]
+        for j, y in enumerate(b):
+            row.append(min(last[j] + (x != y), last[j + 1] + 1, row[j] + 1))
+            if i and j and (x, a[i - 1]) == (b[j - 1], y):
+                row[-1] = min(row[-1], before[j - 1] + 1)
+        before, last = last, row
+    return last[-1]
+
+
 def unknown(kind: str, name: str, choices: Iterable[str]) -> UserError:
     """Return the error for a name that is not among `choices`, suggesting the nearest."""
     names = sorted(choices)
     section, _, last = name.rpartition(".")
     own = {o.removeprefix(f"{section}."): o for o in names if o.startswith(f"{section}.")}
-    if near := difflib.get_close_matches((last if own else name).lower(), own or names, n=1):
-        return UserError(f"unknown {kind} {name!r}; did you mean {own.get(near[0], near[0])!r}?")
+    if near := nearest(last if own else name, own or names):
+        return UserError(f"unknown {kind} {name!r}; did you mean {own.get(near, near)!r}?")
     names = list(own.values()) or names
     if len(names) > 30:  # those of a config, of no known section
         sections = ", ".join(sorted({other.partition(".")[0] for other in names if "." in other}))

@@ -46,7 +46,7 @@ def main() -> None:
     gateway_server = serving.GatewayServer(a.host, a.port, *given)
     from rlx.run.tokenizer_files import load_tokenizer
 
-    model = resolve(a.model, "--model")
+    model = resolve(a.model, "--model", weights=not a.servers)
     tokenizer = load_tokenizer(model, chat_template=a.chat_template)
     with tempfile.TemporaryDirectory() as workdir, servers_of(
         list(filter(None, a.servers.split(","))), model, token=wire.take_token(os.environ),

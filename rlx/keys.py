@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("prefix", nargs="?", default="", help="of keys, as optimizer; default: all")
     prefix, lines = parser.parse_args().prefix, described()
     if not any(key.startswith(prefix) for key in lines):
-        raise unknown_key(prefix, lines)
+        raise unknown_key(prefix, {*lines, *(key.rpartition(".")[0] for key in lines)} - {""})
     command.say("\n".join(line for key, line in lines.items() if key.startswith(prefix)))
 
 

@@ -20,6 +20,7 @@ from rlx.system.process_settings import end_with_parent, keep_private
 def main(argv: Sequence[str], engines: Mapping[str, Callable] = options.ENGINES) -> None:
     """Serve until SIGTERM or SIGINT."""
     args = options.parser(engines).parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until it is ready it ends at once
     keep_private()  # /proc/PID/environ holds the token that we were started with
     os.umask(0o077)  # only this user may read files and vLLM's sockets
     if args.parent_pid:
@@ -32,7 +33,7 @@ async def _serve(args: argparse.Namespace, engine: Callable) -> None:
 
     stop = asyncio.Event()
 
-    def ready(port: int) -> None:  # before this, a signal may end the process at once
+    def ready(port: int) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         print(json.dumps({"port": port, "pid": os.getpid()}), flush=True)

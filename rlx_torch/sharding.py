@@ -63,8 +63,7 @@ def join(service: str, index: int, count: int, seconds: float) -> None:
     near = host in ("localhost", "127.0.0.1", "::1")
     if not index:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        bind = host if near else ""
-        listening = socket.create_server((bind, int(port)), family=family).detach()
+        listening = socket.create_server((host, int(port)), family=family).detach()
     waits = timedelta(seconds=seconds)
     store = dist.TCPStore(
         host, int(port), count, not index, waits, master_listen_fd=listening, wait_for_workers=False

@@ -4,13 +4,12 @@ An agent has `async run(self, data, **extra_kwargs)`; a workflow has `async run(
 see `rlx.rollout.workflows.Workflow`.
 """
 
-import difflib
 import inspect
 import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from rlx.base import UserError, unknown
+from rlx.base import UserError, nearest, unknown
 from rlx.cli import user_code
 
 _NONE: Mapping[str, type] = {}
@@ -38,8 +37,8 @@ def kind(cls: type) -> Literal["agent", "workflow"]:
     """
     run = getattr(cls, "run", None)
     if run is None:
-        near = difflib.get_close_matches("run", [n for n in dir(cls) if n[0] != "_"], n=1)
-        hint = f"; rename {near[0]!r} to `run`" if near else ""
+        near = nearest("run", [n for n in dir(cls) if n[0] != "_"])
+        hint = f"; rename {near!r} to `run`" if near else ""
         raise UserError(f"class {cls.__name__} has no `run`{hint}; {_FORMS}")
     run = inspect.unwrap(run)
     if not inspect.iscoroutinefunction(run):

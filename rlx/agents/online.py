@@ -234,6 +234,12 @@ class OnlineSessions:
         """Record how an ended session was used: trained, exported or dropped."""
         self._save(self.state(name).take(how, why))
 
+    def drop(self, slot: int, why: str) -> None:
+        """Record why the sessions of a slot are not trained on; those with a reason stay so."""
+        for state in [s for s in self.states.values() if s.slot == slot and s.ended and not s.why]:
+            if state.taken in ("", "trained"):
+                self._save(state.drop(why))
+
     def state(self, name: str) -> SessionState:
         """Return the state of a session, or raise Denied."""
         if name not in self.states:

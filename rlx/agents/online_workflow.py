@@ -134,6 +134,11 @@ class OnlineWorkflow:
         trained = (replace(t, versions=np.minimum(t.versions, now)) for t in found)
         return Group(task.group_id, tuple(trained), task.row)
 
+    def drop(self, group_id: int, why: str) -> None:
+        """Keep a group's sessions for export, because the group is not trained on."""
+        if self._gateway:
+            self._gateway.online.drop(group_id, why)
+
     async def aclose(self) -> None:
         """Stop the gateway; the sessions stay in the database."""
         gateway, self._gateway = self._gateway, None

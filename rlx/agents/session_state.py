@@ -97,3 +97,7 @@ class SessionState:
         if self.taken not in ("", how) and not exported:
             raise Denied("taken", f"session {self.id} was {self.taken} already")
         return replace(self, taken=how, why=why)
+
+    def drop(self, why: str) -> "SessionState":
+        """Return the state of an ended session whose group is not trained on after all."""
+        return replace(self, taken="dropped", why=why)

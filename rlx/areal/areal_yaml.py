@@ -5,7 +5,6 @@ PyYAML, which transformers needs: OmegaConf pins another antlr4 than math-verify
 """
 
 import datetime
-import difflib
 import fnmatch
 import math
 import os
@@ -23,7 +22,7 @@ from rlx import config as configs
 from rlx.algorithms.algorithm import FIELDS
 from rlx.algorithms.presets import PRESETS, idle
 from rlx.areal.areal_keys import DEFAULTS, LOST, NOTHING, ROWS, TABLE, ArealFile, ArealLoader
-from rlx.base import UserError
+from rlx.base import UserError, nearest
 from rlx.cli import command
 from rlx.cli.text import plain
 
@@ -230,8 +229,8 @@ def python(file: ArealFile, name: str) -> tuple[str, list[str]]:
     for key in [key for key in file.given if key not in {row.key for row in ROWS}]:
         written = file.names.get(key, key)
         words = _unset(key, file.given[key], file)
-        if words is None and (near := difflib.get_close_matches(key, DEFAULTS, 1, 0.9)):
-            raise UserError(f"unknown key {written!r} in {name}; did you mean {near[0]!r}?")
+        if words is None and (near := nearest(key, DEFAULTS, most=2)):
+            raise UserError(f"unknown key {written!r} in {name}; did you mean {near!r}?")
         if words == "":
             same.append(_line(written))
             continue

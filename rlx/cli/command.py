@@ -1,10 +1,13 @@
 """Run a command's `main`: a UserError becomes one line on stderr and exit status 2."""
 
 import argparse
+import atexit
 import logging
 import os
 import resource
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,9 +16,10 @@ from typing import NoReturn, TextIO
 from rlx.base import UserError
 from rlx.cli.text import plain
 from rlx.option import options_of
-from rlx.system.signals import IS_COMMAND, end_soon
+from rlx.system.signals import IS_COMMAND, end_soon, interrupt
 
 INTERRUPTED = 130  # exit status
+_LAST_SECONDS = 4.0  # from the last line of a command that failed to its end
 
 
 def say(text: object, file: TextIO | None = None) -> None:
@@ -50,15 +54,15 @@ def run(
     explain: Callable[[BaseException], UserError | None] = lambda error: None,
     teardown: bool = True,
 ) -> None:
-    """Call `main` and exit with its status: 0 done, 2 a user's mistake, 130 interrupted.
+    """Call `main` and exit with its status: 0 done, 2 a user's mistake, 130 a signal.
 
     With --traceback on the command line a UserError keeps its traceback in front of its line. Any
     exception that `explain` does not know is a bug of rlx and keeps its traceback (status 1).
 
     Args:
       explain: returns the UserError for a full disk, memory or the like (rlx.doctor.failures).
-      teardown: whether Python cleans up at exit, but of an interrupt. With torch and vLLM that
-        takes seconds, in which a dead server could have been started again.
+      teardown: whether to wait for threads and call atexit's functions, except after a signal.
+        With torch and vLLM that takes seconds, in which a dead server could start again.
     """
     with suppress(ValueError, OSError):  # sockets of agents, mapped files; by default 1,024
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -68,7 +72,7 @@ def run(
         logging.getLogger("rlx").addHandler(logging.StreamHandler())
         logging.getLogger("rlx").setLevel(logging.DEBUG)
     sys.argv[:] = [argument for argument in sys.argv if argument != "--traceback"]
-    token = IS_COMMAND.set(True)
+    token, before = IS_COMMAND.set(True), signal.signal(signal.SIGTERM, interrupt)
     try:
         status = main() or 0
     except UserError as error:
@@ -77,6 +81,7 @@ def run(
         say(f"error: {error}", sys.stderr)
         status = 2
     except KeyboardInterrupt:
+        say("interrupted", sys.stderr)
         status, teardown = INTERRUPTED, False  # which would wait for a save under way
     except BrokenPipeError:  # the reader of a pipe left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -87,11 +92,21 @@ def run(
             say(traceback.format_exc().rstrip(), sys.stderr)
         say(f"error: {known}" if known else traceback.format_exc().rstrip(), sys.stderr)
         status = 2 if known else 1
-    if status == INTERRUPTED:
-        end_soon(status)  # a thread of users' code may not end
+    if status:
+        end_soon(status, _LAST_SECONDS)  # a thread or a library's atexit may not end
+    signal.signal(signal.SIGTERM, before)
     IS_COMMAND.reset(token)
-    if not teardown:
+    leave(status, teardown)
+
+
+def leave(status: int, teardown: bool) -> NoReturn:
+    """Exit, first waiting for threads and calling atexit's functions if `teardown`."""
+    # Not sys.exit: while Python ends, it cancels threads inside C++, which may abort the process.
+    try:
+        if teardown:
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
+    finally:
         os._exit(status)
-    sys.exit(status)

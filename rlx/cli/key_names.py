@@ -3,12 +3,11 @@
 docs/coming_from.md, which comes with rlx, is the table of those names.
 """
 
-import difflib
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from rlx.base import UserError, unknown
+from rlx.base import UserError, nearest, unknown
 
 
 def embedded() -> Path:
@@ -56,11 +55,11 @@ def meant(name: str, known: Iterable[str]) -> str:
     if name in keys or name in names:
         return name if name in keys else names[name]
     sections = {key.rpartition(".")[0] for key in keys}
-    if section and not own and (near := difflib.get_close_matches(section, sections, n=1)):
-        return meant(f"{near[0]}.{last}", keys)
-    choices = own if section else alone | names
-    near = difflib.get_close_matches(last, choices, n=1)
-    return choices[near[0]] if near else names.get(last, alone.get(last, ""))
+    if section and not own and (near := nearest(section, sections)):
+        return meant(f"{near}.{last}", keys)
+    choices = own if section else names | alone
+    near = nearest(last, choices)
+    return choices[near] if near else names.get(last, alone.get(last, ""))
 
 
 def unknown_key(name: str, known: Iterable[str]) -> UserError:

@@ -7,7 +7,6 @@
 A failure in a user's module becomes a UserError of one line, with file and line.
 """
 
-import difflib
 import importlib
 import importlib.util
 import linecache
@@ -19,7 +18,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from rlx.base import UserError, place, unknown
+from rlx.base import UserError, nearest, place, unknown
 
 _NONE: Mapping[str, Any] = {}
 _OF_FILE, _EDITED = "file_", "__edited__"  # how names of files' modules begin; their attribute
@@ -51,8 +50,8 @@ def find(key: str, name: str, table: Mapping[str, Any] = _NONE) -> Any:
         raise UserError(f"{key}={name!r}: {error}") from error
     if not hasattr(module, attribute):
         there = names(module)
-        near = difflib.get_close_matches(attribute, there, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(there) or 'none'}"
+        near = nearest(attribute, there)
+        hint = f"did you mean {near!r}?" if near else f"it has {', '.join(there) or 'none'}"
         raise UserError(f"{key}={name!r}: {place} has no {attribute!r}; {hint}")
     return getattr(module, attribute)
 
@@ -155,16 +154,16 @@ def _near_module(name: str) -> str:
     parent, _, last = name.rpartition(".")
     path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
     siblings = [found.name for found in pkgutil.iter_modules(path)] if path or not parent else []
-    near = difflib.get_close_matches(last, siblings, n=1)
-    return f", did you mean {'.'.join(filter(None, (parent, near[0])))!r}?" if near else ""
+    near = nearest(last, siblings)
+    return f", did you mean {'.'.join(filter(None, (parent, near)))!r}?" if near else ""
 
 
 def _of_file(path: Path) -> ModuleType:
     """Return the module of a file; its directory becomes the last one that is importable."""
     if not path.is_file():
-        others = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(str(path), others, n=1)
-        hint = f"did you mean {near[0]}?" if near else "give a path relative to this directory"
+        near = nearest(path.name, (other.name for other in path.parent.glob("*.py")))
+        hint = "give a path relative to this directory"
+        hint = f"did you mean {path.with_name(near)}?" if near else hint
         raise UserError(f"there is no file {path}; {hint}")
     path = path.resolve()
     name = _OF_FILE + "".join(c if c.isalnum() else "_" for c in str(path.with_suffix("")))

@@ -17,7 +17,7 @@ class Finding:
     """One row.
 
     Attributes:
-      area: section of the table: packages | machine | model | data | config | memory.
+      area: section of the table: packages | machine | model | data | config | memory | extras.
       name: subject of the check.
       level: ok | absent (missing and not needed) | warning (may be slow or fail) | problem (a run
         cannot work).

@@ -3,6 +3,7 @@
 Imports run in separate processes with a time limit, because a broken package may crash or hang.
 """
 
+import dataclasses
 import importlib.util
 import platform
 import subprocess
@@ -13,7 +14,6 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,6 +25,7 @@ from rlx.base import install
 from rlx.doctor.findings import Finding
 from rlx.workers.worker_process import SupervisedProcess
 
+OTHER = "extras"  # area of extras that a run does not need
 IMPORT_SECONDS = 180.0  # timeout of an import; torch and vLLM are slow on a busy machine
 
 _CHILD = """
@@ -40,7 +41,7 @@ for name in modules:
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Package:
     """A declared requirement and its installed version.
 
@@ -156,6 +157,8 @@ def check(
 ) -> Iterator[Finding]:
     """Yield a row for each broken dependency, one for all others, and one for each extra.
 
+    Extras that the run does not need have the area OTHER; absent ones share a row.
+
     Args:
       needed: modules of extras that the run needs; their failure is a problem, not a warning.
       everything: whether to check the other extras too.
@@ -180,11 +183,19 @@ def check(
         for each in pool.map(imports, modules.values()):
             works |= each
     seconds = time.monotonic() - begun
+    yield from _dependencies(found.pop(""), works, seconds)
+    absent = []
     for extra, packages in found.items():
-        if extra:
-            yield _extra(extra, packages, works, needed)
+        row = _extra(extra, packages, works, needed)
+        if any({p.module, p.name} & {*needed} for p in packages):
+            yield row
+        elif row.level == "absent":
+            absent.append(row.name)
         else:
-            yield from _dependencies(packages, works, seconds)
+            yield dataclasses.replace(row, area=OTHER)
+    if absent:
+        names = f"{', '.join(absent)}; to install one: {install('NAME')}"
+        yield Finding(OTHER, "not installed", "absent", names)
 
 
 def _dependencies(

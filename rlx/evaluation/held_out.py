@@ -138,7 +138,7 @@ class HeldOut:
         """Return the groups of the questions that did not fail, one answer each."""
         runner = RowRunner(
             executor.loop, executor.fleet, concurrency=CONCURRENCY, timeout=self.timeout,
-            patience=replace(self.patience, rate=1.0),
+            patience=replace(self.patience, rate=1.0), say=self.say,
         )  # fmt: skip
         seed = sampling.seed or 0
         futures = [

@@ -50,11 +50,12 @@ class RowRunner:
       patience: with failed attempts. A row's future fails after its last attempt; all futures fail
         once too many attempts do.
       timeout: seconds for one attempt.
+      say: takes a line about an outage.
     """
 
     def __init__(
         self, loop: LoopThread, fleet: Generator, *, concurrency: int, patience: Patience,
-        timeout: float,
+        timeout: float, say: Callable[[str], None] = lambda text: None,
     ):  # fmt: skip
         self._open: dict[int, _Row] = {}  # by the executor's group_id
         self._ids, self._waiting = itertools.count(), deque[int]()
@@ -63,6 +64,7 @@ class RowRunner:
         self.executor = Executor(
             self, self, limits, fleet, patience=patience, request_timeout=timeout, loop=loop,
             on_skip=lambda skipped: self._fail(skipped.group_id, skipped), on_change=self._settle,
+            say=say,
         )  # fmt: skip
         self.executor.set_version(0)  # admission begins; an evaluation does not count versions
 
@@ -148,6 +150,7 @@ class Evaluator:
       patience: with failed attempts; a user's mistake is not tried again.
       timeout: seconds for one attempt.
       seed: of the evaluation; a row's seed depends on it and on the row's number.
+      say: takes a line about an outage.
     """
 
     connect: Callable[[], Coroutine[Any, Any, Generator]]
@@ -157,6 +160,7 @@ class Evaluator:
     patience: Patience | None = None
     timeout: float = 3600.0
     seed: int = 0
+    say: Callable[[str], None] = lambda text: None
 
     def __post_init__(self) -> None:
         self._loop, self._runner = LoopThread("evaluator"), None  # type: tuple[Any, Any]
@@ -173,7 +177,7 @@ class Evaluator:
         patience = replace(self.patience or Patience(), mistakes=False)
         self._runner = RowRunner(
             self._loop, self._fleet, concurrency=self.concurrency, patience=patience,
-            timeout=self.timeout,
+            timeout=self.timeout, say=self.say,
         )  # fmt: skip
         return self
 

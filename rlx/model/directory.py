@@ -19,7 +19,7 @@ from rlx.model.tensors import LazyTensors, open_tensors
 _IGNORED = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
 
 
-def resolve(path: str, what: str = "model.path") -> Path:
+def resolve(path: str, what: str = "model.path", weights: bool = True) -> Path:
     """Return the local directory of an HF directory or hub name; UserError if it is neither.
 
     A hub name is downloaded once. `rlx:NAME` is a model in `rlx/assets/NAME`, or one that another
@@ -27,6 +27,7 @@ def resolve(path: str, what: str = "model.path") -> Path:
 
     Args:
       what: the config key or argument that gave the path, for errors.
+      weights: whether to download the weights of a hub name too, not only config and tokenizer.
     """
     if path.startswith("rlx:"):
         return _packaged(path.removeprefix("rlx:"))
@@ -38,7 +39,7 @@ def resolve(path: str, what: str = "model.path") -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
+        patterns = ["*.json", "*.jinja", "*.model", "merges.txt", *["*.safetensors"] * weights]
         return Path(snapshot_download(path, allow_patterns=patterns))
     except Exception as error:  # the hub client raises its own, requests' and OS errors
         raise UserError(

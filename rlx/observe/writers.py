@@ -27,7 +27,7 @@ SECTIONS = {
     "tokens": ("avg_seq_len", "avg_prompt_len", "n_seqs", "n_tokens", "n_valid_tokens",
                "no_eos_ratio", "pad_ratio"),
     "staleness": ("staleness_min", "staleness_mean", "staleness_max", "staleness_histogram",
-                  "tokens_per_version"),
+                  "tokens_per_version", "crossed_ratio"),
     "prompts": ("admitted", "accepted", "rejected", "failed", "dropped", "queued", "live"),
     "speed": ("seconds", "step_seconds", "update_seconds", "generated_tokens_per_second",
               "consumed_tokens_per_second", "tokens_per_second_per_device", "mfu",

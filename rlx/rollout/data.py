@@ -5,7 +5,6 @@ Reward functions get all of it. Errors name file and line, or row.
 """
 
 import csv
-import difflib
 import functools
 import hashlib
 import inspect
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlx.base import UserError, install
+from rlx.base import UserError, install, nearest
 from rlx.cli import user_code
 from rlx.rollout import arithmetic, word_problems
 
@@ -422,8 +421,8 @@ def _nearest(path: Path) -> str:
     if not folder.is_dir():
         return f"; the directory {folder} does not exist either"
     names = sorted(p.name for p in folder.iterdir())
-    near = difflib.get_close_matches(path.name, names, n=1)
+    near = nearest(path.name, names)
     files = [name for name in names if name.lower().endswith(FORMATS)]
     if near:
-        return f"; did you mean {folder / near[0]}?"
+        return f"; did you mean {folder / near}?"
     return f"; {folder} holds {', '.join(files[:5])}" if files else f"; no .jsonl file in {folder}"

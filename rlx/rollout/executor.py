@@ -89,8 +89,10 @@ class Executor:
         force_staleness: bool = False,
         patience: Patience | None = None,
         max_tokens: int = 0,  # of a trajectory; 0: no limit
-        # These three are called on the loop's thread.
+        # These four are called on the loop's thread.
         on_skip: Callable[[Skipped], None] = lambda skipped: None,  # a prompt is given up
+        # A prompt's trajectories are not trained on, for this reason.
+        on_drop: Callable[[int, str], None] = lambda group_id, why: None,
         say: Callable[[str], None] = lambda text: None,  # takes a line for the user
         on_change: Callable[[], None] = lambda: None,  # a group is accepted, or the executor stops
         drop_equal_rewards: bool = False,  # reject groups with equal rewards (dynamic sampling)
@@ -105,7 +107,8 @@ class Executor:
         self.loop = loop or LoopThread("executor")
         self._rows, self._limits, self._seed, self._clock = rows, limits, seed, clock
         self._patience, self._request_timeout = patience or Patience(), request_timeout
-        self._on_skip, self._say, self._on_change = on_skip, say, on_change
+        self._on_skip, self._on_drop = on_skip, on_drop
+        self._say, self._on_change = say, on_change
         self._max_tokens, self._drop_equal_rewards = max_tokens, drop_equal_rewards
         self._force_staleness, self._keep_versions = force_staleness, keep_versions
         self._running_mean = running_mean
@@ -357,13 +360,14 @@ class Executor:
     def _finish(self, ticket: Ticket, group: Group, begun: float) -> None:
         """Accept or reject a finished group."""
         rewards = {r for t in group.trajectories for r in t.turn_rewards or (t.reward,)}
+        rejected = self._drop_equal_rewards and len(rewards) == 1
         with self._changed:
             self._leave(ticket)
             first, now = ticket.attempt == 0, self._clock()
             message = self._failures.add(ticket.group_id, False, first, begun, now)
             self._best = max([self._best, *map(float, rewards)])
             self._generated_tokens += sum(int((t.versions >= 0).sum()) for t in group.trajectories)
-            if self._drop_equal_rewards and len(rewards) == 1:
+            if rejected:
                 self._buffer = buffers.withdraw(self._buffer, ticket.version)
                 self._staleness = staleness.end(self._staleness, "rejected")
                 self._count_rejection(rewards.pop())
@@ -372,6 +376,8 @@ class Executor:
                 self._staleness = staleness.end(self._staleness, "accepted")
                 self._rejected.clear()
             self._changed.notify_all()
+        if rejected:
+            self._on_drop(ticket.group_id, "all rewards of its group are equal")
         if message:
             self._say(message)
         self._on_change()
@@ -438,7 +444,9 @@ class Executor:
         if message:
             self._say(f"{message}; the last one, {name}: {attempts.why(error)}")
         if skipped:
-            self._on_skip(Skipped(again.group_id, index, row, ticket.attempt + 1, error))
+            gone = Skipped(again.group_id, index, row, ticket.attempt + 1, error)
+            self._on_skip(gone)
+            self._on_drop(again.group_id, f"its group failed: {gone}")
 
     def _leave(self, ticket: Ticket) -> None:
         del self._live[ticket.group_id]

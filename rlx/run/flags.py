@@ -5,7 +5,6 @@ a YAML file of AReaL, and `allocation_mode` one of its allocations.
 """
 
 import ast
-import difflib
 import re
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from rlx.base import UserError
+from rlx.base import UserError, nearest
 from rlx.cli.command import say
 from rlx.cli.key_names import embedded, meant, unknown_key
 from rlx.config import default, leaves
@@ -146,8 +145,8 @@ def _located(argument: str) -> str:
     name, *more = argument.removeprefix("--config=rlx:").split(":", 1)
     names = shipped()
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean rlx:{near[0]}?" if near else "`rlx configs` lists them"
+        near = nearest(name, names)
+        hint = f"did you mean rlx:{near}?" if near else "`rlx configs` lists them"
         raise UserError(f"no config rlx:{name}; {hint}")
     return ":".join([f"--config={names[name]}", *more])
 
@@ -263,8 +262,8 @@ def _check_flags(arguments: list[str], names: Sequence[str]) -> None:
         name = argument.lstrip("-").partition("=")[0]
         if argument[:2] != "--" or {name, name.removeprefix("no")} & {*names, "help", "helpfull"}:
             continue
-        near = difflib.get_close_matches(name.replace("-", "_"), names, n=1)
-        key = f"--{near[0]}" if near else meant(name.removeprefix("config_"), _known())
+        near = nearest(name, names)
+        key = f"--{near}" if near else meant(name.removeprefix("config_"), _known())
         if key and key.strip("-") in names:
             raise UserError(f"unknown flag --{name}; did you mean {key}?")
         if key and "config" in names and key[:2] != "--":
@@ -280,9 +279,8 @@ def _check_file(config_file: str, arguments: Sequence[str]) -> None:
     if path.is_dir():
         raise UserError(f"--config={path} is a directory; give one of its .py files")
     if not path.is_file():
-        here = [str(p) for p in sorted(path.parent.glob("*.py"))]
-        near = difflib.get_close_matches(str(path), here, n=1)
-        own = difflib.get_close_matches(path.stem, shipped(), n=1, cutoff=0.8)
-        near = near or [f"rlx:{name}" for name in own]
-        hint = f"did you mean {near[0]}?" if near else "give the path of a .py with get_config()"
+        near = nearest(path.name, (other.name for other in path.parent.glob("*.py")))
+        own = "" if near else nearest(path.stem, shipped())
+        near = str(path.with_name(near)) if near else own and f"rlx:{own}"
+        hint = f"did you mean {near}?" if near else "give the path of a .py with get_config()"
         raise UserError(f"no config file {path}; {hint}")

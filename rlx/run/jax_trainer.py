@@ -38,6 +38,7 @@ def join(hosts: Hosts) -> None:
         hosts.count,
         hosts.index,
         cluster_detection_method="deactivate",
+        coordinator_bind_address=hosts.service,
         initialization_timeout=int(hosts.cluster.join) + 1,
         heartbeat_timeout_seconds=1_000_000,
         shutdown_timeout_seconds=int(hosts.cluster.timeout) + 1,

@@ -34,7 +34,7 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
     """Start a run on the cluster and wait for its end; see `rlx.run.scheduler.launch`."""
     with joined() as cluster:
         run = _RayRun(cluster, config, workdir, flags)
-        say(table(run.plan()))
+        say(table(run.plan(weights=not dry_run)))
         if dry_run:
             return DONE
         with interrupts(run.interrupt):
@@ -57,10 +57,12 @@ class _RayRun:
         self._restarts: dict[str, int] = {}  # by name of a server
         self._stop, self._lost = Event(), False  # whether the host of trainer 0 is gone
 
-    def plan(self) -> tuple[Process, ...]:
+    def plan(self, weights: bool = True) -> tuple[Process, ...]:
         """Plan the processes on the current nodes; raise UserError if they do not fit."""
         hosts, port = self._cluster.hosts(), _PORTS + secrets.randbelow(_PORTS_OF_RUNS)
-        plan = processes_of(self._config, self._workdir, self._flags, hosts, self._directory, port)
+        plan = processes_of(
+            self._config, self._workdir, self._flags, hosts, self._directory, port, weights=weights
+        )
         self._cluster.check(plan)
         return plan
 

@@ -412,6 +412,7 @@ def _executor(
     """Return the executor of the run's workflow; `parts.loop` need not run yet."""
     c, inputs = parts.config, parts.inputs
     workflow, online = inputs.workflow, isinstance(inputs.workflow, OnlineWorkflow)
+    drop = workflow.drop if isinstance(workflow, OnlineWorkflow) else lambda *_: None
     mix = [(len(source.rows), source.weight) for source in inputs.sources]
     if parts.teacher_fleet:
         workflow = TeacherScored(workflow, parts.teacher_fleet, c.sampling.temperature)
@@ -428,6 +429,7 @@ def _executor(
         patience=inputs.options.patience,
         max_tokens=longest,
         on_skip=lambda skipped: note_skip(skipped.record("train")),
+        on_drop=drop,
         say=parts.progress.message,
         loop=parts.loop,
         drop_equal_rewards=inputs.algorithm.drop_equal_rewards,

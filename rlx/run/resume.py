@@ -32,9 +32,21 @@ _FREE = (
     "scheduler.", "fleet.publish_dir",
 )  # fmt: skip
 
+_DIRECTORIES = (
+    "adapter", "checkpoints", "code", "exports", "hf", INITIAL, "logs", "rollouts", "sessions",
+    "tensorboard",
+)  # fmt: skip
+
 
 def prepare_workdir(config: ConfigDict, workdir: Path) -> list[str]:
     """Write config.json into the locked `workdir`; return messages. UserError for another run."""
+    wrong = [name for name in _DIRECTORIES if (workdir / name).is_file()]
+    wrong += [name for name in RECORDS if (workdir / name).is_dir()]
+    for name in wrong:
+        raise UserError(
+            f"{workdir / name} is a file where a directory should be, or the reverse; move it "
+            "away, or give another --workdir"
+        )
     for name in ("hf", "adapter", INITIAL):
         atomic_directory.sweep(workdir / name)
     for directory in (workdir, workdir / "rollouts"):

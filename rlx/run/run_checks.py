@@ -36,7 +36,13 @@ def findings(
     if config and config.teacher.path and not config.teacher.addresses:
         started.append(config.teacher.engine or config.fleet.engine)
     needed = ("vllm",) if "vllm" in started else ()
-    yield from packages.check(needed=needed, everything=every_extra)
+    found = [*packages.check(needed=needed, everything=every_extra)]
+    yield from (row for row in found if row.area != packages.OTHER)
+    yield from _checks(config, workdir)
+    yield from (row for row in found if row.area == packages.OTHER)
+
+
+def _checks(config: ConfigDict | None, workdir: Path) -> Iterator[Finding]:
     devices = machine.devices()
     yield from machine.check(workdir, devices)
     if config is None:

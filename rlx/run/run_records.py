@@ -14,7 +14,7 @@ BUSY = ("prefill", "decode", "score")  # server spans that compute tokens
 OF_ROLLOUTS = (
     "task_reward", "kl_reward", "final_reward", "n_nonfinite_kl", "kl_coefficient", "no_eos_ratio",
     "staleness_min", "staleness_mean", "staleness_max", "staleness_histogram",
-    "tokens_per_version", "generated_tokens_per_second", "server_busy_seconds",
+    "tokens_per_version", "crossed_ratio", "generated_tokens_per_second", "server_busy_seconds",
 )  # fmt: skip
 
 

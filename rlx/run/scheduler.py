@@ -121,6 +121,7 @@ def processes_of(
     directory: Path,
     port: int,
     python: str = sys.executable,
+    weights: bool = True,
 ) -> tuple[Process, ...]:
     """Return the processes of a run, the trainer's first.
 
@@ -132,6 +133,7 @@ def processes_of(
       flags: the user's flags of rlx.main.
       hosts, port: see `launch.processes`.
       directory: shared directory with the files of `make_secrets`.
+      weights: whether to download the weights of a hub model.
 
     Raises:
       UserError: the processes do not fit the hosts.
@@ -144,7 +146,11 @@ def processes_of(
         trainer=config.trainer,
         allocation=parsed,
     )
-    model = workdir / INITIAL if config.model.random_init else resolve(config.model.path).resolve()
+    model: Path | str = workdir / INITIAL
+    if not config.model.random_init:
+        found = resolve(config.model.path, weights=weights).resolve()
+        # Without weights here a server downloads them: a dry run's script can be submitted.
+        model = found if weights or list(found.glob("*.safetensors")) else config.model.path
     server = {k: v for k, v in RunOptions.of(config).servers.items() if k not in _LOCAL_OPTIONS} | {
         "model": model,
         "tls_cert": directory / CERTIFICATE,

@@ -268,6 +268,7 @@ class _Model:
             concurrency=self.config.rollout.max_concurrent_rollouts,
             patience=options.patience,
             timeout=options.limits.request,
+            say=_say,
         )
         done, wanted, ended = 0, sum(each.count for each in one.samples), None
         if one.pool:

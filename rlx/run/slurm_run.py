@@ -47,7 +47,8 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
     make_directory(root)
     excluded = [config.scheduler.exclude] if config.scheduler.exclude else []
     if dry_run:
-        script, shown = _write(config, workdir, root / "dry-run", flags, ",".join(excluded))
+        dry = root / "dry-run"
+        script, shown = _write(config, workdir, dry, flags, ",".join(excluded), weights=False)
         say(f"{shown}\nscript: {script}\nconfig: {script.with_name('config.json')}")
         return DONE
     running = read_json(root / "job.json").get("job", "")
@@ -92,8 +93,9 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
 
 
 def _write(
-    config: ConfigDict, workdir: Path, attempt: Path, flags: Sequence[str], exclude: str
-) -> tuple[Path, str]:
+    config: ConfigDict, workdir: Path, attempt: Path, flags: Sequence[str], exclude: str,
+    weights: bool = True,
+) -> tuple[Path, str]:  # fmt: skip
     """Write a job's script and config; return the script's path and a table of its processes."""
     s = config.scheduler
     gpus = tuple(map(str, range(s.gpus_per_node)))
@@ -101,7 +103,7 @@ def _write(
     port = 20_000 + zlib.crc32(str(workdir).encode()) % 10_000
     python = sys.executable if s.container == "none" else "python3"
     try:
-        plan = processes_of(config, workdir, flags, nodes, attempt.parent, port, python)
+        plan = processes_of(config, workdir, flags, nodes, attempt.parent, port, python, weights)
     except UserError as error:
         raise UserError(str(error).replace("@", "")) from None
     places = {node: f'"${{nodes[{i}]}}"' for i, node in enumerate(nodes)}

@@ -3,10 +3,15 @@
     every second   signs of life ─▶ look(state, now, signs) ─▶ state, lines
 
 The watchdog ends nothing. A sign is late after several times its longest quiet period so far.
+While a call of C code holds the interpreter, another process reports it (interpreter_watch.py).
 """
 
 import asyncio
 import faulthandler
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -16,7 +21,9 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from rlx.cli.command import say
-from rlx.cli.user_code import frames, of_user, place_of
+from rlx.cli.user_code import LIBRARIES, frames, of_user, place_of
+from rlx.system import interpreter_watch
+from rlx.system.signals import IS_COMMAND
 
 # Quiet seconds that are never late.
 SECONDS = {"loop": 10.0, "user": 30.0, "call": 60.0, "rollout": 60.0, "step": 1800.0}
@@ -103,9 +110,45 @@ def watchdog(workdir: Path) -> Iterator[Callable[[Any], None]]:
 
     threading.Thread(target=watch, name="watchdog", daemon=True).start()
     try:
-        yield held.append
+        with _watched_from_outside(workdir):
+            yield held.append
     finally:
         ended.set()
+
+
+@contextmanager
+def _watched_from_outside(workdir: Path) -> Iterator[None]:
+    """Run interpreter_watch.py during the block."""
+    pipe, ours = os.pipe()
+    os.set_blocking(ours, False)
+    given = map(str, (os.getpid(), workdir, *LIBRARIES))
+    command = [sys.executable, "-IS", interpreter_watch.__file__, *given]
+    process = subprocess.Popen(command, stdin=pipe, start_new_session=True)
+    os.close(pipe)
+    main = threading.current_thread() is threading.main_thread() and IS_COMMAND.get()
+    before = signal.set_wakeup_fd(ours, warn_on_full_buffer=False) if main else -1
+
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.is_set():
+            faulthandler.dump_traceback_later(SECONDS["loop"], file=ours)
+            with suppress(OSError):  # the other process was killed
+                os.write(ours, b"\0")
+            ended.wait(_TICK)
+
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        if main:
+            signal.set_wakeup_fd(before)
+        faulthandler.cancel_dump_traceback_later()
+        os.close(ours)
+        process.wait()
 
 
 def _signs(main: int, parts: Any, woken: float) -> dict[str, Sign]:

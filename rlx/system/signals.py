@@ -6,8 +6,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NoReturn
 
 LAST_SECONDS = 8.0  # from the second signal to the exit, even if a thread blocks
+_CUT = signal.SIGURG  # sent to the main thread, and ignored outside `interrupts`
 _CUT_SECONDS = 10.0  # users' code in the main thread has twice this time after the first signal
 # Whether this process runs an rlx command, and may be ended.
 IS_COMMAND: ContextVar[bool] = ContextVar("IS_COMMAND", default=False)
@@ -17,12 +19,18 @@ class Cut(BaseException):
     """Ends users' code in the main thread that does not return after the first signal."""
 
 
-def end_soon(status: int) -> None:
-    """Exit after LAST_SECONDS, even if a thread blocks; do nothing unless IS_COMMAND."""
+def end_soon(status: int, seconds: float = LAST_SECONDS) -> None:
+    """Exit after some seconds, even if a thread blocks; do nothing unless IS_COMMAND."""
     if IS_COMMAND.get():
-        timer = threading.Timer(LAST_SECONDS, os._exit, (status,))
+        timer = threading.Timer(seconds, os._exit, (status,))
         timer.daemon = True
         timer.start()
+
+
+def interrupt(number: int, frame: object) -> NoReturn:
+    """Handle a signal that ends a command at once: raise KeyboardInterrupt, and see `end_soon`."""
+    end_soon(128 + signal.SIGINT)
+    raise KeyboardInterrupt
 
 
 @contextmanager
@@ -45,23 +53,20 @@ def interrupts(
             now = inside()
             if now is not None and now is before:
                 late.append(now)
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                signal.pthread_kill(threading.main_thread().ident or 0, _CUT)
             before = now
 
-    def again(number, frame):
-        if late:
-            if late.pop() is inside():
-                raise Cut("it does not return after the signal")
-            return
-        end_soon(128 + signal.SIGINT)
-        raise KeyboardInterrupt
+    def cut(number, frame):
+        if late and late.pop() is inside():
+            raise Cut("it does not return after the signal")
 
     def handle(number, frame):
         for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, again)
+            signal.signal(each, interrupt)
         threading.Thread(target=follow, daemon=True).start()
 
-    before = {each: signal.signal(each, handle) for each in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {signal.SIGINT: handle, signal.SIGTERM: handle, _CUT: cut}
+    before = {each: signal.signal(each, handler) for each, handler in handlers.items()}
     try:
         yield
     finally:

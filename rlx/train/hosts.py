@@ -152,6 +152,7 @@ class _Peer:
 
     link: Connection
     name: str = "process 0"
+    local: str = ""  # our address, on process 0
     last_seen: float = 0.0  # monotonic
     begun: int = 0  # calls
     done: int = 0
@@ -204,7 +205,8 @@ class Hosts:
 
     Args:
       peers: on process 0 all others, on the others process 0.
-      service: host:port for the trainer's own library; process 0 listens there.
+      service: host:port for the trainer's own library. On process 0 the address to listen at: the
+        one by which all others reach it, or any.
       end: called with a line when another process is lost; returns only in tests.
     """
 
@@ -447,11 +449,13 @@ def _accept(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer],
         with listener, suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
     with socket.create_server((bind, 0), family=family) as free:
-        shown = f"[{host}]" if ":" in host else host
-        service = f"{shown}:{free.getsockname()[1]}"
+        port = free.getsockname()[1]
     for peer in found.values():
-        peer.send(_CALL, json.dumps({"service": service, "name": str(cluster)}).encode())
-    return [found[index] for index in sorted(found)], service
+        there = {"service": _joined(host, port), "name": str(cluster)}
+        peer.send(_CALL, json.dumps(there).encode())
+    reached = {peer.local for peer in found.values()}  # several, if they know us by several names
+    here = reached.pop() if len(reached) == 1 else "::" if ":" in host else "0.0.0.0"
+    return [found[index] for index in sorted(found)], _joined(here, port)
 
 
 def _read_hellos(listener: socket.socket, hellos: queue.SimpleQueue) -> None:
@@ -465,7 +469,10 @@ def _read_hellos(listener: socket.socket, hellos: queue.SimpleQueue) -> None:
 
     with suppress(OSError):  # until it is shut down
         while free.acquire():
-            peer = _Peer.at(listener.accept()[0])
+            connection, _ = listener.accept()
+            local, *_ = connection.getsockname()
+            peer = _Peer.at(connection)
+            peer.local = local
             threading.Thread(target=read, args=(peer,), daemon=True).start()
 
 
@@ -556,6 +563,10 @@ def relay(target: str) -> str:
 
     threading.Thread(target=serve, daemon=True).start()
     return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _address(text: str) -> tuple[str, int]:

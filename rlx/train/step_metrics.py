@@ -44,6 +44,7 @@ def host_metrics(groups: Sequence[Group], flat: FlatBatch, plans: Sequence[PackP
     task_reward: mean over the samples, as the environment gave it. avg_seq_len, avg_prompt_len:
     tokens (a prompt ends before the first sampled token). n_tokens: prompts included.
     no_eos_ratio: share that ended by length. pad_ratio: share of padding in the computed tokens.
+    crossed_ratio: see that function.
     info/*, reward/*: means of the trajectories' own scalars.
     """
     count = flat.num_sequences
@@ -64,10 +65,23 @@ def host_metrics(groups: Sequence[Group], flat: FlatBatch, plans: Sequence[PackP
         "avg_seq_len": flat.num_tokens / count,
         "avg_prompt_len": float(prompt.mean()),
         "no_eos_ratio": float(flat.sequences["truncated"].sum()) / count,
+        "crossed_ratio": crossed_ratio(groups),
         "pad_ratio": 1 - flat.num_tokens / padded,
         "row_length": max(plan.row_length for plan in plans),
         **info_means(t for group in groups for t in group.trajectories),
     }
+
+
+def crossed_ratio(groups: Sequence[Group]) -> float:
+    """Return the share of trained tokens that came after a weight update within their turn."""
+    crossed = trained = 0
+    for t in (t for group in groups for t in group.trajectories):
+        at = np.flatnonzero(t.loss_mask)
+        turns = 0 * at if t.turn_ids is None else t.turn_ids[at]
+        _, first, turn = np.unique(turns, return_index=True, return_inverse=True)
+        crossed += int((t.versions[at] > t.versions[at[first]][turn]).sum())
+        trained += len(at)
+    return crossed / max(trained, 1)
 
 
 def count_versions(flat: FlatBatch) -> dict[int, int]:

@@ -48,11 +48,11 @@ class AgentTools:
 
     @staticmethod
     @asynccontextmanager
-    async def fleet(engine):
+    async def fleet(engine, limits=LIMITS):
         """A connected Fleet of one server with `engine`."""
         server = Server(lambda: engine)
         await server.start()
-        fleet = Fleet([f"127.0.0.1:{server.port}"], limits=LIMITS)
+        fleet = Fleet([f"127.0.0.1:{server.port}"], limits=limits)
         try:
             await fleet.connect()
             yield fleet, server
@@ -62,14 +62,16 @@ class AgentTools:
 
     @classmethod
     @asynccontextmanager
-    async def gateway(cls, engine=None, sampling=None, template=None, tokenizer="", **options):
+    async def gateway(
+        cls, engine=None, sampling=None, template=None, tokenizer="", limits=LIMITS, **options
+    ):
         """A gateway with a session; yields gateway, session, engine, server, fleet."""
         engine = engine or cls.engine()
         if tokenizer:  # of a real model
             tokenizer = load_tokenizer(Path(tokenizer))
         else:
             tokenizer = cls.tokenizer(template) if template else cls.tokenizer()
-        async with cls.fleet(engine) as (fleet, server):
+        async with cls.fleet(engine, limits) as (fleet, server):
             gateway = Gateway(fleet, tokenizer)
             await gateway.start()
             try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import resource
 import ssl
 import sys
@@ -11,6 +12,7 @@ import trustme
 
 from rlx.agents import http_listener
 from rlx.agents.api_gateway import Gateway
+from rlx.fleet.client import Timeouts
 from rlx.fleet.tls import Tls
 
 MORE_FILES = """
@@ -100,18 +102,19 @@ def test_connections_of_a_stranger_keep_nobody_from_an_answer(
 
 
 def test_a_burst_beyond_the_limit_of_open_files_is_answered(agents, few_files, monkeypatch, caplog):
-    monkeypatch.setattr(http_listener, "_LIMITS_WHEN_FULL", (0.2, 0.2, 0.2))
+    """Only idle connections are closed, and no server counts as lost, on a busy machine too."""
+    monkeypatch.setattr(http_listener, "_LIMITS_WHEN_FULL", (math.inf, math.inf, 0.2))
     caplog.set_level(logging.WARNING)
 
     async def main():
-        async with agents.gateway() as g:
+        async with agents.gateway(limits=Timeouts(hang_seconds=60.0)) as g:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-c", MORE_FILES + BURST, g.gateway.base_url(), g.session.key,
                 "500", stdout=asyncio.subprocess.PIPE,
             )  # fmt: skip
             return (await process.communicate())[0].decode().strip()
 
-    assert agents.run(main(), 120) == "{'200': 500}"
+    assert agents.run(main(), 300) == "{'200': 500}"
     assert len(caplog.messages) <= 2
 
 

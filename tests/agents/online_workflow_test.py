@@ -11,7 +11,12 @@ import pytest
 from rlx.agents.online import OnlineOptions
 from rlx.agents.online_workflow import OnlineWorkflow, RunContext, expected_wait
 from rlx.agents.workflow import AgentOptions
+from rlx.rollout.attempts import Patience
+from rlx.rollout.data import Cursor
+from rlx.rollout.executor import Executor
+from rlx.rollout.staleness import Limits
 from rlx.rollout.workflows import Task
+from rlx.system.loop_thread import LoopThread
 from tests.agents.online_test import ADMIN, Site
 
 
@@ -135,6 +140,62 @@ def test_a_run_that_was_killed_trains_again_on_what_its_users_said(agents, tmp_p
     ]
     assert [len(body["trajectories"]) for _, body, _ in found] == [1] * 3
     assert (listed, left) == (["exported"] * 3, {})
+
+
+def test_sessions_of_a_group_that_is_given_up_say_why_and_are_exported(agents, tmp_path):
+    """Of one whose attempts fail after they have the sessions, and of one with equal rewards."""
+
+    class Scored(OnlineWorkflow):
+        async def run(self, fleet, task):
+            group = await super().run(fleet, task)
+            if task.group_id == 0:
+                raise RuntimeError("the teacher is down")
+            return group
+
+    lines, listen = [], SimpleNamespace(host="127.0.0.1", port=0, tls_cert="", tls_key="")
+    workflow = Scored(
+        OnlineOptions(ADMIN), AgentOptions(), listen, agents.tokenizer(), agents.sampling, 1,
+        held_out=None,
+    )  # fmt: skip
+    workflow.context = RunContext(tmp_path, 0, lambda: 0, lambda: 100, 0, lines.append)
+    loop, opened = LoopThread("executor"), agents.fleet(agents.engine())
+    loop.start()
+    executor = Executor(
+        workflow, Cursor([{}]), Limits(2, 0, 2), loop.run(opened.__aenter__())[0], loop=loop,
+        patience=Patience(attempts=2, rate=1.0, pause=0.0), request_timeout=None,
+        drop_equal_rewards=True, on_drop=workflow.drop,
+    )  # fmt: skip
+
+    async def in_order(function):
+        function()
+
+    async def main():
+        executor.set_version(0)
+        while not lines:
+            await asyncio.sleep(0.01)
+        async with aiohttp.ClientSession() as http:
+            s = Site(lines[0].removeprefix("sessions at "), http)
+            made = [await s.made() for _ in range(2)]
+            for _, key in made:
+                await s.ask(key)
+                assert (await s.call("POST", "/rewards", key, {"reward": 1.0}))[0] == 200
+                assert (await s.call("POST", "/session/end", key))[0] == 200
+            online = workflow._gateway.online
+            while not all(online.states[name].why for name, _ in made):
+                await asyncio.sleep(0.01)
+            loop.run(in_order(online.forget))  # keeps what is not exported
+            return [(await s.call("GET", f"/sessions/{n}/trajectories"))[1] for n, _ in made]
+
+    try:
+        failed, equal = agents.run(main(), 90)
+    finally:
+        executor.close()
+        loop.run(opened.__aexit__(None, None, None))
+        loop.close()
+    assert failed["why"].startswith("its group failed: 2 of rollout.max_attempts=2 failed")
+    assert "RuntimeError: the teacher is down" in failed["why"]
+    assert equal["why"] == "all rewards of its group are equal"
+    assert [len(one["trajectories"]) for one in (failed, equal)] == [1, 1]
 
 
 def test_the_next_place_is_expected_by_the_rate_of_steps():

@@ -125,6 +125,21 @@ def test_one_row_that_fails_leaves_the_others_and_many_end_it(make, fake_workflo
     assert RolloutError in kinds
 
 
+def test_an_outage_is_reported_with_its_end(make, fake_workflow):
+    def misbehave(group_id, attempt):
+        if attempt < 2:
+            raise ConnectionError("the judge is down")
+
+    said = []
+    workflow, patience = fake_workflow(misbehave=misbehave), Patience(pause=0.01, outage=60.0)
+    evaluator = make(workflow=workflow, patience=patience, say=said.append)
+    assert len(evaluator.rollout_batch(ROWS, timeout=30)) == len(ROWS)
+    begun, ended = said
+    assert "rollouts failed; they are tried again for 60 s" in begun
+    assert "the judge is down" in begun
+    assert ended.startswith("rollouts succeed again, after ")
+
+
 def test_a_users_mistake_is_not_retried(make, fake_workflow):
     def wrong(group_id, attempt):
         raise UserError("the prompt is too long")

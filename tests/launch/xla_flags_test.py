@@ -63,6 +63,14 @@ def test_the_installed_xla_knows_every_flag():
     assert parses(f"{FIRST} --xla_gpu_nonsense=true") != 0, "unknown flags no longer end a process"
 
 
+def test_virtual_devices_of_tests_wait_for_each_other_on_a_busy_machine():
+    """For longer than the 40 s after which XLA ends the process; tests/conftest.py sets it."""
+    flag = "--xla_cpu_collective_call_terminate_timeout_seconds"
+    assert f"{flag}=600" in os.environ["XLA_FLAGS"].split()
+    assert parses(f"{flag}=600") == 0
+    assert parses(f"{flag}s=600") != 0
+
+
 def test_every_version_that_is_allowed_is_listed():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     [jax] = [r for r in map(Requirement, project["dependencies"]) if r.name == "jax"]

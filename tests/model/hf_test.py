@@ -258,3 +258,5 @@ def test_a_hub_name_is_its_snapshot(monkeypatch, tmp_path):
     assert hf.resolve("owner/name") == tmp_path
     assert asked[0][0] == "owner/name"
     assert {"*.json", "*.safetensors"} <= set(asked[0][1])
+    hf.resolve("owner/name", weights=False)
+    assert {"*.safetensors"} == set(asked[0][1]) - set(asked[1][1])

@@ -410,3 +410,16 @@ def test_a_dry_run_shows_what_the_environment_says_of_other_processes(
     assert [row.level for row in found] == [level for level, _ in rows]
     for row, (_, what) in zip(found, rows, strict=True):
         assert what in row.found
+
+
+def test_extras_that_a_run_does_not_need_come_last_in_one_row(monkeypatch, tmp_path, config):
+    monkeypatch.setattr(run_checks.machine, "check", lambda *_: ())
+    monkeypatch.setattr(run_checks.machine, "devices", lambda: "none")
+    monkeypatch.setattr(packages, "imports", lambda modules: dict.fromkeys(modules, ""))
+    extras = {"ray": "lacking", "vllm": "vllm", "more": "none-such", "plus": "numpy"}
+    found = {name: [packages.Requirement(text)] for name, text in extras.items()}
+    monkeypatch.setattr(packages, "declared", lambda distribution: {"": [], **found})
+    config.fleet.engine = "vllm"
+    rows = [(r.area, r.name) for r in run_checks.findings(config, tmp_path)]
+    assert rows[:2] == [("packages", "dependencies"), ("packages", "[vllm]")]
+    assert rows[-2:] == [("extras", "[plus]"), ("extras", "not installed")]

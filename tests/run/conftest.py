@@ -18,6 +18,7 @@ def refused(monkeypatch, capsys):
 
     def run(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["rlx.main", *arguments])
+        monkeypatch.setattr(command, "leave", lambda status, teardown: sys.exit(status))
         with pytest.raises(SystemExit) as end:
             command.run(main.main, explain=failures.explain)
         out, errors = capsys.readouterr()

@@ -149,3 +149,13 @@ def test_no_statistic_of_a_user_takes_the_place_of_a_records_own_number():
     counted = {"n_valid_tokens": 3, "mine": 0.5, "step": 0.25, "version": 0.25}
     record = run_records.step_record(7, counted, 1.0, 4, version=6)
     assert (record["step"], record["version"], record["mine"]) == (7, 6, 0.5)
+
+
+@pytest.mark.parametrize("name", ["rollouts", "checkpoints", "hf", "metrics.jsonl"])
+def test_a_file_for_a_directory_and_the_reverse_are_refused_before_anything_starts(
+    name, tmp_path, config
+):
+    (tmp_path / name).mkdir() if "." in name else (tmp_path / name).touch()
+    with pytest.raises(UserError, match=f"{name} is a file where a directory should be, or the"):
+        resume.prepare_workdir(config, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]

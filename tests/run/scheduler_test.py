@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,35 @@ def test_the_dry_run_of_the_docs_writes_the_script_and_the_config_and_stops(tmp_
     assert script.count('--config.online.host="${nodes[0]}" --config.online.tls_cert=') == 2
     assert "<<" not in re.sub(r"<<< |< <\(", "", script)
     assert [p.name for p in (tmp_path / "slurm").iterdir()] == ["dry-run"]
+
+
+def test_a_dry_run_downloads_no_weights_and_its_script_can_be_submitted(
+    tmp_path, tiny_model_dir, monkeypatch
+):
+    import huggingface_hub
+
+    asked = []
+
+    def download(name, allow_patterns):
+        asked.append(allow_patterns)
+        there = tmp_path / "snapshot"
+        copied = (path for pattern in allow_patterns for path in tiny_model_dir.glob(pattern))
+        there.mkdir(exist_ok=True)
+        for path in copied:
+            shutil.copyfile(path, there / path.name)
+        return str(there)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    config = config_of(model__path="owner/name")
+    config.scheduler.nodes, config.fleet.num_servers = 2, 1
+    assert scheduler.launch(config, tmp_path, ["--config=x.py"], True) == 0
+    assert not list(tmp_path.rglob("*.safetensors"))
+    script = tmp_path / "slurm" / "dry-run" / "job.sh"
+    assert "--model=owner/name" in script.read_text()
+    slurm_run._write(config, tmp_path, script.parent, ["--config=x.py"], "")
+    assert f"--model={tmp_path}/snapshot" in script.read_text()
+    assert list(tmp_path.rglob("*.safetensors"))
+    assert "*.json" in asked[0]
 
 
 def config_of(**keys):

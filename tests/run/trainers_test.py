@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -75,3 +76,46 @@ def test_the_end_of_a_command_ends_what_it_has_started_even_where_that_is_stoppe
             assert ended(other, 60.0)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+JOINS = """
+import sys, psutil
+from rlx.config import default
+from rlx.run import trainers
+from rlx.train.hosts import Cluster, join
+config, (trainer, address, index) = default(), sys.argv[1:]
+config.trainer = trainer
+hosts = join(Cluster(address, 2, int(index), join=200), {})
+trainers.library(config).join(config, hosts)
+own = psutil.Process().net_connections("inet")
+listening = [c.laddr.ip for c in own if c.status == psutil.CONN_LISTEN]
+print({address.removeprefix("::ffff:") for address in listening}, flush=True)
+sys.stdin.read()
+hosts.close()
+trainers.library(config).leave()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+@pytest.mark.parametrize("trainer", ["jax", "torch"])
+def test_a_trainers_library_listens_only_where_its_processes_are(trainer, host):
+    """The coordination service of JAX and the store of PyTorch ask callers for nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"{host}:{free.getsockname()[1]}"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    pair = [
+        subprocess.Popen([sys.executable, "-c", JOINS, trainer, address, str(index)], **pipes)
+        for index in range(2)
+    ]
+    try:
+        found = [process.stdout.readline() for process in pair]
+        for process in pair:
+            process.stdin.close()  # then they leave together
+        assert [process.wait(60) for process in pair] == [0, 0]
+    finally:
+        for process in pair:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+    assert found == ["{'127.0.0.1'}\n"] * 2

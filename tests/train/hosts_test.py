@@ -326,3 +326,20 @@ def test_a_relay_keeps_a_connection_whose_other_end_is_gone():
         with pytest.raises(TimeoutError):  # not b"", which is the end of a connection
             near.recv(1)
         near.close()
+
+
+@pytest.mark.parametrize(
+    ("names", "listens"),
+    [(["127.0.0.2"] * 3, "127.0.0.2"), (["127.0.0.2", "127.0.0.2", "127.0.0.3"], "0.0.0.0")],
+)
+def test_process_0_listens_where_the_others_reach_it(names, listens):
+    """At one address, as of a private network; at any where they know it by several."""
+    port = free_port("0.0.0.0")
+
+    def one(index):
+        return join(Cluster(f"{names[index]}:{port}", 3, index, join=SECONDS), {})
+
+    with ThreadPoolExecutor(3) as pool:
+        lead, *others = pool.map(one, range(3))
+    assert lead.service.rpartition(":")[0] == listens
+    leave(lead, *others)

@@ -15,7 +15,7 @@ import pytest
 
 from rlx.base import Group, UserError
 from rlx.model import decoder
-from rlx.train import checkpoint, packing, update
+from rlx.train import checkpoint, packing, step_metrics, update
 from rlx.train.train_options import TrainOptions
 
 
@@ -106,6 +106,7 @@ def test_metrics(trainer, params, make_groups):
         "staleness_min": 1,
         "staleness_mean": 1.0,
         "staleness_max": 1,
+        "crossed_ratio": 0.0,
         "importance_weight": 1.0,
         "actor_clip_ratio": 0.0,
         "ppo_approx_kl": 0.0,
@@ -122,6 +123,17 @@ def test_metrics(trainer, params, make_groups):
     assert metrics["behaviour_weight"] > 0
     assert metrics["behaviour_kl"] > 0
     assert all(np.isfinite(v) for v in metrics.values() if not isinstance(v, dict))
+
+
+def test_tokens_after_an_update_in_flight_are_counted_by_turn(make_groups):
+    [group, *_] = make_groups(0)
+    t = group.trajectories[0]
+    mask = np.array([0, 1, 1, 1, 0, 1, 1], bool)
+    versions = np.array([-1, 3, 3, 4, -1, 5, 6], np.int32)
+    for turns, share in ((None, 3 / 5), (np.array([0, 0, 0, 0, 1, 1, 1]), 2 / 5)):
+        one = dataclasses.replace(t, loss_mask=mask, versions=versions, turn_ids=turns)
+        found = step_metrics.crossed_ratio([dataclasses.replace(group, trajectories=(one,))])
+        assert found == share
 
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean_token_mean"])
