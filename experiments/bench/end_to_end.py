@@ -1,19 +1,21 @@
 r"""Compare steps per second of the whole system with TRL's synchronous GRPOTrainer.
 
-    python -m experiments.bench.end_to_end --cores=0,1 [--steps=30] [--rounds=3]      (extra: trl)
+    python -m experiments.bench.end_to_end --cores=0,1 [--steps=30] [--rounds=3] \
+        [--jax-python=PATH]                                                           (extra: trl)
     python -m experiments.bench.end_to_end --model=rlx:smollm2 --steps=8 --rounds=1 --bf16 \
         --config.trainer=torch --config.model.compute_dtype=bfloat16 \
         --config.model.publish_dtype=bfloat16 --config.fleet.engine=vllm
 
 8 prompts x 8 samples x 64 new tokens. The model is a random 3.7M-parameter Qwen2 in fp32, or one of
 yours. With yours the prompts are word problems, and TRL trains in microbatches of 8. Flags of the
-config go to rlx; `--bf16` gives TRL autocast. Both sides get the same two cores, in alternating
-rounds. The first quarter of each run's steps is left out, because it compiles and fills the
-pipeline.
+config go to rlx; `--bf16` gives TRL autocast. `--jax-python` runs rlx by another interpreter, and
+so by another JAX. Both sides get the same two cores, in alternating rounds. The first quarter of
+each run's steps is left out, because it compiles and fills the pipeline.
 """
 
 import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
 
@@ -35,6 +37,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", default="", help="HF directory or rlx:NAME; else 3.7M, random")
     parser.add_argument("--bf16", action="store_true", help="TRL in bfloat16")
+    parser.add_argument("--jax-python", default=sys.executable, help="interpreter of rlx's side")
     a, flags = parser.parse_known_args()
     flags += REAL if a.model else []
     ours, theirs, dropped = [], [], 0
@@ -43,7 +46,8 @@ def main() -> None:
         config = f"experiments/bench/workload.py:{directory}"
         for n in range(a.rounds):
             steps = f"--config.total_steps={a.steps}"
-            records = rlx_run(config, directory / f"run{n}", a.cores, steps, *flags)
+            place = directory / f"run{n}"
+            records = rlx_run(config, place, a.cores, steps, *flags, python=a.jax_python)
             ours += [r["step_seconds"] for r in records[a.steps // 4 :]]
             dropped += records[-1]["dropped"]
             trl = ["-m", "experiments.bench.end_to_end_trl", str(directory), str(a.steps // 2)]

@@ -9,10 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def pinned(arguments: Sequence[str], cores: Sequence[int], timeout: float = 1800) -> str:
-    """Run `python ARGUMENTS` with affinity `cores`; return stdout, or raise with stderr."""
+def pinned(
+    arguments: Sequence[str],
+    cores: Sequence[int],
+    timeout: float = 1800,
+    python: str = sys.executable,
+) -> str:
+    """Run `PYTHON ARGUMENTS` with affinity `cores`; return stdout, or raise with stderr."""
     done = subprocess.run(
-        [sys.executable, *arguments],
+        [python, *arguments],
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -26,9 +31,16 @@ def pinned(arguments: Sequence[str], cores: Sequence[int], timeout: float = 1800
     return done.stdout
 
 
-def rlx_run(config: str, workdir: Path, cores: Sequence[int], *overrides: str) -> list[dict]:
+def rlx_run(
+    config: str,
+    workdir: Path,
+    cores: Sequence[int],
+    *overrides: str,
+    python: str = sys.executable,
+) -> list[dict]:
     """Run `rlx.main` once; return the records of its metrics.jsonl."""
-    pinned(["-m", "rlx.main", f"--config={config}", f"--workdir={workdir}", *overrides], cores)
+    command = ["-m", "rlx.main", f"--config={config}", f"--workdir={workdir}", *overrides]
+    pinned(command, cores, python=python)
     with open(workdir / "metrics.jsonl") as file:
         return [json.loads(line) for line in file]
 

@@ -1,12 +1,12 @@
 """The configs of agents on other people's frameworks train, with the frameworks as they come."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from rlx.system.jsonl import read_jsonl
+from tests.fixtures.commands import RLX_MAIN
 
 pytestmark = pytest.mark.witnesses
 ROOT = Path(__file__).parents[2]
@@ -19,7 +19,7 @@ SHORT = [
 
 def trained(name, workdir):
     """The records of the steps of a short run."""
-    command = [sys.executable, "-m", "rlx.main", f"--config=configs/arithmetic_{name}.py"]
+    command = [*RLX_MAIN, f"--config=configs/arithmetic_{name}.py"]
     done = subprocess.run(
         [*command, f"--workdir={workdir}", *SHORT], cwd=ROOT, capture_output=True, text=True,
         timeout=600,

@@ -83,8 +83,16 @@ def start(tmp_path, **options):
     return LocalServers("none", workdir=tmp_path, **options)
 
 
-def test_start_wait_stop(tmp_path):
-    cores = sorted(os.sched_getaffinity(0))
+@pytest.fixture
+def cores():
+    """Every core of this machine; a process of several of pytest has few of its own."""
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count()))
+    yield sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, own)
+
+
+def test_start_wait_stop(tmp_path, cores):
     with start(tmp_path, num_servers=2) as local:
         addresses = local.wait()
         assert len(set(addresses)) == 2

@@ -177,10 +177,10 @@ COMPARE = [sys.executable, "-m", "rlx.compare", "--model=rlx:arithmetic", "--cou
            "--max-new-tokens=16", "--temperature=0.7"]  # fmt: skip
 
 
+@pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["jax", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_compare_prints_every_pair_and_exits_with_0(engine, tmp_path):
-    pytest.importorskip("torch")
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("1 + 1\n\n23 - 4\n")
     status, out, errors = run([*COMPARE, f"--engine={engine}", f"--prompts={prompts}"])

@@ -80,8 +80,8 @@ def test_limits_follow_the_dtypes_and_can_be_given():
     assert measure.tolerance(exact=True, max=0.3) == Tolerance(max=0.3, mean=EXACT.mean)
 
 
+@pytest.mark.torch
 def test_the_scorer_agrees_with_transformers_whatever_the_padding(tiny_model_dir):
-    pytest.importorskip("torch")
     config, params = hf.load(tiny_model_dir)
     theirs = measure.transformers_logprobs(tiny_model_dir, samples(), 0.7, "float32")
     for length in (64, 128):

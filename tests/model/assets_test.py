@@ -86,6 +86,7 @@ def test_every_problem_and_its_careful_solution_fit_the_config(tokenizer):
     assert len(solution) + 1 <= config.sampling.max_new_tokens
 
 
+@pytest.mark.torch
 def test_loads_in_transformers_with_the_same_logits(directory, tokenizer):
     import jax.numpy as jnp
     import torch

@@ -14,7 +14,7 @@ from rlx.rollout import word_problems
 from rlx.rollout.arithmetic import SPLITS
 from rlx.rollout.word_problems import LARGEST_VALUE, LEVELS
 
-N = 2000
+N = 600
 
 ASKS = ("ask", "ask_friend", "ask_both", "ask_one")
 
@@ -165,7 +165,7 @@ def test_levels_come_in_turns_and_no_problem_twice(rows, split):
     assert len({row["question"] for row in rows}) == N
     read_kinds = Counter(kind for row in rows for kind in read(row["question"], split)[2])
     assert set(read_kinds) == set(word_problems.phrases(split))
-    assert min(read_kinds.values()) >= 15
+    assert min(read_kinds.values()) >= 5
 
 
 def test_unknown_split_suggests_the_nearest():

@@ -225,9 +225,11 @@ def reward_model(config, tmp_path):
     return tmp_path / "rm"
 
 
+@pytest.mark.torch
 def test_a_reward_model_is_what_transformers_calls_a_sequence_classifier(reward_model, tmp_path):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     scores = records(reward_model / "eval.jsonl")
     assert scores[0]["held_out_pair_margin"] == 0, "a head of zeros prefers nothing"
     assert scores[0]["held_out_pair_loss"] == pytest.approx(np.log(2))

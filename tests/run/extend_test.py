@@ -1,5 +1,6 @@
 """docs/extend.md does what it says: the files of each section are written and its commands run."""
 
+import json
 import os
 import re
 import shlex
@@ -43,6 +44,16 @@ SHORT = [
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def server():
+    """A server of the embedded model; a run that finds it there gives it its own weights first."""
+    command = [sys.executable, "-m", "rlx.serve", "--model=rlx:arithmetic", "--slots=16",
+               "--max-model-len=512", "--port=0"]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        yield f"127.0.0.1:{json.loads(process.stdout.readline())['port']}"
+        process.kill()
+
+
 def blocks(section, language):
     return re.findall(rf"^```{language}\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
 
@@ -55,7 +66,7 @@ def commands(section):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("title", [title for title, text in SECTIONS.items() if commands(text)])
-def test_a_section_s_commands_run_with_its_files(title, tmp_path):
+def test_a_section_s_commands_run_with_its_files(title, server, tmp_path):
     section = SECTIONS[title]
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     for language in ("python", "json", "text"):
@@ -64,13 +75,16 @@ def test_a_section_s_commands_run_with_its_files(title, tmp_path):
             assert name, f"a block of {title} does not begin with the name of its file"
             (tmp_path / name[1]).write_text(block if language == "python" else block[name.end() :])
     for number, words in enumerate(commands(section)):
-        steps = run(words, tmp_path, f"run{number}")
+        steps = run(words, tmp_path, f"run{number}", server)
         for name in RECORDED.get(title, []) if steps else []:
             assert all(name in step for step in steps), (name, sorted(steps[0]))
 
 
-def run(words, directory, workdir):
-    """The steps of a command that is run in a directory; a run is shortened to two."""
+def run(words, directory, workdir, server=""):
+    """The steps of a command that is run in a directory; a run is shortened to two.
+
+    With a server, runs of configs/arithmetic.py start none of their own.
+    """
     program, *arguments = words
     assert program == "python"
     trains, command = arguments[:2] == ["-m", "rlx.main"], [sys.executable, *arguments]
@@ -79,6 +93,8 @@ def run(words, directory, workdir):
         main = [sys.executable, "-m", "rlx.main"] if "trainer=torch" in text else RLX_MAIN
         short = [flag for flag in SHORT if "max_new" not in flag or "_sft" not in text]
         command = [*main, f"--workdir={workdir}", *arguments[2:], *short]
+        if server and "configs/arithmetic.py" in text:
+            command.append(f"--config.fleet.addresses=('{server}',)")
     done = subprocess.run(
         command, cwd=directory, capture_output=True, text=True, timeout=600,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -102,8 +118,11 @@ def embedded(page):
             yield words
 
 
+TORCH = pytest.param("docs/torch.md", marks=pytest.mark.torch)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "docs/running.md", "docs/torch.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/running.md", TORCH])
 def test_a_page_s_runs_of_the_embedded_model_run_in_its_order(page, tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     for block in blocks((ROOT / page).read_text(), "python"):

@@ -93,7 +93,9 @@ def last_line(path):
     return path.read_text().strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize(("trainer", "devices"), [("jax", 8), ("torch", 2)])
+@pytest.mark.parametrize(
+    ("trainer", "devices"), [("jax", 8), pytest.param("torch", 2, marks=pytest.mark.torch)]
+)
 def test_two_processes_equal_one_and_go_on_after_the_death_of_either(
     trainer, devices, cluster, tmp_path
 ):

@@ -6,6 +6,7 @@ inside an evaluation; or at a seeded time. Nothing in the package helps it. A si
 in main_test.
 """
 
+import itertools
 import json
 import os
 import random
@@ -34,7 +35,7 @@ COMMAND = [
     "--config.model.compute_dtype=float32",
 ]  # fmt: skip
 SECONDS = 240.0  # until an attempt is given up
-KILLS = int(os.environ.get("RLX_TEST_KILLS", "6"))  # of a run; with six the two reach every point
+KILLS = int(os.environ.get("RLX_TEST_KILLS", "5"))  # of a run; with five the two reach every point
 
 
 def start(workdir: Path, total_steps: int, max_staleness: int) -> subprocess.Popen:
@@ -124,7 +125,9 @@ POINTS: dict[str, Callable[[Attempt], bool]] = {
 
 def plan(kills: int, seed: int) -> Iterator[tuple[str, Callable[[Attempt], bool]]]:
     """The first kill comes before the first checkpoint; then every point in turn, and times."""
-    draw = random.Random(seed)
+    draw, points = random.Random(seed), itertools.cycle(POINTS.items())
+    for _ in range(seed // 2 * 3 % len(POINTS)):
+        next(points)
     yield "before the first checkpoint", before_checkpoint
     for index in range(1, kills):
         if index % 3 == 0 and (index // 3 + seed // 2) % 2:
@@ -134,7 +137,7 @@ def plan(kills: int, seed: int) -> Iterator[tuple[str, Callable[[Attempt], bool]
             after = draw.uniform(0.0, 8.0)
             yield f"after {after:.2f} s", lambda a, after=after: a.seconds() > after
         else:
-            yield list(POINTS.items())[(index + seed) % len(POINTS)]
+            yield next(points)
 
 
 def kill_at(process: subprocess.Popen, point: Callable[[], bool]) -> bool:
@@ -248,8 +251,8 @@ def check(root: Path, kills: int, max_staleness: int, seed: int) -> None:
     assert not failures, "\n\n".join([f"{len(failures)} failures", *failures])
 
 
-def test_six_kills_of_each_of_two_runs_reach_every_point():
-    reached = {name for seed in (1, 3) for name, _ in plan(6, seed)}
+def test_five_kills_of_each_of_two_runs_reach_every_point():
+    reached = {name for seed in (1, 3) for name, _ in plan(5, seed)}
     assert POINTS.keys() < reached
     assert any("after a step" in name for name in reached)
 

@@ -51,10 +51,11 @@ def model(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("name", LOADERS)
+OF_TORCH = [pytest.param(name, marks=pytest.mark.torch) for name in ("scores", "torch")]
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "stop strings", *OF_TORCH])
 def test_it_does_not_run_though_stdin_says_yes(model, name):
-    if name in ("scores", "torch"):
-        pytest.importorskip("torch")
     if name == "stop strings":
         (model / "tokenizer.json").rename(model / "vocab.json")
     code = f"from pathlib import Path; path = Path({str(model)!r}); {LOADERS[name]}"

@@ -71,6 +71,7 @@ IN_TORCH = {
 }
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("what", IN_TORCH)
 def test_with_the_trainer_in_torch_it_is_given_tensors(what, tmp_path):
     body, words = IN_TORCH[what]
@@ -80,6 +81,7 @@ def test_with_the_trainer_in_torch_it_is_given_tensors(what, tmp_path):
         dry_call.check(TrainOptions.of(config).algorithm, "torch")
 
 
+@pytest.mark.torch
 def test_an_advantage_of_torch_is_tried_in_torch(tmp_path):
     path, config = tmp_path / "mine.py", config_lib.default()
     path.write_text(

@@ -156,7 +156,7 @@ def test_gsm8k_like_lengths_fill_the_budget(num_sequences):
 
 def test_few_shapes_over_many_batches():
     shapes = {}
-    for seed in range(100):
+    for seed in range(0, 100, 4):
         sizes = gsm8k_like(int(100 + 3 * seed), seed)
         planned = packing.plan(sizes, 65536, BUCKETS, attention_cost=6e-5)
         for rows, length in planned.shapes:
