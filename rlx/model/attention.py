@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from rlx.model.model_config import kernel_fits
 from rlx.model.ops import result_dtype, softcap_slope, softcapped
 from rlx.model.packed_attention import LARGEST_OFFSET, packed_attention
-from rlx.model.sharding import ONE_DEVICE, Layout
+from rlx.model.sharding import ONE_DEVICE, Layout, target_device
 
 QUERY_BLOCK = 256  # rows of scores at one time; more where that would make over 16 blocks
 MASKED = -1e30  # finite: −inf − −inf would be NaN in an empty row
@@ -60,7 +60,7 @@ def attention(
 
 
 def attention_kind(dtype: Any, head_dim: int, softcap: float = 0.0) -> str:
-    """Return how this machine computes attention: packed | mask | blocks."""
+    """Return how the target device computes attention: packed | mask | blocks."""
     # cuDNN's packed kernel needs Hopper; before it, and without segment sizes, cuDNN takes a mask.
     half = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
     if not half or not kernel_fits(head_dim, softcap) or not cuda_capability():
@@ -69,9 +69,9 @@ def attention_kind(dtype: Any, head_dim: int, softcap: float = 0.0) -> str:
 
 
 def cuda_capability() -> tuple[int, ...]:
-    """Return the compute capability of the CUDA devices, such as (9, 0); () without CUDA."""
-    device = jax.local_devices()[0]
-    if device.platform != "gpu" or "cuda" not in device.client.platform_version:
+    """Return the compute capability of the target device, such as (9, 0); () without CUDA."""
+    device = target_device()
+    if device.platform != "gpu" or "rocm" in device.client.platform_version.lower():
         return ()
     return tuple(int(part) for part in device.compute_capability.split("."))
 

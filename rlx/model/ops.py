@@ -20,7 +20,7 @@ LIBRARY = 1 << 23  # multiplications of the smallest product that XLA gives to o
 
 
 def _on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
+    return sharding.target_device().platform == "cpu"
 
 
 def compiler_options() -> dict[str, bool | str]:

@@ -4,7 +4,11 @@ Needs CUDA, half precision and a GPU of compute capability 9.0 (Hopper) or later
 API of the packed layout yet; only this file imports the private one.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +16,38 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from rlx.model.mesh import ROWS
-from rlx.model.sharding import ONE_DEVICE, Layout
+from rlx.model.sharding import ONE_DEVICE, TARGET, Layout
 
 KERNEL = "dot_product_attention_fwd_wrapper"  # JAX's primitive: mixed and the log-normalisers
 # Before this version JAX computed the key heads' offsets from the number of query heads.
 GROUPED_SINCE = (0, 11, 2)
 LARGEST_OFFSET = 2**31  # elements of q on one device: the kernel counts them in int32
+
+CUDNN = 91000  # version that programs for GPUs elsewhere are compiled for
+
+
+@contextmanager
+def compiling_for(device: jax.Device) -> Iterator[None]:
+    """Trace programs for a device of `jax.experimental.topologies`, which is not here."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    capability = tuple(map(int, device.compute_capability.split(".")))
+
+    def as_tuple(text: str) -> tuple[int, ...]:
+        return tuple(map(int, text.split(".")))
+
+    # JAX asks the GPUs of this process, of which there are none.
+    answers: dict[str, Any] = {
+        "check_cudnn_version": lambda: CUDNN,
+        "check_compute_capability": lambda least: capability >= as_tuple(least),
+        "is_cuda_compute_capability_equal": lambda exact: capability == as_tuple(exact),
+    }
+    token = TARGET.set(device)
+    try:
+        with mock.patch.multiple(cudnn, **answers):
+            yield
+    finally:
+        TARGET.reset(token)
 
 
 def packed_attention(

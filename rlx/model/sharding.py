@@ -13,7 +13,8 @@
 else XLA applies the cut of a weight to them, and reduces all tokens in every layer.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -38,18 +39,29 @@ from rlx.model.mesh import (
 from rlx.model.model_config import ModelConfig
 
 BATCH = PartitionSpec(ROWS)  # of a batch's arrays; the decoder cuts the tokens
+# The device that programs are traced for, where it is not one of this process.
+TARGET: ContextVar[Any] = ContextVar("TARGET", default=None)
 
 
-def make_mesh(text: str) -> Mesh | None:
-    """Return the mesh of `text` over all devices; None for one device and no text."""
-    devices = jax.device_count()
-    if not parse_mesh(text) and devices == 1:
+def target_device() -> jax.Device:
+    """Return the device that programs are traced for: of TARGET, else this process's first."""
+    return TARGET.get() or jax.local_devices()[0]
+
+
+def make_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
+    """Return the mesh of `text` over devices; None for one device and no text.
+
+    Args:
+      devices: all of the mesh; None: all devices of all processes.
+    """
+    count = jax.device_count() if devices is None else len(devices)
+    if not parse_mesh(text) and count == 1:
         return None
-    check_devices(text, devices)
-    axes = mesh_axes(text, devices)
+    check_devices(text, count)
+    axes = mesh_axes(text, count)
     # Auto: the compiler shards intermediates; explicit axes would need a sharding at every gather.
     kinds = (jax.sharding.AxisType.Auto,) * len(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=devices)
 
 
 def spec(config: ModelConfig, row: parameters.Row, mesh: Mesh) -> PartitionSpec:

@@ -67,7 +67,9 @@ def parse(
 def _read(
     argv: list[str], config_needed: bool, switches: Mapping[str, str], strings: Mapping[str, str]
 ) -> tuple[Any, flags.FlagValues]:
-    argv = _joined(argv)
+    # Other commands write --dry-run; both are right.
+    argv = [re.sub("^--(?!config)[^=]+", lambda m: f"--{m[0][2:].replace('-', '_')}", argument)
+            for argument in _joined(argv)]  # fmt: skip
     config_file = next((a.split("=", 1)[1] for a in argv if a.startswith("--config=")), "")
     plain = [a for a in argv if not a.startswith("--config.")]
     overrides = [a for a in argv if a.startswith("--config.")]

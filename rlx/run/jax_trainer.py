@@ -77,7 +77,7 @@ def random_weights(inputs: Inputs, directory: Path) -> None:
     hf.save(directory, model, weights, train.publish_dtype, source=inputs.model_dir)
 
 
-def make(options: TrainOptions, context: int, path: str, **dtypes: str) -> Update:
+def make(options: TrainOptions, context: int, path: str, **dtypes: Any) -> Update:
     """Return a trainer that starts from the weights of an HF directory.
 
     Args:

@@ -29,7 +29,7 @@ class Precision(NamedTuple):
       devices: number, in all processes. peak: FLOP/s of all together; 0: unknown.
     """
 
-    dtypes: dict[str, str]
+    dtypes: dict[str, Any]
     message: str
     devices: int
     peak: float

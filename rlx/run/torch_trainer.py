@@ -77,6 +77,6 @@ def random_weights(inputs: Inputs, directory: Path) -> None:
     write_directory(directory, inputs.model_config, Buckets.of(tensors), inputs.model_dir)
 
 
-def make(options: TrainOptions, context: int, path: str, **dtypes: str) -> Update:
+def make(options: TrainOptions, context: int, path: str, **dtypes: Any) -> Update:
     """Return a trainer that starts from the weights of an HF directory."""
     return TorchUpdate(load_config(path), replace(options, **dtypes), Path(path))

@@ -80,7 +80,9 @@ class JaxUpdate(BatchUpdate):
         )
         self._sizes_segments = how == "packed" and self._layout.context == 1
         if not self._sizes_segments:
-            self._attention_cost = parameters.attention_cost(model_config, jax.default_backend())
+            self._attention_cost = parameters.attention_cost(
+                model_config, sharding.target_device().platform
+            )
         self._frozen: Any = None
         if self.lora:
             if source is None:
@@ -106,7 +108,7 @@ class JaxUpdate(BatchUpdate):
         """Declare the arguments that each program donates and the shardings of its results."""
         policy, critic, everywhere = places, None, self._everywhere()
         # Committed to the device as restored arrays are: a resumed run finds the same programs.
-        home = SingleDeviceSharding(jax.devices()[0]) if places is None else places
+        home = SingleDeviceSharding(sharding.target_device()) if places is None else places
         if places is not None:
             policy, critic = places.replace(critic=None), places.critic
         self._init = jax.jit(self.first_state, donate_argnums=(0, 1), out_shardings=home)
@@ -300,7 +302,7 @@ class JaxUpdate(BatchUpdate):
         """Return the sharding of each parameter of a model."""
         if self._mesh is not None:
             return sharding.named_shardings(model, self._mesh)
-        home = SingleDeviceSharding(jax.devices()[0])
+        home = SingleDeviceSharding(sharding.target_device())
         return jax.tree.map(lambda _: home, parameters.shapes(model))
 
     def _load(self, given: Params | None = None) -> Params:

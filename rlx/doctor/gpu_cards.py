@@ -1,0 +1,91 @@
+"""Data sheets of GPUs, for XLA to compile for one that is not here, and for rooflines."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlx.base import UserError, unknown
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU.
+
+    Attributes:
+      kind: device kind in the words of its driver.
+      capability: compute capability.
+      cores: streaming multiprocessors. shared: their shared memory, bytes. lanes: float32 units.
+      clock: GHz.
+      memory, cache: bytes. bandwidth: of the memory, bytes/s.
+      flops: dense peak in bfloat16, FLOP/s.
+      link: to the other GPUs of a host, bytes/s in one direction; network: to other hosts.
+    """
+
+    kind: str
+    capability: tuple[int, int]
+    cores: int
+    shared: int
+    lanes: int
+    clock: float
+    memory: int
+    cache: int
+    bandwidth: float
+    flops: float
+    link: float
+    network: float = 50e9
+
+    def target(self) -> str:
+        """Return the card as text of XLA's GpuTargetConfigProto."""
+        major, minor = self.capability
+        return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: {self.shared}
+  shared_memory_per_block_optin: {self.shared - 1024}
+  core_count: {self.cores} fpus_per_core: {self.lanes} clock_rate_ghz: {self.clock}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {self.bandwidth:.0f} l2_cache_size: {self.cache}
+  device_memory_size: {self.memory}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+runtime_version {{ major: 13 minor: 0 patch: 0 }}
+device_description_str: "{self.kind}"
+"""
+
+
+_HOPPER: dict[str, Any] = {
+    "capability": (9, 0), "cores": 132, "shared": 233472, "lanes": 128, "clock": 1.98,
+    "cache": 50 << 20, "flops": 989e12, "link": 450e9,
+}  # fmt: skip
+CARDS = {
+    "a100": Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 167936, 64, 1.41, 85_100_068_864, 40 << 20,
+                 2.039e12, 312e12, 300e9),
+    "h100": Card("NVIDIA H100 80GB HBM3", memory=84_942_979_072, bandwidth=3.352e12, **_HOPPER),
+    "h200": Card("NVIDIA H200 141GB HBM3e", memory=151_397_597_184, bandwidth=4.8e12, **_HOPPER),
+    "b200": Card("NVIDIA B200", (10, 0), 148, 233472, 128, 1.965, 191_514_411_008, 132_644_864,
+                 7.672e12, 2250e12, 900e9),
+}  # fmt: skip
+
+
+def parse(text: str) -> tuple[Card, int, int]:
+    """Return the card, the number of hosts and of GPUs on each, of `h100:16` or `h100:2x4`.
+
+    Without "x" a host has 8 GPUs.
+    """
+    name, _, count = text.partition(":")
+    if name not in CARDS:
+        raise unknown("GPU of --compile-for", name, CARDS)
+    hosts, times, each = (count or "1").partition("x")
+    if not hosts.isdigit() or (times and not each.isdigit()) or not int(hosts):
+        raise UserError(f"--compile-for={text}: not a number of GPUs; give h100:16 or h100:2x8")
+    if times:
+        return CARDS[name], int(hosts), int(each)
+    total = int(hosts)
+    if total > 8 and total % 8:
+        raise UserError(
+            f"--compile-for={text}: {total} GPUs do not fill hosts of 8; "
+            "give HOSTSxGPUS, such as h100:3x4"
+        )
+    return CARDS[name], max(total // 8, 1), min(total, 8)

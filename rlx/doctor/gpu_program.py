@@ -1,0 +1,338 @@
+"""Read a GPU program that XLA compiled: its products, bytes and collectives, without a GPU.
+
+The text is `compiled.as_text()` of an optimized, scheduled module. Loops count as often as they
+run. A `Reading` says what a device computes, moves and receives; `Reading.seconds` is its roofline.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from rlx.doctor.gpu_cards import Card
+
+_WIDTHS = {
+    "pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4,
+    "u32": 4, "f64": 8, "s64": 8, "u64": 8,
+}  # fmt: skip
+_COLLECTIVE = re.compile(
+    r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?$"
+)
+_NO_KERNEL = frozenset((
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call",
+    "conditional", "after-all", "partition-id", "replica-id", "copy-done", "all-gather-done",
+    "all-reduce-done", "reduce-scatter-done", "collective-permute-done", "async-done",
+    "async-update", "fusion-done",
+))  # fmt: skip
+PRODUCTS = 0.65  # share of a card's peak that large products reach
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+      shape: text of the result, such as `(bf16[4,8]{1,0}, s32[])`.
+      operands: names of the instructions it reads.
+      line: the whole text, with attributes.
+    """
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    line: str
+
+    def attribute(self, pattern: str) -> str:
+        """Return the first group of a pattern in the line; "" if it is not there."""
+        found = re.search(pattern, self.line)
+        return found[1] if found else ""
+
+    @property
+    def called(self) -> str:
+        """Name of the computation that a fusion, call or loop runs."""
+        return self.attribute(r"(?:body|calls|to_apply)=%?([\w.\-]+)")
+
+
+Computation = Mapping[str, Instruction]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Collectives of one kind and shape at one place of the program.
+
+    Attributes:
+      place: entry, or the loop, such as `loop × 27`.
+      times: runs in one call of the program.
+      bytes: that a device sends or receives in all of them.
+      covered: FLOPs of products that run between start and end, in all of them.
+      between_hosts: whether a group has devices of several hosts.
+    """
+
+    kind: str
+    shape: str
+    place: str
+    times: int
+    bytes: float
+    covered: float
+    between_hosts: bool
+
+    def waiting(self, card: Card) -> float:
+        """Return the seconds that no product hides."""
+        seconds = self.bytes / (card.network if self.between_hosts else card.link)
+        return max(seconds - self.covered / (PRODUCTS * card.flops), 0.0)
+
+
+@dataclass
+class Reading:
+    """The work of one device in a call of the program.
+
+    Attributes:
+      flops: of matrix products, with those computed again.
+      attention_flops: of cuDNN's attention, as of one segment a row.
+      bytes: read and written by kernels that are no products; `product_bytes`: by products.
+      calls: library kernel → runs.
+    """
+
+    flops: float = 0.0
+    attention_flops: float = 0.0
+    bytes: float = 0.0
+    product_bytes: float = 0.0
+    calls: dict[str, int] = field(default_factory=dict)
+    collectives: list[Collective] = field(default_factory=list)
+
+    def seconds(self, card: Card, reach: "Reach") -> float:
+        """Return the roofline time of the program on a card, kernel after kernel."""
+        computing = self.flops / reach.products + self.attention_flops / reach.attention
+        moving = self.bytes / (card.bandwidth * reach.memory)
+        return computing / card.flops + moving + self.waiting(card)
+
+    def waiting(self, card: Card) -> float:
+        """Return the seconds of collectives that no product hides."""
+        return sum(each.waiting(card) for each in self.collectives)
+
+
+class Reach(NamedTuple):
+    """Shares of a card's peak that matrix products and attention reach, and of its bandwidth."""
+
+    products: float
+    attention: float
+    memory: float
+
+
+def read(text: str, per_host: int = 8) -> Reading:
+    """Return what a program does.
+
+    Args:
+      text: of an optimized, scheduled module.
+      per_host: devices of one host.
+    """
+    computations, entry = parse(text)
+    out, found = Reading(), dict[tuple, Collective]()
+    for instruction, times, place, computation in _walk(computations, entry, 1, "entry"):
+        flops = times * _flops(computations, computation, instruction)
+        if "__cudnn" in instruction.line:
+            out.attention_flops += flops
+        else:
+            out.flops += flops
+        if target := instruction.attribute(r'custom_call_target="([^"]+)"'):
+            out.calls[target] = out.calls.get(target, 0) + times
+        if kind := _collective(instruction):
+            one = _read_collective(
+                computations, computation, instruction, kind, times, place, per_host
+            )
+            key = one.kind, one.shape, one.place, bool(one.covered), one.between_hosts
+            if old := found.get(key):
+                one = replace(
+                    one, times=one.times + old.times, bytes=one.bytes + old.bytes,
+                    covered=one.covered + old.covered,
+                )  # fmt: skip
+            found[key] = one
+        elif instruction.opcode not in _NO_KERNEL:
+            moved = times * _moved(computations, computation, instruction)
+            if flops:
+                out.product_bytes += moved
+            else:
+                out.bytes += moved
+    out.collectives = sorted(found.values(), key=lambda c: -c.bytes)
+    return out
+
+
+def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
+    """Return the computations of a module by name, and the name of the entry."""
+    computations: dict[str, dict[str, Instruction]] = {}
+    entry, name = "", ""
+    for line in text.splitlines():
+        if head := re.match(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$", line):
+            name = head[2]
+            computations[name] = {}
+            entry = name if head[1] else entry
+        elif line.startswith("}"):
+            name = ""
+        elif name and (instruction := _instruction(line)):
+            computations[name][instruction.name] = instruction
+    return computations, entry
+
+
+def _instruction(line: str) -> Instruction | None:
+    head = re.match(r"^\s+(?:ROOT )?%?([\w.\-]+) = ", line)
+    if not head:
+        return None
+    end = _closing(line, head.end()) if line[head.end()] == "(" else line.index(" ", head.end())
+    rest = re.match(r"\s*([\w\-]+)\(", line[end:])
+    if not rest:
+        return None
+    start = end + rest.end() - 1
+    operands = re.findall(r"%([\w.\-]+)(?=[,)]|$)", line[start : _closing(line, start)])
+    return Instruction(head[1], line[head.end() : end], rest[1], tuple(operands), line)
+
+
+def _closing(line: str, start: int) -> int:
+    """Return the place after the parenthesis that closes the one at `start`."""
+    depth = 0
+    for place in range(start, len(line)):
+        depth += {"(": 1, ")": -1}.get(line[place], 0)
+        if depth == 0:
+            return place + 1
+    return len(line)
+
+
+def size(shape: str) -> int:
+    """Return the bytes of a shape or a tuple of shapes."""
+    arrays = re.findall(r"(\w+)\[([\d,]*)\]", shape)
+    return sum(_WIDTHS.get(dtype, 0) * prod(_numbers(dims)) for dtype, dims in arrays)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(x) for x in re.findall(r"\d+", text)]
+
+
+def _dims(shape: str) -> list[int]:
+    found = re.search(r"\[([\d,]*)\]", shape)
+    return _numbers(found[1]) if found else []
+
+
+def _walk(
+    computations: Mapping[str, Computation], name: str, times: int, place: str
+) -> Iterator[tuple[Instruction, int, str, Computation]]:
+    """Yield every scheduled instruction with its number of runs, its place and its computation."""
+    for instruction in computations[name].values():
+        if instruction.opcode == "while":
+            count = _trips(instruction)
+            inside = f"loop × {count}" if place == "entry" else f"{place} × {count}"
+            yield from _walk(computations, instruction.called, times * count, inside)
+        elif instruction.opcode == "call":
+            yield from _walk(computations, instruction.called, times, place)
+        else:
+            yield instruction, times, place, computations[name]
+
+
+def _trips(loop: Instruction) -> int:
+    """Return how often a loop runs; at most, where that depends on data."""
+    known = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
+    if known:
+        return int(known)
+    # Loops over the chunks of a batch stop early; each array that they walk has a row a chunk.
+    rows = Counter(int(n) for n in re.findall(r"\w+\[(\d+),[\d,]+\]", loop.shape))
+    return rows.most_common(1)[0][0] if rows else 1
+
+
+def _flops(
+    computations: Mapping[str, Computation], computation: Computation, one: Instruction
+) -> float:
+    """Return the FLOPs of an instruction's products, those inside its fusion included."""
+    if one.opcode in ("fusion", "fusion-start", "async-start"):
+        inner = computations.get(one.called, {})
+        return sum(_flops(computations, inner, each) for each in inner.values())
+    if one.opcode == "dot" or "__cublas" in one.line:
+        axes = one.attribute(r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([\d,"]*)[\]}]')
+        left = _dims(computation[one.operands[0]].shape) if one.operands else []
+        return 2.0 * prod(_dims(one.shape)) * prod(left[i] for i in _numbers(axes))
+    if "__cudnn$fmha" in one.line:
+        *batch, rows, keys = _numbers(one.attribute(r'"dimensions": \[([\d", ]*)\]'))
+        width = _dims(one.shape)[-1]
+        products = 5 if "Backward" in one.line else 2
+        return products * prod(batch) * rows * keys * width  # a causal half of 2 a product
+    return 0.0
+
+
+def _moved(
+    computations: Mapping[str, Computation], computation: Computation, one: Instruction
+) -> float:
+    """Return the bytes that a kernel reads and writes.
+
+    Slices of stacked arrays, read or written inside a fusion, count by the slice.
+    """
+    inner = computations.get(one.called, {}) if "fusion" in one.opcode else {}
+    users: dict[str, list[Instruction]] = {}
+    for each in inner.values():
+        for operand in each.operands:
+            users.setdefault(operand, []).append(each)
+    given = {
+        int(each.attribute(r"parameter\((\d+)\)") or 0): each
+        for each in inner.values()
+        if each.opcode == "parameter"
+    }
+    total = 0.0
+    for index, name in enumerate(one.operands):
+        whole = size(computation[name].shape) if name in computation else 0
+        own = given[index].name if index in given else ""
+        readers = users.get(own, [])
+        if readers and all(r.operands[0] == own for r in readers):
+            if all(r.opcode == "dynamic-slice" for r in readers):
+                whole = sum(size(r.shape) for r in readers)
+            elif all(r.opcode == "dynamic-update-slice" for r in readers):
+                whole = 0
+        total += whole
+    root = next((e for e in inner.values() if e.line.lstrip().startswith("ROOT")), None)
+    if root is not None and root.opcode == "dynamic-update-slice" and root.operands[1] in inner:
+        return total + size(inner[root.operands[1]].shape)
+    return total + size(one.shape)
+
+
+def _collective(one: Instruction) -> str:
+    """Return the kind of a collective; "" for another instruction."""
+    if one.opcode == "async-start":
+        return "reduce-scatter" if "scatter" in one.called else ""
+    found = _COLLECTIVE.match(one.opcode)
+    return found[1] if found else ""
+
+
+def _read_collective(
+    computations: Mapping[str, Computation], computation: Computation, one: Instruction,
+    kind: str, times: int, place: str, per_host: int,
+) -> Collective:  # fmt: skip
+    results = re.findall(r"\w+\[[\d,]*\]", one.shape)
+    operands = sum(size(computation[x].shape) for x in one.operands if x in computation)
+    moved = {"reduce-scatter": operands, "all-reduce": 2 * operands}.get(kind, size(results[-1]))
+    covered = 0.0
+    if one.opcode.endswith("-start"):
+        later = iter(computation.values())
+        next(each for each in later if each.name == one.name)
+        between = takewhile(
+            lambda e: not (e.opcode.endswith("-done") and one.name in e.operands), later
+        )
+        covered = sum(_flops(computations, computation, each) for each in between)
+    return Collective(
+        kind, results[-1], place, times, float(times * moved), times * covered,
+        _crosses(one.line, per_host),
+    )  # fmt: skip
+
+
+def _crosses(line: str, per_host: int) -> bool:
+    """Return whether a replica group has devices of several hosts."""
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+    if iota:
+        devices = np.arange(prod(_numbers(iota[2]))).reshape(_numbers(iota[2]))
+        if iota[3]:
+            devices = devices.transpose(_numbers(iota[3]))
+        groups = devices.reshape(_numbers(iota[1])).tolist()
+    else:
+        listed = re.search(r"replica_groups=\{(\{.*?\})\}", line)
+        groups = [_numbers(g) for g in re.findall(r"\{([\d,]*)\}", listed[1])] if listed else []
+    return any(len({device // per_host for device in group}) > 1 for group in groups)

@@ -1,0 +1,238 @@
+"""Compile a run's trainer for GPUs that are not here, and judge what comes out.
+
+Needs JAX's CUDA plugin, and neither a GPU nor CUDA. XLA's plan of memory and its schedule are what
+a GPU would run; autotuning is the exception, because it measures, so seconds are a range.
+"""
+
+import sys
+import time
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from itertools import product
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from rlx.base import UserError
+from rlx.cli.text import size
+from rlx.doctor import gpu_cards, gpu_program
+from rlx.doctor.findings import Finding
+from rlx.doctor.gpu_cards import Card
+from rlx.doctor.gpu_program import Reach, Reading
+from rlx.doctor.memory import RunSizes
+from rlx.launch import xla_flags
+from rlx.model import directory, remat
+from rlx.model import params as parameters
+from rlx.model.model_config import ModelConfig
+from rlx.run.allocate import apply_allocation
+from rlx.run.room_options import RunOptions, sizes_of
+from rlx.train.train_options import AUTO
+
+# Without a GPU nothing can be timed: XLA's default choice of each product, by cuBLAS.
+FLAGS = ("--xla_gpu_autotune_level=0", "--xla_gpu_enable_triton_gemm=false")
+# Published runs on Hopper reach these, from slow to fast.
+SLOW, FAST = Reach(0.58, 0.28, 0.80), Reach(0.72, 0.42, 0.90)
+DEFAULT_SHARE, LARGEST_SHARE = 0.75, 0.92  # of a GPU's memory that JAX takes; that it can take
+SHOWN = 4  # collectives of a program
+TRAINS = ("train step", "microbatch")  # programs of the policy's loss
+
+
+def set_up(environment: MutableMapping[str, str]) -> None:
+    """Set the variables that JAX reads when it starts; raise UserError without the plugin."""
+    if sys.version_info < (3, 12):
+        raise UserError(
+            f"--compile-for needs Python 3.12 or newer, and this is {sys.version_info[0]}."
+            f"{sys.version_info[1]}; make an environment with it"
+        )
+    if not any(map(find_spec, xla_flags.PLUGINS)):
+        own = version("jaxlib")
+        raise UserError(
+            "--compile-for needs JAX's CUDA plugin, and it is not installed; run: pip install "
+            f"--no-deps jax-cuda13-plugin=={own} jax-cuda13-pjrt=={own}"
+        )
+    environment["JAX_PLATFORMS"] = "cpu"
+    environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's warnings of each rematerialisation
+    given = environment.get("XLA_FLAGS", "")
+    own_flags = (*xla_flags.FLAGS, *FLAGS)
+    flags = [flag for flag in own_flags if flag.partition("=")[0] not in given]
+    environment["XLA_FLAGS"] = " ".join(filter(None, [given, *flags]))
+
+
+def findings(config: ConfigDict, text: str) -> Iterator[Finding]:
+    """Yield the rows of each program of the trainer, compiled for the GPUs that `text` names.
+
+    Args:
+      text: as of `gpu_cards.parse`.
+    """
+    # JAX reads the variables of `set_up` when it is imported.
+    from rlx.train import device_programs
+
+    run = _Target.of(config, text)
+    with device_programs.gpus(run.card.target(), run.hosts, run.each) as devices:
+        trainer = device_programs.ShapesUpdate(run.model, run.sizes.train, devices)
+        held = ", ".join(f"{name} {size(part)}" for name, part in trainer.bytes_held().items())
+        mesh = run.sizes.train.mesh or f"fsdp:{len(devices)}"
+        what = f"{len(devices)} × {run.card.kind}, {mesh}; {held} on each"
+        yield Finding("compiled", "GPUs", "ok", what)
+        for name, program in trainer.lowered(run.row_length, accumulates=run.accumulates):
+            began = time.monotonic()
+            compiled = program.compile()
+            seconds = time.monotonic() - began
+            reading = gpu_program.read(compiled.as_text(), run.each)
+            yield _memory_row(name, compiled.memory_analysis(), run.card, seconds)
+            trained = trainer.tokens_a_device(run.row_length) * (name in TRAINS)
+            yield _speed_row(name, reading, run, trained)
+            yield from _collective_rows(name, reading, run.card)
+
+
+def scan(config: ConfigDict, text: str) -> Iterator[Finding]:
+    """Yield a row for each mesh and `model.remat`, compiled for the GPUs that `text` names.
+
+    The last row has the one that trains most tokens a second and fits.
+    """
+    from rlx.train import device_programs
+
+    run = _Target.of(config, text)
+    best: tuple[float, str] = 0.0, ""
+    with device_programs.gpus(run.card.target(), run.hosts, run.each) as devices:
+        for mesh, kept in product(_meshes(run), remat.KEPT):
+            options = replace(run.sizes.train, mesh=mesh, remat=kept)
+            name = f"{mesh} {kept}"
+            try:
+                trainer = device_programs.ShapesUpdate(run.model, options, devices)
+                program = next(trainer.lowered(run.row_length, accumulates=run.accumulates))[1]
+                compiled = program.compile()
+            except Exception as error:  # XLA's errors have no common class
+                yield Finding("scan", name, "warning", f"{str(error).splitlines()[0][:200]}")
+                continue
+            planned = _planned(compiled.memory_analysis())
+            reading = gpu_program.read(compiled.as_text(), run.each)
+            slow, fast = (reading.seconds(run.card, reach) for reach in (SLOW, FAST))
+            tokens = trainer.tokens_a_device(run.row_length)
+            fits = planned <= LARGEST_SHARE * run.card.memory
+            what = (
+                f"{size(planned)}; {tokens / slow:,.0f} to {tokens / fast:,.0f} tokens a second "
+                f"and GPU; waits {reading.waiting(run.card):.2g} s of {slow:.3g}"
+            )
+            yield Finding("scan", name, "ok" if fits else "absent", what)
+            best = max(best, (tokens / slow * fits, f"train.mesh={mesh} model.remat={kept}"))
+    yield Finding("scan", "best", "ok" if best[0] else "problem", best[1] or "none fits")
+
+
+def _meshes(run: "_Target") -> Iterator[str]:
+    """Yield the meshes worth a try: copies on several hosts, heads cut within one."""
+    count = run.hosts * run.each
+    for replica, tensor in product((1, 2, 4), (1, 2, 4, 8)):
+        cut = replica * tensor
+        if run.hosts % replica or run.each % tensor or count % cut:
+            continue
+        if run.model.num_kv_heads % tensor == 0 and (replica == 1 or count > cut):
+            axes = {"replica": replica, "fsdp": count // cut, "tensor": tensor}
+            yield ",".join(f"{name}:{n}" for name, n in axes.items() if n > 1 or name == "fsdp")
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A run, and the GPUs that its trainer is compiled for."""
+
+    model: ModelConfig
+    sizes: RunSizes
+    card: Card
+    hosts: int
+    each: int
+
+    @classmethod
+    def of(cls, config: ConfigDict, text: str) -> "_Target":
+        card, hosts, each = gpu_cards.parse(text)
+        config = apply_allocation(config)
+        if config.trainer != "jax":
+            raise UserError(
+                f"--compile-for with trainer={config.trainer}: PyTorch cannot compile for a GPU "
+                "that is not here; use trainer=jax"
+            )
+        path = directory.resolve(config.model.path)
+        model = directory.load_config(path).within(RunOptions.of(config).context)
+        dtype = config.model.compute_dtype.replace(AUTO, "bfloat16")
+        config.model.update(compute_dtype=dtype)
+        return cls(model, sizes_of(config, model), card, hosts, each)
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of the longest row, with one trajectory in it."""
+        return self.sizes.row_length
+
+    @property
+    def flops_a_token(self) -> float:
+        """FLOPs that training on a token of such a row needs, nothing computed again."""
+        forward = parameters.forward_flops(self.model, np.array([self.row_length]))
+        # LoRA has no gradients of the base's weights.
+        return (2 if self.sizes.train.lora else 3) * forward / self.row_length
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a minibatch has several microbatches."""
+        tokens = self.sizes.minibatch * self.sizes.longest
+        return tokens > self.sizes.train.token_budget * self.hosts * self.each
+
+
+def _planned(plan: Any) -> int:
+    """Return the bytes of XLA's plan: arguments, temporaries, and results that replace none."""
+    results = plan.output_size_in_bytes - plan.alias_size_in_bytes
+    return plan.argument_size_in_bytes + plan.temp_size_in_bytes + results
+
+
+def _memory_row(name: str, plan: Any, card: Card, seconds: float) -> Finding:
+    """Return the row that compares XLA's plan of memory with the card's."""
+    total = _planned(plan)
+    what = (
+        f"{size(total)} of {size(card.memory)} planned: arguments "
+        f"{size(plan.argument_size_in_bytes)}, temporaries {size(plan.temp_size_in_bytes)}; "
+        f"compiled in {seconds:.0f} s"
+    )
+    if total <= DEFAULT_SHARE * card.memory:
+        return Finding("compiled", name, "ok", what)
+    if total <= LARGEST_SHARE * card.memory:
+        remedy = f"JAX takes {DEFAULT_SHARE:.0%} of a GPU; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
+        return Finding("compiled", name, "warning", what, remedy)
+    remedy = "lower train.max_tokens_per_microbatch, set model.remat=full, or use more GPUs"
+    return Finding("compiled", name, "problem", what, remedy)
+
+
+def _speed_row(name: str, reading: Reading, run: _Target, trained: float) -> Finding:
+    """Return the row of a program's work and its roofline time.
+
+    Args:
+      trained: tokens that a GPU trains on in a call; 0: the program trains on none.
+    """
+    slow, fast = (reading.seconds(run.card, reach) for reach in (SLOW, FAST))
+    waiting, flops = reading.waiting(run.card), reading.flops + reading.attention_flops
+    calls = ", ".join(f"{count} {call.strip('_')}" for call, count in reading.calls.items())
+    what = f"{fast:.3g} to {slow:.3g} s: {flops / 1e12:.0f} TFLOP"
+    what += f", {size(int(reading.bytes))} moved outside products"
+    what += f", {waiting:.2g} s waiting for other GPUs" if reading.collectives else ""
+    if trained:
+        useful = trained * run.flops_a_token / run.card.flops
+        what += f"; MFU {useful / slow:.0%} to {useful / fast:.0%}"
+        what += f", {trained / slow:,.0f} to {trained / fast:,.0f} tokens a second and GPU"
+    return Finding("compiled", f"{name} time", "ok", what + (f"; {calls}" if calls else ""))
+
+
+def _collective_rows(name: str, reading: Reading, card: Card) -> Iterator[Finding]:
+    """Yield the row of the bytes sent, and of the largest that no product hides."""
+    total = sum(c.bytes for c in reading.collectives)
+    if total < 1e6:
+        return
+    hidden = sum(c.bytes for c in reading.collectives if not c.waiting(card))
+    waited = [
+        f"{size(int(c.bytes))} by {c.times} × {c.kind} of {c.shape} "
+        f"({c.place}, {'between hosts' if c.between_hosts else 'within a host'})"
+        for c in sorted(reading.collectives, key=lambda c: -c.waiting(card))
+        if c.waiting(card) > 0.01 * reading.waiting(card)
+    ]
+    what = f"{size(int(total))} a GPU, {hidden / total:.0%} of it hidden by products"
+    if waited:
+        what += "; waits for " + ", ".join(waited[:SHOWN])
+    yield Finding("compiled", f"{name} sent", "ok", what)

@@ -1,0 +1,152 @@
+"""Lower the trainer's programs for devices that need not be here, without arrays."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from rlx.model import params as parameters
+from rlx.model import sharding
+from rlx.model.model_config import ModelConfig
+from rlx.model.packed_attention import compiling_for
+from rlx.model.params import Params
+from rlx.train import objective
+from rlx.train.train_options import TrainOptions
+from rlx.train.update import JaxUpdate
+
+
+@contextmanager
+def gpus(target: str, hosts: int, each: int) -> Iterator[list[jax.Device]]:
+    """Give the devices of GPUs that are not here, for which programs are traced inside.
+
+    Args:
+      target: text of XLA's GpuTargetConfigProto.
+      hosts: number of machines, with `each` GPUs.
+
+    Raises:
+      RuntimeError: JAX's CUDA plugin is missing.
+    """
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=target, topology=f"1x{hosts}x{each}"
+    )
+    with compiling_for(topology.devices[0]):
+        yield list(topology.devices)
+
+
+class ShapesUpdate(JaxUpdate):
+    """A trainer without arrays, whose programs are lowered for the devices of `gpus`."""
+
+    def __init__(self, model: ModelConfig, options: TrainOptions, devices: list[jax.Device]):
+        self._devices = devices
+        mesh = sharding.make_mesh(options.mesh, devices)
+        super().__init__(model, options, mesh=mesh, source=lambda places: places)
+
+    def _load(self, given: Params | None = None) -> Params:
+        dtype, shapes = jnp.dtype(self._options.dtype), parameters.shapes(self._base)
+        return jax.tree.map(partial(_placed, dtype=dtype), shapes, self._places(self._base))
+
+    def bytes_held(self) -> dict[str, int]:
+        """Return the bytes that each device holds between steps: name → bytes."""
+        held = {
+            "parameters": self.abstract_state.params,
+            "optimizer": self.abstract_state.opt_state,
+        }
+        held |= {"critic": self.abstract_state.critic, "reference": self.abstract_state.reference}
+        held |= {"frozen": self._frozen if self.lora else self._reference}
+        return {name: found for name, tree in held.items() if (found := _bytes_a_device(tree))}
+
+    def tokens_a_device(self, row_length: int) -> float:
+        """Return the tokens of a microbatch for each device."""
+        rows = max(self._token_budget // row_length, 1) * self._row_shards
+        return rows * row_length / len(self._devices)
+
+    def lowered(
+        self, row_length: int, *, accumulates: bool, num_segments: int = 16
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield name → lowered program of each that a train batch runs.
+
+        Args:
+          row_length: tokens of a row of the microbatch.
+          accumulates: whether a minibatch has several microbatches.
+          num_segments: trajectories of a row, at most.
+        """
+        home = SingleDeviceSharding(self._devices[0])
+        everywhere = self._everywhere() or home
+        state = jax.tree.map(lambda leaf: _placed(leaf, leaf.sharding or home), self.abstract_state)
+        batch = self._batch(row_length, num_segments)
+        scored = {name: batch[name] for name in objective.MODEL_INPUTS if name in batch}
+        number, held = (jax.ShapeDtypeStruct((), kind, sharding=everywhere)
+                        for kind in (jnp.float32, jnp.bool_))  # fmt: skip
+        algorithm, policy = self._algorithm, state.replace(critic=None)
+        networks = [("", self._programs, policy, self._frozen)]
+        if algorithm.critic:
+            networks.append(("critic ", self._critic_programs, state.critic, None))
+        for name, programs, learned, frozen in networks:
+            if not accumulates:
+                arguments = learned, frozen, batch, number, held
+                yield f"{name}train step", _lower(programs.step, *arguments)
+                continue
+            inputs = learned.params, frozen, batch
+            sums = jax.eval_shape(programs.empty, *inputs)
+            sums = jax.tree.map(lambda leaf: _placed(leaf, everywhere), sums)
+            grads = jax.tree.map(
+                lambda leaf, own: _placed(leaf, own.sharding), sums[0], learned.params
+            )
+            sums = grads, sums[1]
+            yield f"{name}microbatch", _lower(programs.accumulate, sums, *inputs)
+            yield f"{name}update", _lower(programs.apply, learned, grads, number, held)
+        if algorithm.needs_proximal_pass(self._options.minibatches) or algorithm.needs_reference:
+            yield "logprobs", _lower(self._logprob_step, state.params, self._frozen, scored)
+        if algorithm.critic:
+            yield "values", _lower(self._value_step, state.critic.params, scored)
+
+    def _batch(self, row_length: int, num_segments: int) -> dict[str, Any]:
+        """Return the shapes of a microbatch as `objective.gather` makes it."""
+        algorithm = self._algorithm
+        rows = max(self._token_budget // row_length, 1) * self._row_shards
+        home = SingleDeviceSharding(self._devices[0])
+        there = home if self._mesh is None else NamedSharding(self._mesh, sharding.BATCH)
+        floats = {
+            "advantages": True,
+            "loss_weights": True,
+            "behaviour_logprobs": True,
+            "proximal_logprobs": algorithm.needs_proximal_pass(self._options.minibatches),
+            "reference_logprobs": algorithm.needs_reference,
+            "values": algorithm.critic,
+            "returns": algorithm.critic,
+            "clip_bound": algorithm.second_moment_clip,
+        }
+        kinds = dict.fromkeys((name for name, has in floats.items() if has), jnp.float32)
+        kinds |= dict.fromkeys(("tokens", "positions", "segment_ids", "versions"), jnp.int32)
+        kinds |= dict.fromkeys(("loss_mask", "sampled"), jnp.bool_)
+        batch = {
+            name: jax.ShapeDtypeStruct((rows, row_length), kind, sharding=there)
+            for name, kind in kinds.items()
+        }
+        if self._sizes_segments:
+            sizes = (rows, num_segments)
+            batch["segment_sizes"] = jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=there)
+        number = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._everywhere() or home)
+        return batch | {"target_version": number, "kl_coefficient": number}
+
+
+def _bytes_a_device(tree: Any) -> int:
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape)
+        * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def _placed(leaf: Any, place: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=place)
+
+
+def _lower(program: Any, *arguments: Any) -> Any:
+    return program.trace(*arguments).lower(lowering_platforms=("cuda",))
