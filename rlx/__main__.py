@@ -21,6 +21,7 @@ COMMANDS = {  # module, what it does
     "areal": ("rlx.areal", "translate AReaL's YAML file to a config"),
     "keys": ("rlx.keys", "list every key of a config with default, values and meaning"),
     "configs": ("rlx.configs", "list the configs that come with rlx, for --config=rlx:NAME"),
+    "replay": ("rlx.replay", "train a run's recorded batches again, and compare bit for bit"),
     "report": ("rlx.report", "write a run's report again"),
     "doctor": ("rlx.doctor", "find problems that would stop rlx, or a run"),
     "debug-workflow": ("rlx.debug_workflow", "debug an agent with any OpenAI-compatible server"),

@@ -234,6 +234,10 @@ SECTIONS = {
         keep=option(2, "number to keep; older ones are deleted", "1"),
         recover_mode=option("auto", "auto: resume from WORKDIR's checkpoint", ("auto", "off")),
     ),
+    "journal": _section(
+        "WORKDIR/journal: the record of the run, to resume and to replay it.",
+        keep=option(1_000_000_000, "bytes to keep, 3 to 8 for each token; 0: none", "0"),
+    ),
     "eval": _section(
         "Held-out questions for the policy, always before the first and after the last step.",
         **_EVERY,

@@ -19,27 +19,28 @@ import rlx.__main__
 PACKAGE = Path(rlx.__file__).parent
 README = PACKAGE.parent / "README.md"
 COMMANDS = (
-    "main", "serve", "convert", "report", "compare", "evaluate", "debug_workflow", "gateway",
-    "cluster", "keys", "configs", "__main__",
+    "main", "serve", "convert", "replay", "report", "compare", "evaluate", "debug_workflow",
+    "gateway", "cluster", "keys", "configs", "__main__",
 )  # fmt: skip
 ORDER = (
-    "", "base", "system", "option", "algorithms", "cli", "model", "train", "observe", "fleet",
-    "engines", "sandbox", "workers", "rewards", "rollout", "agents", "launch", "mismatch",
+    "", "base", "system", "option", "journal", "algorithms", "cli", "model", "train", "observe",
+    "fleet", "engines", "sandbox", "workers", "rewards", "rollout", "agents", "launch", "mismatch",
     "evaluation", "plan", "doctor", "debugger", "config", "areal", "run",
 )  # fmt: skip
 LEVEL = {room: level for level, room in enumerate(ORDER)} | dict.fromkeys(
     (*COMMANDS, "commands"), 99
 )
 LIGHT_ROOMS = (
-    "", "base", "system", "option", "config", "cli", "observe", "fleet", "engines", "sandbox",
-    "workers", "rewards", "rollout", "agents", "debugger", "launch", "evaluation", "plan", "areal",
+    "", "base", "system", "option", "journal", "config", "cli", "observe", "fleet", "engines",
+    "sandbox", "workers", "rewards", "rollout", "agents", "debugger", "launch", "evaluation",
+    "plan", "areal",
 )  # fmt: skip
 LIGHT_FILES = (
     "algorithms/algorithm.py", "algorithms/presets.py",
     "algorithms/signatures.py",
     "algorithms/surrogates.py", "algorithms/array_ops.py", "algorithms/advantages.py",
     "algorithms/kl.py", "algorithms/losses.py", "algorithms/supervised.py",
-    "train/archive.py", "train/batch_update.py", "train/conductor.py", "train/contract.py",
+    "train/batch_update.py", "train/conductor.py", "train/contract.py",
     "train/hosts.py", "train/objective.py", "train/packing.py",
     "train/step_metrics.py", "train/train_options.py", "model/lora_config.py",
     "model/compile_cache.py", "model/directory.py",

@@ -42,6 +42,7 @@ class PublishReport:
     deliveries: tuple[Delivery, ...]  # in the order of `acks`
     num_bytes: int  # size of the whole file
     seconds: float  # from the arrays to the last acknowledgement
+    sums: tuple[int, ...] = ()  # of the weights, as of `Buckets.write`
 
     @property
     def sent_bytes(self) -> int:
@@ -361,6 +362,7 @@ class Fleet:
                 deliveries=tuple(m.delivery for m in took if m.delivery),
                 num_bytes=weights.num_bytes,
                 seconds=time.monotonic() - start,
+                sums=weights.sums,
             )
 
     @property

@@ -45,7 +45,12 @@ def checksum(path: str | os.PathLike, stopped: Callable[[], bool] = lambda: Fals
 
 
 def write_weights(tensors: Mapping[str, Any] | Buckets, path: str | os.PathLike) -> int:
-    """Write a safetensors file and return its `checksum`, in one pass.
+    """Write a safetensors file and return its `checksum`; see `write_sums`."""
+    return write_sums(tensors, path)[-1]
+
+
+def write_sums(tensors: Mapping[str, Any] | Buckets, path: str | os.PathLike) -> list[int]:
+    """Write a safetensors file and return the result of `Buckets.write`, in one pass.
 
     Args:
       tensors: HF name → array of numpy or on a device, or Buckets; fetched one at a time.
@@ -179,6 +184,7 @@ class Weights:
     owned: WeightFile | None = None
     delta: Delta | None = None
     adapter: Adapter | None = None
+    sums: tuple[int, ...] = ()  # as of `Buckets.write`, if we wrote the file
 
     def close(self) -> None:
         if self.owned:
@@ -252,10 +258,11 @@ def _staged(version: int, source: Any, method: str, directory: str | os.PathLike
     file = WeightFile(directory)
     adapter = source if isinstance(source, Adapter) else None
     try:
-        crc = write_weights(adapter.tensors if adapter else source, file.path)
+        sums = write_sums(adapter.tensors if adapter else source, file.path)
         size = os.path.getsize(file.path)
         adapter = replace(adapter, tensors={}) if adapter else None  # they are in the file
-        return Weights(version, file.path, size, crc, method, file, adapter=adapter)
+        sizes = version, file.path, size, sums[-1], method, file
+        return Weights(*sizes, adapter=adapter, sums=tuple(sums))
     except OSError as error:  # the directory was removed meanwhile
         refusal = _no_room(error, file.path, 0)
         file.close()

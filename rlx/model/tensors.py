@@ -143,20 +143,25 @@ class Buckets:
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text, 8 + len(text) + start
 
-    def write(self, file: BinaryIO) -> int:
-        """Write a safetensors file to an unbuffered `file`; return the CRC-32 of its bytes.
+    def write(self, file: BinaryIO) -> list[int]:
+        """Write a safetensors file to an unbuffered `file`.
 
-        ValueError if safetensors lacks a dtype, or the buckets do not match `tensors`.
+        Returns:
+          The CRC-32 of the file up to the end of its header, and of each tensor.
+
+        Raises:
+          ValueError: safetensors lacks a dtype, or the buckets do not match `tensors`.
         """
-        crc = _write(file, memoryview(self.header()[0]), 0)
+        sums = [_write(file, memoryview(self.header()[0]), 0)]
         due = iter(self.tensors.items())
         for bucket in self:
             for name in bucket:
-                crc = _write(file, _bytes(name, bucket[name], *next(due, ("none", None))), crc)
+                data = _bytes(name, bucket[name], *next(due, ("none", None)))
+                sums.append(_write(file, data, sums[-1]))
             del bucket  # before the next one is made
         if missing := next(due, None):
             raise ValueError(f"{missing[0]} did not come")
-        return crc
+        return sums
 
 
 def _bytes(name: str, tensor: Any, wanted: str, spec: Any) -> memoryview:
@@ -167,11 +172,14 @@ def _bytes(name: str, tensor: Any, wanted: str, spec: Any) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def save_tensors(tensors: Mapping[str, Any] | Buckets, path: Path) -> None:
-    """Write a safetensors file for transformers and PEFT; UserError for a NaN or an infinity."""
+def save_tensors(tensors: Mapping[str, Any] | Buckets, path: Path) -> list[int]:
+    """Write a safetensors file for transformers and PEFT; return the result of `Buckets.write`.
+
+    UserError for a NaN or an infinity.
+    """
     given = Buckets.of(tensors)
     with open(path, "wb", buffering=0) as file:
-        Buckets(given.tensors, map(_finite, given)).write(file)
+        return Buckets(given.tensors, map(_finite, given)).write(file)
 
 
 def _finite(bucket: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -197,21 +205,25 @@ def write_directory(
     tensors: Buckets,
     source: str | Path | None = None,
     chat_template: str = "",
-) -> None:
+) -> list[int]:
     """Write an HF directory: config.json, model.safetensors, and `source`'s tokenizer files.
 
     `path` is replaced in one step; on UserError nothing is left behind.
 
     Args:
       chat_template: replaces that of `source`.
+
+    Returns:
+      The result of `Buckets.write`.
     """
     with atomic_directory(Path(path)) as fresh:
         name = np.dtype(next(iter(tensors.tensors.values())).dtype).name
         record = {**config.to_hf(), "dtype": name, "torch_dtype": name}
         (fresh / "config.json").write_text(json.dumps(record, indent=2) + "\n")
-        save_tensors(tensors, fresh / WEIGHTS)
+        sums = save_tensors(tensors, fresh / WEIGHTS)
         for companion in COMPANIONS if source else ():
             if Path(source or "", companion).exists():
                 shutil.copyfile(Path(source or "", companion), fresh / companion)
         if chat_template:
             (fresh / "chat_template.jinja").write_text(chat_template)
+    return sums

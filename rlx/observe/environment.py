@@ -25,8 +25,9 @@ VARIABLES = (
     "OMP_NUM_THREADS", "JAX_COMPILATION_CACHE_DIR",
 )  # fmt: skip
 SAME = (  # facts that decide a run's bits, as dotted names
-    "platform", "processor", "trainer_cores", "devices", "servers", "variables.XLA_FLAGS",
-    *(f"packages.{name}" for name in ("rlx", "jax", "jaxlib", "optax", "vllm")),
+    "platform", "processor", "trainer_cores", "compute_threads", "devices", "servers",
+    "variables.XLA_FLAGS",
+    *(f"packages.{name}" for name in ("rlx", "jax", "jaxlib", "optax", "torch", "vllm")),
 )  # fmt: skip
 
 
@@ -52,6 +53,7 @@ def describe(place: Mapping[str, Any]) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "commit": _commit(),
+        "compute_threads": _compute_threads(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "packages": versions,
         **place,
@@ -73,6 +75,15 @@ def keep(place: Path, files: Iterable[Path]) -> None:
             with contextlib.suppress(OSError):
                 place.mkdir(parents=True, exist_ok=True)
                 (place / f"{Path(top).name}.diff").write_text(f"{diff}\n", errors="replace")
+
+
+def _compute_threads() -> int | str:
+    """Return the number of XLA's threads on the CPU, which decides the order of its sums; or ""."""
+    names = []
+    for task in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has ended
+            names.append(task.read_text())
+    return sum(name.startswith("tf_XLAEigen") for name in names) or ""
 
 
 def _processor() -> str:

@@ -45,7 +45,7 @@ prompts admitted first: synchronous training in admission order.
 
 import bisect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlx.base import Group
@@ -91,17 +91,39 @@ def finish(buffer: Buffer, version: int, group: Group) -> Buffer:
     return _put(withdraw(buffer, version), oldest, group)
 
 
-def restore(groups: Iterable[Group], step: int, limits: Limits) -> tuple[Buffer, list[Group]]:
-    """Return a buffer of checkpointed groups, and the groups that no longer fit, oldest first.
+def repeated(
+    known: Mapping[int, Group], order: Iterable[Sequence[int]], step: int, limits: Limits
+) -> list[list[Group]]:
+    """Return the batches from `step` on that a killed run took, up to one that cannot be repeated.
 
-    All fit unless η or B became smaller since the checkpoint.
+    Without them (I) holds for the other unconsumed groups as it did in the killed run.
+
+    Args:
+      known: groups by id. order: ids of the groups of each batch.
+    """
+    found: list[list[Group]] = []
+    for at, ids in enumerate(order, step):
+        batch = [known[group_id] for group_id in ids if group_id in known]
+        lags = [at - group.oldest_version for group in batch if group.oldest_version >= 0]
+        if not len(ids) == len(batch) == limits.batch_prompts:
+            break
+        if max(lags, default=0) > limits.max_staleness:
+            break
+        found.append(batch)
+    return found
+
+
+def restore(groups: Iterable[Group], step: int, limits: Limits) -> tuple[Buffer, list[Group]]:
+    """Return a buffer of a killed run's groups, and the groups that do not fit, oldest first.
+
+    All fit unless η or B became smaller, or their tokens' versions are still to come.
     """
     left_over: list[Group] = []
     buffer = Buffer()
     for group in sorted(groups, key=lambda g: (g.oldest_version, g.group_id), reverse=True):
         oldest = group.oldest_version if group.oldest_version >= 0 else step
         candidate = _put(buffer, oldest, group)
-        if fits(candidate, step, limits):
+        if _newest(group) <= step and fits(candidate, step, limits):
             buffer = candidate
         else:
             left_over.append(group)
@@ -158,6 +180,10 @@ def _feasible(buffer: Buffer, taken: int, step: int, limits: Limits) -> bool:
         if due_live + max(0, due_finished - taken) > max(0, room):
             return False
     return True
+
+
+def _newest(group: Group) -> int:
+    return max((int(t.versions.max()) for t in group.trajectories), default=-1)
 
 
 def _check_lag(group: Group, step: int, limits: Limits) -> None:

@@ -22,7 +22,8 @@ import heapq
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Protocol, cast
 
@@ -95,6 +96,8 @@ class Executor:
         on_drop: Callable[[int, str], None] = lambda group_id, why: None,
         say: Callable[[str], None] = lambda text: None,  # takes a line for the user
         on_change: Callable[[], None] = lambda: None,  # a group is accepted, or the executor stops
+        # As of Journal.append: (kind, fields, group) → number of the record, −1 without a journal.
+        note: Callable[..., int] = lambda *event: -1,
         drop_equal_rewards: bool = False,  # reject groups with equal rewards (dynamic sampling)
         request_timeout: float | None = 600.0,  # seconds of an attempt
         # Unfinished prompts keep their versions after a restart, as they may keep their tokens.
@@ -108,13 +111,15 @@ class Executor:
         self._rows, self._limits, self._seed, self._clock = rows, limits, seed, clock
         self._patience, self._request_timeout = patience or Patience(), request_timeout
         self._on_skip, self._on_drop = on_skip, on_drop
-        self._say, self._on_change = say, on_change
+        self._say, self._on_change, self._note = say, on_change, note
         self._max_tokens, self._drop_equal_rewards = max_tokens, drop_equal_rewards
         self._force_staleness, self._keep_versions = force_staleness, keep_versions
         self._running_mean = running_mean
 
         self._changed = threading.Condition()  # guards everything below
         self._staleness, self._buffer = Staleness(), buffers.Buffer()
+        self._repeated = deque[list[Group]]()  # the first batches, as a killed process took them
+        self._numbers: dict[int, int] = {}  # finished group → its record, or an earlier one
         self._live: dict[int, Ticket] = {}
         self._retry: list[Ticket] = []  # a heap of prompts to start again, oldest first
         self._later: list[tuple[float, Ticket]] = []  # a heap of (time, prompt) to start again
@@ -191,8 +196,15 @@ class Executor:
                         return None
                     self._changed.wait(left)
                 step = self._staleness.consumed
-                self._buffer, batch = buffers.take(self._buffer, step, self._limits)
+                if self._repeated:
+                    batch = self._repeated.popleft()
+                else:
+                    self._buffer, batch = buffers.take(self._buffer, step, self._limits)
                 self._staleness = staleness.consume(self._staleness, self._limits)
+                ids = [group.group_id for group in batch]
+                for group_id in ids:
+                    self._numbers.pop(group_id, None)
+                self._note("take", {"step": step, "groups": ids})
                 if decay := self._running_mean:
                     self._means, batch = running_baselines(self._means, batch, decay)
                 return batch
@@ -212,7 +224,7 @@ class Executor:
         the trainer's waiting time, `idle_seconds` the time without any live prompt.
         """
         with self._changed:
-            state, buffered = self._staleness, self._buffer.num_finished
+            state, buffered = self._staleness, self._buffered
             consumed = state.consumed * self._limits.batch_prompts
             idle = self._idle_seconds
             if self._idle_since is not None:
@@ -227,12 +239,16 @@ class Executor:
                 "idle_seconds": idle,
             }
 
+    @property
+    def _buffered(self) -> int:
+        return self._buffer.num_finished + sum(map(len, self._repeated))
+
     def under_way(self) -> list[tuple[asyncio.Task, str, float]]:
         """Return (task, row, start time) of each unfinished attempt, oldest first."""
         return [(task, *about) for task, about in list(self._tasks.items())]
 
-    def state(self) -> tuple[dict[str, Any], list[Group]]:
-        """Return JSON-able facts for `restore`, and the groups not yet trained on.
+    def state(self) -> dict[str, Any]:
+        """Return JSON-able facts for `restore`; the journal has the finished groups.
 
         Call it when the last collected batch has been trained on. Unfinished prompts start again
         after `restore`, with the same seeds.
@@ -240,47 +256,75 @@ class Executor:
         with self._changed:
             waiting = [*self._live.values(), *self._retry, *(ticket for _, ticket in self._later)]
             pending = [(t.group_id, t.attempt) for t in waiting]
-            host = {
+            number = self._note("state", {"step": self._staleness.consumed})
+            return {
                 "step": self._staleness.consumed,
                 "cursor": cast(Cursor, self._rows).state_dict(),
                 "pending": [list(pair) for pair in sorted(pending)],
                 "admitted_at": [[t.group_id, t.version] for t in self._live.values()],
+                "buffered": [group.group_id for group in buffers.groups(self._buffer)],
+                "order": [[group.group_id for group in batch] for batch in self._repeated],
+                # The first record that `restore` may need, and the last before this state.
+                "journal": [min(self._numbers.values(), default=number), number]
+                if number >= 0
+                else None,
                 **{event: getattr(self._staleness, event) for event in _COUNTED},
                 "dropped": self._dropped,
                 "means": dict(self._means),
-                "best_reward": self._best if math.isfinite(self._best) else None,
+                "best_reward": self._best_reward(),
             }
-            return host, buffers.groups(self._buffer)
 
     def restore(
-        self, host: Mapping[str, Any], groups: Sequence[Group], allow_change: bool = False
+        self, host: Mapping[str, Any], groups: Iterable[Group], allow_change: bool = False
     ) -> str:
         """Resume from a `state` before the first `set_version`; return how rows changed, or "".
 
-        Groups that a lowered max_staleness makes too old are dropped and generated again. Prompts
-        that had failed keep the attempts they had left, at least one.
+        Batches that were taken after the state come first and unchanged. Finished groups that are
+        missing, or that a lowered max_staleness makes too old, are generated again. Prompts that
+        had failed keep the attempts they had left, at least one.
 
         Unless `allow_change`, a changed dataset is a UserError.
+
+        Args:
+          host: from `state`, or `journal.history.recover`.
+          groups: those of `buffered` and `order` in `host` that are known.
         """
         with self._changed:
             if self._open or self._staleness.admitted:
                 raise RuntimeError("restore comes before the first set_version")
             step = int(host["step"])
             changed = cast(Cursor, self._rows).load_state_dict(host["cursor"], allow_change)
-            self._buffer, left_over = buffers.restore(groups, step, self._limits)
+            known = {group.group_id: group for group in groups}
+            order = host.get("order", ())
+            finished = [*host.get("buffered", ()), *(g for ids in order for g in ids)]
+            self._repeated = deque(buffers.repeated(known, order, step, self._limits))
+            for batch in self._repeated:
+                for group in batch:
+                    del known[group.group_id]
+            step_after = step + len(self._repeated)
+            self._buffer, _ = buffers.restore(known.values(), step_after, self._limits)
+            held = {group.group_id for batch in self._repeated for group in batch}
+            held |= {group.group_id for group in buffers.groups(self._buffer)}
+            lost = [group_id for group_id in finished if group_id not in held]
             self._staleness = dataclasses.replace(
-                staleness.resume(step, self._buffer.num_finished, self._limits),
+                staleness.resume(step, self._buffered, self._limits),
                 **{event: int(host.get(event, 0)) for event in _COUNTED},
             )
-            self._dropped = int(host["dropped"]) + len(left_over)
+            self._numbers = dict.fromkeys(held, (host.get("journal") or (0,))[0])
+            self._dropped = int(host["dropped"]) + len(lost)
             self._means = dict(host.get("means", {}))
             if host.get("best_reward") is not None:
                 self._best = float(host["best_reward"])
-            versions = self._kept_versions(host, step)
+            versions = self._kept_versions(host, step_after)
             self._retry = [Ticket(g, a, versions.get(g, -1)) for g, a in host["pending"]]
-            self._retry += [Ticket(g.group_id) for g in left_over]
+            self._retry += map(Ticket, lost)
             heapq.heapify(self._retry)
             return changed
+
+    @property
+    def num_repeated(self) -> int:
+        """Batches still to come that a killed process took."""
+        return len(self._repeated)
 
     # Methods for the loop's thread.
 
@@ -315,6 +359,7 @@ class Executor:
                 self._staleness = staleness.admit(self._staleness, self._limits)
                 self._buffer = buffers.admit(self._buffer, ticket.version)
                 self._live[ticket.group_id] = ticket
+                self._note("admit", dataclasses.asdict(ticket))
                 if self._idle_since is not None:
                     self._idle_seconds += self._clock() - self._idle_since
                     self._idle_since = None
@@ -329,6 +374,8 @@ class Executor:
         while self._later and self._later[0][0] <= self._clock():
             heapq.heappush(self._retry, heapq.heappop(self._later)[1])
         if self._retry:
+            if self._retry[0].version > version:  # repeated batches publish it first
+                raise StopIteration
             ticket = heapq.heappop(self._retry)
             return dataclasses.replace(ticket, version=version) if ticket.version < 0 else ticket
         held = self._staleness.running + len(self._later)
@@ -366,14 +413,17 @@ class Executor:
             first, now = ticket.attempt == 0, self._clock()
             message = self._failures.add(ticket.group_id, False, first, begun, now)
             self._best = max([self._best, *map(float, rewards)])
+            about = {"group_id": ticket.group_id, "best": self._best_reward()}
             self._generated_tokens += sum(int((t.versions >= 0).sum()) for t in group.trajectories)
             if rejected:
                 self._buffer = buffers.withdraw(self._buffer, ticket.version)
                 self._staleness = staleness.end(self._staleness, "rejected")
+                self._note("reject", about)
                 self._count_rejection(rewards.pop())
             else:
                 self._buffer = buffers.finish(self._buffer, ticket.version, group)
                 self._staleness = staleness.end(self._staleness, "accepted")
+                self._numbers[ticket.group_id] = self._note("group", about, group)
                 self._rejected.clear()
             self._changed.notify_all()
         if rejected:
@@ -381,6 +431,9 @@ class Executor:
         if message:
             self._say(message)
         self._on_change()
+
+    def _best_reward(self) -> float | None:
+        return self._best if math.isfinite(self._best) else None
 
     def _count_rejection(self, reward: float) -> None:
         """End the run after too many rejections in a row.
@@ -433,8 +486,11 @@ class Executor:
             ended = ended or self._failures.verdict(error, name, now)
             skipped = ended is None and self._patience.over(failed, error)
             self._staleness = staleness.end(self._staleness, "skipped" if skipped else "failed")
+            left = again if ended is None else Ticket(ticket.group_id, ticket.attempt)
+            about_it = {"group_id": left.group_id, "attempt": left.attempt}
+            self._note("skip" if skipped else "fail", about_it)
             if ended is not None:
-                heapq.heappush(self._retry, Ticket(ticket.group_id, ticket.attempt))
+                heapq.heappush(self._retry, left)
                 self._stop(ended)
             elif not skipped:
                 pause = self._patience.back_off(ticket.attempt + 1, lasted or 0.0, again.group_id)
@@ -468,6 +524,8 @@ class Executor:
 
     def _ready(self) -> bool:
         """Return whether a batch can be taken; raise what ended the run."""
+        if self._repeated and self._error is None and self.loop.alive:
+            return True
         ready = buffers.ready(self._buffer, self._staleness.consumed, self._limits)
         if any(ticket.version >= 0 for ticket in self._retry):
             ready = False  # prompts of a checkpoint that have a batch, and are not admitted yet

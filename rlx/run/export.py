@@ -66,15 +66,15 @@ class Export:
 
     def save(
         self, workdir: Path, state: State, submit: Callable[..., Future], saved: Future[Any]
-    ) -> Sequence[Future[None]]:
-        """Write the merged `workdir`/hf, and for LoRA `workdir`/adapter in PEFT's format.
+    ) -> Sequence[Future]:
+        """Begin to write the merged `workdir`/hf, and for LoRA `workdir`/adapter in PEFT's format.
 
         Args:
           submit: runs a function in another thread.
           saved: their checkpoint; they replace earlier directories once it is complete.
         """
 
-        def write_adapters(tensors: Buckets) -> Future[None]:
+        def write_adapters(tensors: Buckets) -> Future:
             return submit(
                 peft.write, workdir / "adapter", self._lora, tensors, str(self._model_dir)
             )
@@ -91,8 +91,11 @@ class Export:
         state: State,
         submit: Callable[..., Future],
         last: Callable[[], Any] = lambda: None,
-    ) -> Future[None]:
-        """Write the merged HF directory `path`; `submit` as in `save`, `last` as in `hand_over`."""
+    ) -> Future[list[int]]:
+        """Begin to write the merged HF directory `path`; the future has its sums.
+
+        Args: as in `save` and `hand_over`.
+        """
         model, source, template = self._update.model, self._source, self._template
         return hand_over(
             self._update.weights(state),

@@ -44,7 +44,7 @@ from rlx.run.parts import Parts, build
 from rlx.run.room_options import sizes_of
 from rlx.run.saves import Saves
 from rlx.run.watchdog import watchdog
-from rlx.system.jsonl import read_jsonl
+from rlx.system.jsonl import jsonable, read_jsonl
 from rlx.system.process_settings import keep_freed_memory
 from rlx.system.workdir_lock import lock_workdir, make_directory
 from rlx.train import conductor
@@ -257,6 +257,7 @@ class _Loop:
         if self.saves.due("eval", self.now):
             self.held_out.add(self.step)
         self._record()
+        self.parts.journal.check()
         read = self.device.submit(self._read, self.step, metrics, begun)
         self.under_way = self.step, groups, read
         self._measure()
@@ -337,6 +338,9 @@ class _Loop:
                 "publish_seconds": report.seconds,
                 "publish_stall_seconds": report.stall_seconds,  # longest pause of a server
             }
+            adapters = self.config.fleet.publish == "adapter"
+            weights = {"version": version, "sums": report.sums, "adapters": adapters}
+            self.parts.journal.append("weights", weights)
         if self.data == "rollouts":
             self.executor.set_version(version)
         self.held_out.begin(version, self.executor)
@@ -416,6 +420,7 @@ class _Loop:
         """Write the evaluations that finish within `seconds`, in order; None: wait for all."""
         for record in self.held_out.take(seconds):
             self.writer.write("eval.jsonl", record)
+            self.parts.journal.append("evaluation", jsonable(record))
             self.progress.evaluation(record)
 
     # Saving and ending.
@@ -445,6 +450,7 @@ class _Loop:
     def finish(self) -> tuple[int, bool]:
         """Save, evaluate and report; return completed steps, and whether the run is complete."""
         self.executor.stop_admitting()
+        self.parts.journal.check()
         self._save()
         self.saves.end_or_fail()
         self.saves.end_export()

@@ -30,6 +30,10 @@ from rlx.fleet import wire
 from rlx.fleet.client import Fleet, NoFleet
 from rlx.fleet.requests import TRUNCATED
 from rlx.fleet.tls import client_tls
+from rlx.journal import history
+from rlx.journal import journal as journals
+from rlx.journal.history import Recovered
+from rlx.journal.journal import Journal
 from rlx.launch import teacher
 from rlx.launch.local import CpuPlan, cpu_plan, servers_of
 from rlx.mismatch import measure
@@ -88,6 +92,7 @@ class Parts:
     timeline: Timeline = field(init=False)
     update: Update = field(init=False)
     export: Export = field(init=False)
+    journal: Journal = field(init=False)
     writer: MetricsWriter = field(init=False)
     held_out: HeldOut = field(init=False)
     loop: LoopThread = field(init=False)
@@ -214,7 +219,10 @@ def build(
         "peak_flops": precision.peak,
         "servers": len(config.fleet.addresses) or config.fleet.num_servers,
     }
+    last = resume.last_step(workdir)
     parts.writer = _records(parts, step, place, restored)
+    parts.journal = _journal(parts, restored)
+    stack.callback(parts.journal.close)
     stack.push(lambda kind, *_: hooks.end("stopped" if kind is KeyboardInterrupt else "failed"))
     hooks.begin(as_json(config), workdir, step)
     note_skip = _skip_notes(workdir / "skipped.jsonl", say)
@@ -248,13 +256,14 @@ def build(
     longest = min(inputs.train.row_budget, max(inputs.train.row_buckets))
     reward_fleet = fleets.get(options.reward_model.name)
     parts.executor = executor = _executor(parts, reward_fleet, longest, note_skip)
+    recovered = _recover(parts, restored, last)
     if isinstance(inputs.workflow, OnlineWorkflow):
 
         def oldest() -> int:  # version whose tokens a resumed run may need
             steps = map(checkpoint.step_of, checkpoint.checkpoints(workdir / "checkpoints"))
             return min(steps, default=0) - config.rollout.max_staleness
 
-        first = restored.host["executor"]["cursor"]["position"] if restored else 0
+        first = recovered.host["cursor"]["position"]
         inputs.workflow.context = RunContext(
             workdir / "sessions", first, lambda: executor.version, oldest, longest, say
         )
@@ -266,10 +275,6 @@ def build(
         stack.callback(_close, loop, scorer)
         loop.run(teacher.connect(scorer, name))
     loop.run(fleet.connect())
-    if restored:
-        saved = restored.host["executor"]
-        if changed := executor.restore(saved, restored.groups, config.data.allow_change):
-            say(f"{changed}; continuing, because data.allow_change is set")
     # Local servers have just loaded the first weights.
     if restored or config.fleet.addresses or config.fleet.join:
         method = config.fleet.publish
@@ -381,7 +386,7 @@ def _records(
 ) -> MetricsWriter:
     """Open the run's records after `step`; show what a resumed run repeats or changes."""
     config, workdir, say = parts.config, parts.workdir, parts.progress.message
-    last, now = resume.last_step(workdir), as_json(config)
+    now = as_json(config)
     before = restored.host.get("config", now) if restored else now
     changed = list(resume.differences(before, now))
     writer = MetricsWriter(workdir, parts.hooks, step + 1, place, now, changed)
@@ -393,7 +398,6 @@ def _records(
             f"{workdir}/*.unreadable"
         )
     if restored:
-        say(resume.continuation(restored.host, last))
         for text in resume.setting_changes(before, now, step):
             say(text)
         if text := resume.machine_warning(writer.before, writer.environment):
@@ -401,6 +405,46 @@ def _records(
         if holes := gaps(read_jsonl(workdir / "metrics.jsonl"), step):
             say(f"metrics.jsonl has no records of {holes}; charts omit them")
     return writer
+
+
+def _journal(parts: Parts, restored: checkpoint.Restored | None) -> Journal:
+    """Return the journal of the run, without what is damaged."""
+    place = parts.workdir / "journal"
+    at = history.position(restored.host["executor"] if restored else None)
+    removed, number = journals.cut(place, at[0] if at else 0)
+    if removed:
+        parts.progress.message(f"{place}: {removed} damaged or incomplete bytes were removed")
+    return Journal(place, max(number, at[1] + 1 if at else 0), parts.config.journal.keep)
+
+
+def _recover(
+    parts: Parts, restored: checkpoint.Restored | None, last: Mapping[str, Any]
+) -> Recovered:
+    """Restore the executor from the checkpoint and the journal; show what is repeated.
+
+    Args:
+      last: record of the last step before this start.
+    """
+    executor, place, say = parts.executor, parts.workdir / "journal", parts.progress.message
+    saved = restored.host["executor"] if restored else executor.state()
+    at = history.position(saved if restored else None)
+    records = (record for record, _ in journals.read(place, at[0] if at else 0))
+    found = history.recover(saved, at, records)
+    if changed := executor.restore(found.host, found.groups, parts.config.data.allow_change):
+        say(f"{changed}; continuing, because data.allow_change is set")
+    if restored or found.groups:
+        step = restored.host["step"] if restored else 0
+        say(resume.continuation(step, found.host, last, len(found.groups)))
+    if not parts.config.journal.keep:
+        shutil.rmtree(place, ignore_errors=True)
+    about = {
+        "start": parts.writer.start,
+        "order": found.host["step"] + executor.num_repeated,
+        "whole": found.whole,
+        "rows": found.host["cursor"]["digest"],
+    }
+    parts.journal.append("start", about)
+    return found
 
 
 def _executor(
@@ -429,6 +473,7 @@ def _executor(
         patience=inputs.options.patience,
         max_tokens=longest,
         on_skip=lambda skipped: note_skip(skipped.record("train")),
+        note=parts.journal.append,
         on_drop=drop,
         say=parts.progress.message,
         loop=parts.loop,

@@ -80,6 +80,8 @@ def prepare_workdir(config: ConfigDict, workdir: Path) -> list[str]:
         for path in found:  # all are damaged
             path.rename(path.with_name(f"damaged-{path.name}"))
             messages.append(f"{path} is damaged and is kept as damaged-{path.name}")
+    if not resumed and (off or changed or not before):
+        shutil.rmtree(workdir / "journal", ignore_errors=True)
     if not (resumed and before):  # a resumed run keeps the config of its first steps
         text = json.dumps(new, indent=2, sort_keys=True)
         write_atomically(workdir / "config.json", text.encode())
@@ -101,21 +103,25 @@ def last_step(workdir: Path) -> Mapping[str, Any]:
     return max(records, key=lambda record: record["step"], default={})
 
 
-def continuation(host: Mapping[str, Any], last: Mapping[str, Any]) -> str:
+def continuation(
+    step: int, executor: Mapping[str, Any], last: Mapping[str, Any], groups: int = 0
+) -> str:
     """Return the steps and prompts that a run repeats.
 
     Args:
-      host: host part of the checkpoint. last: record of the last step after it.
+      step: of the checkpoint. executor: state of the executor, with the events of the journal.
+      last: record of the last step after the checkpoint.
+      groups: finished groups that the journal had.
     """
-    step, executor = host["step"], host["executor"]
     steps, prompts = max(0, last.get("step", step) - step), len(executor["pending"])
     if steps and isinstance(admitted := last.get("admitted"), int):
         prompts += max(0, admitted - executor["admitted"])
+    had = f"; the journal had {groups} finished group{'s' * (groups != 1)}" * bool(groups)
     if not steps and not prompts:
-        return f"resuming after step {step}; nothing is repeated"
+        return f"resuming after step {step}; nothing is repeated{had}"
     return (
         f"resuming after step {step}; repeated: {steps} step{'s' * (steps != 1)}, "
-        f"{prompts} prompt{'s' * (prompts != 1)}"
+        f"{prompts} prompt{'s' * (prompts != 1)}{had}"
     )
 
 

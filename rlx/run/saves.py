@@ -54,7 +54,6 @@ class Saves:
         self.end()
         with self._phase("checkpoint", step=now.step):
             self.last["checkpoint"] = now
-            host, groups = parts.executor.state()
             finish = checkpoint.begin(
                 parts.workdir / "checkpoints",
                 now.step,
@@ -64,12 +63,11 @@ class Saves:
                     "step": now.step,
                     "elapsed_seconds": parts.elapsed(),
                     "positions": to_host(now, self.last),
-                    "executor": host,
+                    "executor": parts.executor.state(),
                     "config": as_json(config),
                     "model": parts.update.model.to_hf(),
                     "lora_base": parts.export.base.hex(),
                 },
-                groups,
                 keep=config.checkpoint.keep,
                 beside=memory.exported(parts.sizes),
             )
@@ -100,8 +98,10 @@ class Saves:
         files, self._checkpoint = self._checkpoint, []
         with self._phase("checkpoint"):
             futures.wait(files)  # even after a failure, all end before the next save
-            directory, *_ = [file.result() for file in files]
+            directory, sums, *_ = [file.result() for file in files]
         self.step = checkpoint.step_of(directory)
+        weights = {"version": self.step, "sums": sums, "adapters": False}
+        self._parts.journal.append("weights", weights)
         self._parts.hooks.tell("on_checkpoint", self.step, directory)
 
     def export(self, state: State, now: Position) -> None:

@@ -3,7 +3,6 @@
     DIRECTORY/step_00000012/
       state/                     parameters, optimizer, step (orbax, sharded)
       host.json                  state of the host program
-      groups.npz, groups.json    groups finished but not yet trained on
       manifest.json              size and blake2b of every other file; written last
 
 A directory named step_* is complete, because it is renamed when it is. The next save removes the
@@ -16,16 +15,15 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlx.base import DiskFull, Group, UserError
+from rlx.base import DiskFull, UserError
 from rlx.system.atomic_directory import exchange, flush, is_full
-from rlx.train.archive import read_groups, write_groups
 
 _NAME = re.compile(r"step_(\d{8,})")
 _TEMPORARY = ".writing-"
@@ -38,7 +36,6 @@ class Restored(NamedTuple):
 
     state: Any
     host: dict
-    groups: list[Group]
 
 
 def save(directory: str | Path, step: int, state: Any, host: dict, *rest: Any, **more: Any) -> Path:
@@ -58,7 +55,6 @@ def begin(
     begin_state: Callable[[Path], Future[None]],
     size: int,
     host: dict,
-    groups: Sequence[Group] = (),
     keep: int = 2,
     beside: int = 0,
 ) -> Callable[[], Path]:
@@ -70,7 +66,6 @@ def begin(
       begin_state: begins to write the train state into a directory, as `Update.save` does.
       size: bytes of the state.
       host: JSON-able; the dataset's cursor, staleness counters, seeds, config.
-      groups: finished but unconsumed.
       keep: how many checkpoints to keep, ≥ 1.
       beside: bytes that must also be free, for files written after the checkpoint.
 
@@ -88,7 +83,6 @@ def begin(
         raise _no_space(directory, needed)
     temporary = directory / f"{_TEMPORARY}{step:08d}"
     final = directory / f"step_{step:08d}"
-    groups = list(groups)
     with _whole_or_nothing(temporary, size):
         temporary.mkdir()
         (temporary / "host.json").write_text(json.dumps(host, ensure_ascii=False, indent=1))
@@ -97,7 +91,6 @@ def begin(
     def finish() -> Path:
         with _whole_or_nothing(temporary, size):
             state.result()
-            write_groups(temporary / "groups", groups)
             (temporary / "manifest.json").write_text(json.dumps(_manifest(temporary), indent=1))
             flush([*temporary.rglob("*"), temporary])
             _rename(temporary, final)
@@ -155,7 +148,7 @@ def restore_latest(
     path = _newest_whole(directory, say)
     if not path:
         return None
-    return Restored(read_state(path), read_host(path), read_groups(path / "groups"))
+    return Restored(read_state(path), read_host(path))
 
 
 def _newest_whole(directory: str | Path, say: Callable[[str], None] | None = None) -> Path | None:

@@ -56,6 +56,7 @@ READ = {
     "configs/gsm8k.py": "wants a model and rows of the hub; see tests/configs_test.py",
     "--gguf=": "tests/model/gguf_files_test.py",
     "rlx.convert": "tests/run/convert_test.py",
+    "rlx.replay": "tests/run/replay_test.py",
     "fleet.engine=vllm": "tests/engines/vllm_engine_test.py",
     "configs/arithmetic": "tests/run/extend_test.py",
     "--cluster --hosts": "tests/launch/remote_servers_test.py",

@@ -55,7 +55,7 @@ def test_checksum_runs_over_block_borders(tmp_path, monkeypatch):
 def test_a_room_that_goes_away_while_weights_are_staged(tmp_path, monkeypatch):
     room = tmp_path / "room"
     room.mkdir()
-    write = publish.write_weights
+    write = publish.write_sums
 
     def write_and_lose(source, path):
         crc = write(source, path)
@@ -63,7 +63,7 @@ def test_a_room_that_goes_away_while_weights_are_staged(tmp_path, monkeypatch):
         room.rmdir()
         return crc
 
-    monkeypatch.setattr(publish, "write_weights", write_and_lose)
+    monkeypatch.setattr(publish, "write_sums", write_and_lose)
     with pytest.raises(UserError, match=r"cannot write weights to .*fleet\.publish_dir"):
         publish.stage(1, tensors(), "path", room)
 

@@ -48,6 +48,7 @@ class Rollout(RuleBasedStateMachine):
         self.next_id = 0
         self.trained, self.rejected, self.skipped = [], set(), set()
         self.most_held = 0  # by a checkpoint of a longer run
+        self.saved, self.since, self.repeated = 0, [], []  # step of a checkpoint, batches after it
 
     def admit(self):
         group_id = self.retry.pop(0) if self.retry else self.next_id
@@ -104,14 +105,19 @@ class Rollout(RuleBasedStateMachine):
         self.rejected.add(group_id)
 
     def ready(self):
-        return buffers.ready(self.buffer, self.state.consumed, self.limits)
+        return bool(self.repeated) or buffers.ready(self.buffer, self.state.consumed, self.limits)
 
     @precondition(lambda self: self.ready())
     @rule()
     def train(self):
         step = self.state.consumed
         unconsumed = [g.group_id for g in buffers.groups(self.buffer)] + list(self.live)
-        self.buffer, batch = buffers.take(self.buffer, step, self.limits)
+        if self.repeated:
+            batch = self.repeated.pop(0)
+            unconsumed = [g.group_id for g in batch]
+        else:
+            self.buffer, batch = buffers.take(self.buffer, step, self.limits)
+        self.since.append(batch)
         self.state = staleness.consume(self.state, self.limits)
         assert len(batch) == self.limits.batch_prompts
         for group in batch:
@@ -145,6 +151,27 @@ class Rollout(RuleBasedStateMachine):
                 self.state = staleness.publish(self.state, self.state.consumed)
 
     @rule()
+    def checkpoint(self):
+        self.saved, self.since = self.state.consumed, []
+
+    @rule()
+    def kill(self):
+        """Resume an earlier checkpoint: the batches since come first, as they were."""
+        order = [*self.since, *self.repeated]
+        known = {g.group_id: g for batch in order for g in batch}
+        ids = [[g.group_id for g in batch] for batch in order]
+        self.repeated = buffers.repeated(known, ids, self.saved, self.limits)
+        assert self.repeated == order
+        self.trained = self.trained[: -sum(map(len, self.since)) or None]
+        rest = buffers.groups(self.buffer)
+        step = self.saved + len(order)
+        self.buffer, left_over = buffers.restore(rest, step, self.limits)
+        assert left_over == []
+        self.state = staleness.resume(self.saved, len(known) + len(rest), self.limits)
+        self.retry, self.live, self.since = sorted([*self.retry, *self.live]), {}, []
+
+    @precondition(lambda self: not self.repeated)
+    @rule()
     def resume(self):
         """Kill and restore: live prompts start again, finished ones are kept."""
         kept = buffers.groups(self.buffer)
@@ -155,6 +182,7 @@ class Rollout(RuleBasedStateMachine):
         self.retry = sorted([*self.retry, *self.live])
         self.live = {}
 
+    @precondition(lambda self: not self.repeated)
     @rule(eta=st.integers(0, 4), batch=st.integers(1, 4), more=st.none() | st.integers(0, 9))
     def resume_with_other_limits(self, eta, batch, more):
         """A checkpoint may be continued with a smaller η: what no longer fits is generated again.
@@ -174,6 +202,7 @@ class Rollout(RuleBasedStateMachine):
         self.retry = sorted([*self.retry, *self.live, *(g.group_id for g in left_over)])
         self.live = {}
         self.most_held = self.state.accepted
+        self.saved, self.since = step, []
 
     @invariant()
     def nothing_is_lost(self):
@@ -181,7 +210,7 @@ class Rollout(RuleBasedStateMachine):
             return
         finished = [g.group_id for g in buffers.groups(self.buffer)]
         everything = [*finished, *self.live, *self.retry, *self.trained, *self.rejected]
-        everything += self.skipped
+        everything += [*self.skipped, *(g.group_id for batch in self.repeated for g in batch)]
         assert sorted(everything) == list(range(self.next_id))
         assert sum(n for _, n in self.buffer.live) == self.state.running == len(self.live)
         assert self.buffer.num_finished == len(finished)
@@ -203,6 +232,7 @@ class Rollout(RuleBasedStateMachine):
         step, eta = self.state.consumed, self.limits.max_staleness
         due = [v + eta for v in self.live.values()]
         due += [g.oldest_version + eta for g in buffers.groups(self.buffer)]
+        due += [g.oldest_version + eta for batch in self.repeated for g in batch]
         for j in range(step, max(due, default=step) + 1):
             room = (j - step + 1) * self.limits.batch_prompts
             assert sum(d <= j for d in due) <= room

@@ -10,6 +10,7 @@ from rlx.base import UserError
 from rlx.fleet.client import NoFleet
 from rlx.fleet.requests import Sampling
 from rlx.rewards.reward_pool import RewardPool
+from rlx.rollout import buffer as buffers
 from rlx.rollout.data import Cursor
 from rlx.rollout.datasets import AnswerWorkflow, end_token
 from rlx.rollout.executor import Executor
@@ -157,7 +158,7 @@ def test_batches_are_the_rows_in_order_epoch_after_epoch_also_after_a_restart(
             if step == 5:
                 break
             if step == 2:  # what a checkpoint holds begins a new executor
-                host, groups = executor.state()
+                host, groups = executor.state(), buffers.groups(executor._buffer)
                 executor.close()
                 executor = make_executor(workflow, rows, limits)
                 executor.restore(host, groups)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rlx.base import Unavailable, UserError
+from rlx.journal import history, records
 from rlx.rollout.attempts import Patience, RolloutError
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor, Exhausted, group_seed
@@ -20,6 +21,24 @@ ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(17)]
 PRECISE = Patience(pause=0.0, outage=0.0)  # a few failures end a run that has done nothing else
 NONE = Patience(rate=0.0, outage=0.0)  # one failure ends a run
 SECONDS = 30.0  # no wait in here takes so long unless something is broken
+
+
+class Notes:
+    """A journal in memory."""
+
+    def __init__(self):
+        self.records = []
+
+    def __call__(self, kind, fields, group=None):
+        number = len(self.records)
+        packed = records.pack(group) if group else b""
+        self.records += records.scan(records.encode(number, kind, fields, packed))
+        return number
+
+    def after(self, host):
+        found = history.recover(host, history.position(host), self.records)
+        assert found.whole
+        return found.host, found.groups
 
 
 def cursor(**kw):
@@ -32,9 +51,11 @@ def make(fake_fleet, fake_workflow):
     made = []
 
     def build(limits, *, fleet=None, workflow=None, **kw):
+        notes = kw.setdefault("note", Notes())
         executor = Executor(
             workflow or fake_workflow(), cursor(), limits, fleet or fake_fleet(), **kw
         )
+        executor.notes = notes
         made.append(executor)
         executor.start()
         return executor
@@ -53,6 +74,11 @@ def collect(executor):
 def into(records):
     """An `on_skip` that keeps what skipped.jsonl would."""
     return lambda skipped: records.append(skipped.record("train"))
+
+
+def held(executor):
+    """What a checkpoint and the journal give to an executor that goes on."""
+    return executor.notes.after(executor.state())
 
 
 def publish(executor, fleet, version):
@@ -138,7 +164,7 @@ def test_no_prompt_is_admitted_that_no_batch_will_take(make, fake_fleet, eta, fo
         publish(executor, fleet, step + 1)
     executor.loop.run(asyncio.sleep(0))
     assert len(fleet.calls) == executor.counters()["admitted"] == 12
-    host, groups = executor.state()
+    host, groups = held(executor)
     assert (host["pending"], groups) == ([], [])
 
     again = make(Limits(4, eta, 16, 5), fleet=fleet, force_staleness=force)
@@ -357,7 +383,7 @@ def test_what_has_failed_is_remembered_by_a_continuation(attempts, make, fake_fl
     )  # fmt: skip
     publish(first, fleet, 0)
     assert [g.group_id for g in collect(first)] == [1, 2]
-    host, groups = first.state()
+    host, groups = held(first)
     assert host["pending"] == [[0, 1]]
     host["pending"][0][1] = attempts
 
@@ -371,8 +397,8 @@ def test_what_has_failed_is_remembered_by_a_continuation(attempts, make, fake_fl
     assert [g.group_id for g in collect(second)] == [3, 4]
     assert [(r["group_id"], r["attempts"]) for r in skipped] == [(0, attempts + 1)]
     assert second.counters()["skipped"] == 1
-    assert second.state()[0]["skipped"] == 1
-    assert second.state()[0]["pending"] == []
+    assert second.state()["skipped"] == 1
+    assert second.state()["pending"] == []
 
 
 def test_no_server_ends_the_run_and_is_held_against_no_prompt(make, fake_workflow):
@@ -384,7 +410,7 @@ def test_no_server_ends_the_run_and_is_held_against_no_prompt(make, fake_workflo
     with pytest.raises(Unavailable, match="no rollout server alive"):
         collect(executor)
     wait_for(lambda: executor.counters()["running"] == 0)
-    pending = executor.state()[0]["pending"]
+    pending = executor.state()["pending"]
     assert pending == [[g, 0] for g in range(len(pending))]
 
 
@@ -533,7 +559,7 @@ def test_a_run_that_has_solved_its_data_hands_out_what_is_left_and_says_so(
     if resumed:
         wait_for(lambda: executor.counters()["buffered"] == 4)
         collect(executor)
-        host, groups = executor.state()
+        host, groups = held(executor)
         executor = make(Limits(2, 1, 1), fleet=fleet, **options)
         executor.restore(host, groups)
         publish(executor, fleet, 1)
@@ -609,7 +635,7 @@ def test_resume_continues_where_it_stopped(make, fake_fleet, fake_workflow):
     fleet.hold = True
     publish(first, fleet, 3)
     wait_for(lambda: first.counters()["running"] == 3)
-    host, groups = first.state()
+    host, groups = held(first)
     assert [pair[0] for pair in host["pending"]] == [9, 10, 11]
     assert groups == []
 
@@ -631,7 +657,7 @@ def test_resume_keeps_finished_groups_and_trains_on_no_prompt_twice(make, fake_f
     wait_for(lambda: executor.counters()["buffered"] == 6)
     publish(executor, fleet, 1)
     wait_for(lambda: executor.counters()["buffered"] == 9)
-    host, groups = executor.state()
+    host, groups = held(executor)
     assert len(groups) == 9
 
     fleet = fake_fleet()
@@ -648,13 +674,82 @@ def test_resume_keeps_finished_groups_and_trains_on_no_prompt_twice(make, fake_f
     assert again.counters()["dropped"] == 0
 
 
+def texts(batch):
+    return [(g.group_id, [t.tokens.tolist() for t in g.trajectories]) for g in batch]
+
+
+@pytest.mark.parametrize("kills", [1, 3])
+@pytest.mark.parametrize("eta", [0, 2])
+def test_a_killed_run_repeats_its_batches_and_loses_no_finished_group(
+    make, fake_fleet, fake_workflow, eta, kills
+):
+    """From its last checkpoint, which is older than its last batches, again and again."""
+
+    def misbehave(group_id, attempt):
+        if group_id % 5 == 0 and attempt == 0:
+            raise ValueError("the first time")
+        return [1.0, 1.0] if group_id % 7 == 0 else [0.0, 1.0]
+
+    notes, limits = Notes(), Limits(3, eta, 7)
+    options = {"note": notes, "drop_equal_rewards": True, "patience": PRECISE}
+    options["patience"] = Patience(pause=0.0, outage=30.0)
+    found, host, finished = {}, None, set()
+    for attempt in range(kills + 1):
+        fleet, step = fake_fleet(), 0
+        executor = make(limits, fleet=fleet, workflow=fake_workflow(misbehave=misbehave), **options)
+        if attempt:
+            restored, groups = notes.after(host)
+            assert {g.group_id for g in groups} == finished
+            executor.restore(restored, groups)
+            step = restored["step"]
+            notes("start", {"order": step + executor.num_repeated, "whole": True, "rows": ""})
+            assert executor.num_repeated == len(found) - step
+        begun = step
+        while step < begun + 5:
+            publish(executor, fleet, step)
+            batch = collect(executor)
+            assert found.setdefault(step, texts(batch)) == texts(batch)
+            assert all(step - g.oldest_version <= eta for g in batch)
+            step += 1
+            if step == begun + 2:
+                host = executor.state()
+        assert executor.counters()["dropped"] == 0
+        executor.close()
+        kept = [r.fields["group_id"] for r in notes.records if r.kind == "group"]
+        taken = {g for k, batch in found.items() if k < host["step"] for g, _ in batch}
+        finished = set(kept) - taken
+        assert len(kept) == len(set(kept)), "a finished group was generated again"
+    trained = [group_id for batch in found.values() for group_id, _ in batch]
+    assert len(trained) == len(set(trained)) == 3 * len(found)
+
+
+def test_without_its_groups_a_checkpoint_generates_them_again(make, fake_fleet):
+    """As after journal.keep=0, or damage: the prompts are not lost."""
+    fleet = fake_fleet()
+    executor = make(Limits(2, 2, 64), fleet=fleet)
+    publish(executor, fleet, 0)
+    seen = [g.group_id for g in collect(executor)]
+    wait_for(lambda: executor.counters()["buffered"] == 4)
+    host = executor.state()
+
+    fleet = fake_fleet()
+    again = make(Limits(2, 2, 64), fleet=fleet)
+    again.restore(host, [])
+    for step in range(1, 5):
+        publish(again, fleet, step)
+        seen += [g.group_id for g in collect(again)]
+    assert set(seen) >= set(range(8))
+    assert len(seen) == len(set(seen))
+    assert again.counters()["dropped"] == 4
+
+
 def test_resume_with_a_tighter_bound_generates_again(make, fake_fleet):
     fleet = fake_fleet()
     executor = make(Limits(2, 3, 64), fleet=fleet)
     publish(executor, fleet, 0)
     seen = [g.group_id for g in collect(executor)]
     wait_for(lambda: executor.counters()["buffered"] == 6)
-    host, groups = executor.state()
+    host, groups = held(executor)
 
     fleet = fake_fleet()
     again = make(Limits(2, 0, 64), fleet=fleet)
@@ -670,11 +765,11 @@ def test_a_run_that_goes_on_has_the_running_means_of_before(make, fake_fleet):
     def baselines(batches):
         return [t.baseline for batch in batches for g in batch for t in g.trajectories]
 
-    def begun(*held):
+    def begun(*kept):
         fleet = fake_fleet()
         executor = make(Limits(4, 0, 16), fleet=fleet, running_mean=0.95)
-        if held:
-            executor.restore(*held)
+        if kept:
+            executor.restore(*kept)
         return executor, fleet
 
     whole = []
@@ -684,8 +779,8 @@ def test_a_run_that_goes_on_has_the_running_means_of_before(make, fake_fleet):
         whole.append(collect(first))
         if step == 1:
             first.loop.run(asyncio.sleep(0))
-            held = first.state()
-    second, fleet = begun(*held)
+            kept = held(first)
+    second, fleet = begun(*kept)
     again = []
     for step in (2, 3):
         publish(second, fleet, step)
@@ -696,7 +791,7 @@ def test_a_run_that_goes_on_has_the_running_means_of_before(make, fake_fleet):
 
 def test_restore_refuses_another_dataset_unless_it_is_allowed(make):
     executor = make(Limits(2, 0, 4))
-    host, groups = executor.state()
+    host, groups = held(executor)
     host["cursor"]["digest"] = "0"
     with pytest.raises(UserError, match=r"dataset's content changed.*data.allow_change=True"):
         executor.restore(host, groups)

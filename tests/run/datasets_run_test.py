@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ import rlx
 from rlx.base import UserError
 from rlx.config import check, default
 from rlx.model import decoder, hf
-from rlx.run import export, inputs, loop
+from rlx.run import export, inputs, loop, replay_run
 from rlx.train import checkpoint
 from rlx.train.step_metrics import Metrics
 from rlx.train.update import JaxUpdate
@@ -116,6 +117,28 @@ def test_a_step_is_read_when_the_next_one_has_been_given_to_the_device(
     )
     assert [[r[name] for name in told] for r in got] == [[r[name] for name in told] for r in wanted]
     assert weights(tmp_path / "slow") == weights(tmp_path / "as it is")
+
+
+@pytest.mark.parametrize(
+    ("preset", "trainer"),
+    [("sft", "jax"), ("dpo", "jax"), ("reward_model", "jax"), ("sft", "torch")],
+)
+def test_two_starts_of_a_run_are_replayed_bit_for_bit(config, preset, trainer, tmp_path):
+    """The second start has other settings: its schedule is longer."""
+    if trainer == "torch":
+        pytest.importorskip("torch")
+    for steps in (2, 4):
+        c = config(preset, steps)
+        c.trainer, c.optimizer.schedule = trainer, "cosine"
+        run(c, tmp_path / "run")
+    said, recorded = [], replay_run.Recorded(tmp_path / "run")
+    plan = replay_run.plan(recorded)
+    assert replay_run.replay(recorded, plan, {}, said.append), said
+    assert "the metrics of 4 steps and the weights of 2 versions are bitwise those" in said[-1]
+    changed = {"optimizer.learning_rate": 2e-3}
+    assert not replay_run.replay(recorded, plan, changed, said.append)
+    assert re.search(r"step [12] differs: .*learning_rate .* → .*", said[3]), said
+    assert said[-1] == "optimizer.learning_rate is 0.002"
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(config, later, monkeypatch, tmp_path):

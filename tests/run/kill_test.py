@@ -21,7 +21,8 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from tests.fixtures.commands import RLX_MAIN
+from rlx.journal import journal
+from tests.fixtures.commands import RLX_MAIN, without_torch
 
 BATCH, EVAL_EVERY, CHECKPOINT_EVERY, STEPS_EACH = 2, 3, 4, 4
 COMMAND = [
@@ -229,6 +230,14 @@ def history(workdir: Path, total_steps: int) -> Iterator[str]:
         yield "a batch is not of its size"
     if len({step for step, _ in groups}) != total_steps:
         yield f"there are rollouts of {len({step for step, _ in groups})} steps"
+    events = [record for record, _ in journal.read(workdir / "journal")]
+    finished = Counter(r.fields["group_id"] for r in events if r.kind == "group")
+    if again := [group for group, n in finished.items() if n > 1]:
+        yield f"groups {again} had finished and were generated again"
+    batches: dict[int, list[int]] = {}
+    for fields in (record.fields for record in events if record.kind == "take"):
+        if batches.setdefault(fields["step"], fields["groups"]) != fields["groups"]:
+            yield f"batch {fields['step']} was {batches[fields['step']]}, then {fields['groups']}"
     left = [name for name in os.listdir(workdir) if name.startswith(".") or name == "running.json"]
     left += [p.name for p in (workdir / "checkpoints").iterdir() if p.name.startswith(".")]
     left += [p.name for p in workdir.parent.rglob("*.safetensors") if workdir not in p.parents]
@@ -248,6 +257,11 @@ def check(root: Path, kills: int, max_staleness: int, seed: int) -> None:
         assert found != Path("rlx/assets/arithmetic/model.safetensors").read_bytes()
         if found != (undisturbed / "hf" / "model.safetensors").read_bytes():
             failures.append("the weights are not those of an undisturbed run")
+    else:
+        replay = [*without_torch("rlx.replay"), str(workdir)]
+        done = subprocess.run(replay, capture_output=True, text=True, timeout=SECONDS)
+        if done.returncode or "are bitwise those of the run" not in done.stdout:
+            failures.append(f"replay: {done.stdout}{done.stderr}")
     assert not failures, "\n\n".join([f"{len(failures)} failures", *failures])
 
 

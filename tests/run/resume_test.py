@@ -125,14 +125,16 @@ def test_a_run_that_has_all_its_steps_is_not_begun_again(tmp_path, config):
 
 
 def test_what_is_done_again_is_counted():
-    host = {"step": 12, "executor": {"pending": [[40, 0]], "admitted": 41}}
-    assert resume.continuation(host, {"step": 15, "admitted": 53}) == (
+    host = {"pending": [[40, 0]], "admitted": 41}
+    assert resume.continuation(12, host, {"step": 15, "admitted": 53}) == (
         "resuming after step 12; repeated: 3 steps, 13 prompts"
     )
-    assert resume.continuation(host, {"step": 12, "admitted": 53}).endswith("0 steps, 1 prompt")
-    assert resume.continuation(host, {}).endswith("0 steps, 1 prompt")
-    host["executor"]["pending"] = []
-    assert resume.continuation(host, {"step": 12}).endswith("nothing is repeated")
+    assert resume.continuation(12, host, {"step": 12, "admitted": 53}).endswith("0 steps, 1 prompt")
+    assert resume.continuation(12, host, {}).endswith("0 steps, 1 prompt")
+    host["pending"] = []
+    assert resume.continuation(12, host, {"step": 12}).endswith("nothing is repeated")
+    had = resume.continuation(12, host, {"step": 12}, 2)
+    assert had.endswith("nothing is repeated; the journal had 2 finished groups")
 
 
 def test_another_place_is_told_once_and_the_same_not():

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 import pytest
 
-from rlx.base import DiskFull, Group, Trajectory, UserError
+from rlx.base import DiskFull, UserError
 from rlx.train import checkpoint, state_files
 
 
@@ -39,15 +39,6 @@ def into(abstract):
     return functools.partial(state_files.read, abstract=abstract)
 
 
-def a_group(group_id=3):
-    trajectory = Trajectory(
-        np.arange(4, dtype=np.int32), np.array([False, False, True, True]),
-        np.array([0, 0, -0.1, -0.2], np.float32), np.array([-1, -1, 5, 6], np.int32),
-        0.1, "stop", f"{group_id}.0",
-    )  # fmt: skip
-    return Group(group_id, (trajectory,), {"question": "Ω?", "answer": "7"})
-
-
 def assert_same_bits(a, b):
     assert jax.tree_util.tree_structure(a) == jax.tree_util.tree_structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
@@ -58,14 +49,12 @@ def assert_same_bits(a, b):
 def test_everything_comes_back_bit_for_bit(tmp_path):
     state = state_of(5)
     host = {"cursor": {"epoch": 1, "seed": 2**63}, "text": "Ω", "x": 0.1}
-    checkpoint.save(tmp_path, 5, state, host, [a_group()])
+    checkpoint.save(tmp_path, 5, state, host)
     abstract = jax.eval_shape(lambda: state)
     back = checkpoint.restore_latest(tmp_path, into(abstract))
     assert_same_bits(back.state, state)
     assert back.host == host
     assert checkpoint.read_host(checkpoint.checkpoints(tmp_path)[-1]) == host
-    assert back.groups[0].row == {"question": "Ω?", "answer": "7"}
-    assert np.array_equal(back.groups[0].trajectories[0].versions, [-1, -1, 5, 6])
 
 
 def test_keeps_the_newest(tmp_path):
@@ -208,17 +197,16 @@ def test_writers_that_outlive_a_failed_save_leave_nothing(tmp_path, monkeypatch,
 def test_a_state_may_be_given_up_and_changed_when_a_save_has_begun(tmp_path):
     state = jax.device_put(state_of(4), jax.devices()[0])
     wanted = jax.tree.map(np.array, state)
-    size, groups, host = 10_000, [a_group()], {"step": 4}
+    size, host = 10_000, {"step": 4}
     begin = functools.partial(state_files.begin, state=state)
-    finish = checkpoint.begin(tmp_path, 4, begin, size, host, groups)
+    finish = checkpoint.begin(tmp_path, 4, begin, size, host)
     changed = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0 + 1, tree), donate_argnums=0)
     jax.block_until_ready(changed(state))
-    host["step"], groups[:] = 5, []
+    host["step"] = 5
     assert finish() == tmp_path / "step_00000004"
     back = checkpoint.restore_latest(tmp_path, into(jax.eval_shape(lambda: wanted)))
     assert_same_bits(back.state, wanted)
     assert back.host == {"step": 4}
-    assert len(back.groups) == 1
 
 
 def test_a_disk_that_fills_half_way_leaves_nothing_half_written(tmp_path):

@@ -1,0 +1,160 @@
+"""Pure functions from the records of a journal to the state and the batches of a run."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from rlx.base import Group
+from rlx.journal.journal import Place
+from rlx.journal.records import Record
+
+_STARTS_AT_ZERO = (0, -1)  # position of a run without a checkpoint
+
+
+class Recovered(NamedTuple):
+    """The state of an executor that was killed.
+
+    Attributes:
+      host: as of `Executor.state`, with the events since.
+      groups: the finished groups that `host` names.
+      whole: the records follow the position of `host` without a gap.
+    """
+
+    host: dict[str, Any]
+    groups: list[Group]
+    whole: bool
+
+
+def position(host: Mapping[str, Any] | None) -> tuple[int, int] | None:
+    """Return the first record that a checkpoint needs, and the last that it contains.
+
+    Args:
+      host: state of the checkpoint's executor; None: there is no checkpoint.
+    """
+    if host is None:
+        return _STARTS_AT_ZERO
+    return tuple(host["journal"]) if host.get("journal") else None
+
+
+def recover(
+    host: Mapping[str, Any], at: tuple[int, int] | None, records: Iterable[Record]
+) -> Recovered:
+    """Return the state `host` after the events that follow it.
+
+    Args:
+      at: result of `position`; None: `host` was written without a journal.
+      records: those from the first that `at` names.
+    """
+    state, kept = _State(host), set(host.get("buffered", ())) | set().union(*host.get("order", ()))
+    whole, due = at is not None, at[1] + 1 if at else 0
+    packed: dict[int, Record] = {}
+    for record in records if at else ():
+        fields = record.fields
+        if record.kind == "group" and (record.number >= due or fields["group_id"] in kept):
+            packed[fields["group_id"]] = record
+        if record.number < due:
+            continue
+        whole = whole and record.number == due
+        due = record.number + 1
+        if record.kind == "start" and at == _STARTS_AT_ZERO:  # no checkpoint refuses other rows
+            whole = whole and fields["rows"] == host["cursor"]["digest"]
+        if record.kind == "start" and not fields["whole"]:
+            state, whole = _State(host), True
+        elif whole:
+            state.after(record.kind, fields)
+    state = state if whole else _State(host)
+    made = {**state.host(), "journal": at}
+    wanted = {*made["buffered"], *(g for ids in made["order"] for g in ids)}
+    return Recovered(made, [packed[g].group() for g in sorted(wanted & packed.keys())], whole)
+
+
+class _State:
+    """An executor's state by the events of its journal."""
+
+    def __init__(self, host: Mapping[str, Any]):
+        self._host = {**host, "cursor": dict(host["cursor"])}
+        self._step, self._best = host["step"], host.get("best_reward")
+        self._waiting = dict(host["pending"])
+        self._versions = dict(host.get("admitted_at", ()))
+        self._finished = dict.fromkeys(host.get("buffered", ()))
+        self._order = dict(enumerate(host.get("order", ()), self._step))
+
+    def after(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Change the state by one event; ignore an unknown one."""
+        group: Any = fields.get("group_id")
+        if kind == "start":
+            self._order = {k: ids for k, ids in self._order.items() if k < fields["order"]}
+        elif kind == "admit":
+            cursor = self._host["cursor"]
+            cursor["position"] = max(cursor["position"], group + 1)
+            self._waiting[group], self._versions[group] = fields["attempt"], fields["version"]
+            self._finished.pop(group, None)
+            self._host["admitted"] += 1
+        elif kind == "take":
+            self._order[fields["step"]] = fields["groups"]
+        elif kind in ("group", "reject", "skip"):
+            self._leave(group)
+            if kind == "group":
+                self._finished[group] = None
+            else:
+                self._host["rejected" if kind == "reject" else "skipped"] += 1
+            self._host["failed"] += kind == "skip"
+            if "best" in fields:
+                self._best = fields["best"]
+        elif kind == "fail":
+            self._leave(group)
+            self._waiting[group] = fields["attempt"]
+            self._host["failed"] += 1
+
+    def _leave(self, group: int) -> None:
+        self._waiting.pop(group, None)
+        self._versions.pop(group, None)
+
+    def host(self) -> dict[str, Any]:
+        """Return the state in the form of `Executor.state`."""
+        order, step = [], self._step
+        while step in self._order:
+            order.append(list(self._order[step]))
+            step += 1
+        taken = {g for ids in order for g in ids}
+        return {
+            **self._host,
+            "pending": sorted([g, a] for g, a in self._waiting.items() if g not in taken),
+            "admitted_at": [[g, v] for g, v in self._versions.items() if g not in taken],
+            "buffered": [g for g in self._finished if g not in taken],
+            "order": order,
+            "best_reward": self._best,
+        }
+
+
+class Batches(NamedTuple):
+    """The batches that a run trained on, and its weights.
+
+    Attributes:
+      groups: step, from 0 → place of each group of its batch.
+      weights: version → fields of its last record of kind `weights`.
+    """
+
+    groups: dict[int, list[Place]]
+    weights: dict[int, Mapping[str, Any]]
+
+
+def batches(records: Iterable[tuple[Record, Place]]) -> Batches:
+    """Return the batches that the last process to do a step trained on; incomplete ones go."""
+    places: dict[int, Place] = {}
+    found = Batches({}, {})
+    for record, place in records:
+        fields = record.fields
+        if record.kind == "group":
+            places[fields["group_id"]] = place
+        elif record.kind == "take" and all(g in places for g in fields["groups"]):
+            found.groups[fields["step"]] = [places[g] for g in fields["groups"]]
+        elif record.kind == "take":
+            found.groups.pop(fields["step"], None)
+        elif record.kind == "weights":
+            found.weights[fields["version"]] = fields
+        elif record.kind == "start":
+            for step in [k for k in found.groups if k >= fields["order"]]:
+                del found.groups[step]
+            for version in [v for v in found.weights if v > fields["order"]]:
+                del found.weights[version]
+    return found

@@ -1,0 +1,275 @@
+"""Feed a run's recorded batches to its trainer again, and compare metrics and weights bit for bit.
+
+journal ─▶ batches ─▶ update, from the nearest checkpoint ─▶ metrics.jsonl, sums of the weights
+"""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from threading import Event
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from rlx.algorithms.advantages import running_baselines
+from rlx.base import Group, UserError
+from rlx.config import check, default, leaves
+from rlx.fleet import adapter
+from rlx.journal import history, journal
+from rlx.model import directory
+from rlx.model.tensors import write_directory
+from rlx.observe import environment
+from rlx.observe.metrics import STARTS
+from rlx.run import flags, resume, trainers
+from rlx.run.allocate import changed_environment, gpu_environment
+from rlx.run.export import require_base
+from rlx.run.inputs import INITIAL, Inputs
+from rlx.run.room_options import RunOptions, as_json
+from rlx.system.jsonl import append_jsonl, has_step, jsonable, read_jsonl
+from rlx.train import checkpoint, conductor
+from rlx.train.contract import State, Update
+from rlx.train.train_options import TrainOptions, lora_of
+
+_SHOWN = 3  # metrics of the first step that differs
+Changed = Mapping[str, Any]  # key → value of settings that replace those of the run
+Make = Callable[[ConfigDict], Update]
+
+
+class Recorded:
+    """The steps of a run, from 1, as its directory has them.
+
+    Attributes:
+      metrics: step → line of metrics.jsonl. batches: of the journal. model: HF directory of the
+        first weights, where the run has made them.
+    """
+
+    def __init__(self, workdir: Path):
+        self.workdir, self.model = workdir, workdir / INITIAL
+        self.metrics = {r["step"]: r for r in read_jsonl(workdir / "metrics.jsonl") if has_step(r)}
+        self.batches = history.batches(journal.read(workdir / "journal"))
+        self._starts = {s["start"]: s for s in read_jsonl(workdir / STARTS) if "start" in s}
+        if not self.batches.groups or not self._starts:
+            raise UserError(
+                f"{workdir} has no journal with batches; give the --workdir of a run whose "
+                "journal.keep was above 0, or a bundle"
+            )
+
+    def start(self, step: int) -> Mapping[str, Any]:
+        """Return the entry of starts.jsonl that made a step; the last one if that is unknown."""
+        return self._starts.get(
+            self.metrics.get(step, {}).get("start"), self._starts[max(self._starts)]
+        )
+
+    def config(self, step: int, changed: Changed | None = None) -> ConfigDict:
+        """Return the settings of a step."""
+        config = config_of(self.start(step)["config"])
+        config.update_from_flattened_dict(changed or {})
+        return config
+
+    def groups(self, step: int) -> list[Group]:
+        """Return the batch of a step."""
+        return [place.read().group() for place in self.batches.groups[step - 1]]
+
+
+def config_of(found: Mapping[str, Any]) -> ConfigDict:
+    """Return the config that `as_json` wrote."""
+    config = default()
+    config.update({key: value for key, value in found.items() if value is not None})
+    return config
+
+
+class Plan(NamedTuple):
+    """Steps to compare, `first` to `last`, and the checkpoint to begin from, after step `begin`.
+
+    `origin` None: the run's first weights.
+    """
+
+    origin: Path | None
+    begin: int
+    first: int
+    last: int
+
+
+def plan(recorded: Recorded, first: int = 0, last: int = 0) -> Plan:
+    """Return how to replay steps `first` to `last`; 0: as far as the records reach.
+
+    Raises:
+      UserError: the journal or the checkpoints do not reach these steps.
+    """
+    there = {step + 1 for step in recorded.batches.groups}
+    last = last or max(there & recorded.metrics.keys(), default=0)
+    found = checkpoint.checkpoints(recorded.workdir / "checkpoints")
+    whole = [path for path in found if checkpoint.verify(path) is None]
+    known = {0: None, **{checkpoint.step_of(path): path for path in whole}}
+    begins = [step for step in known if step < last and set(range(step + 1, last + 1)) <= there]
+    begins = [step for step in begins if step < first] if first else begins[:1]
+    if not begins:
+        raise UserError(
+            f"cannot replay steps {first or 1} to {last}: the journal has steps {min(there)} to "
+            f"{max(there)}, and checkpoints are after steps {[*known][1:]}; give other steps with "
+            "--from and --until"
+        )
+    return Plan(known[max(begins)], max(begins), first or max(begins) + 1, last)
+
+
+def replay(
+    recorded: Recorded,
+    plan: Plan,
+    changed: Changed,
+    say: Callable[[str], None],
+    out: Path | None = None,
+) -> bool:
+    """Train and compare; return whether all steps are bitwise those of the run.
+
+    Args:
+      out: new directory of the metrics and the final weights.
+    """
+    config = recorded.config(plan.begin + 1, changed)
+    check(config)
+    there = recorded.start(plan.begin + 1).get("environment", {})
+    with _place(there), gpu_environment(config):
+        library = trainers.library(config)
+        library.set_up()
+        with trainers.join_processes(config, Event()) as hosts:
+            if hosts.index:
+                return trainers.follow(config, hosts)[1]
+            model = recorded.model
+            model = model if model.is_dir() else directory.resolve(config.model.path)
+            inputs = Inputs()
+            inputs.train, inputs.model_dir = TrainOptions.of(config), model
+            library.check_devices(inputs)
+
+            def make(config: ConfigDict) -> Update:
+                options = TrainOptions.of(config), RunOptions.of(config).context
+                return conductor.driver(hosts, partial(library.make, *options), path=str(model))
+
+            begun, differing, compared = time.monotonic(), 0, [0, 0]
+            say(f"replaying steps {plan.begin + 1} to {plan.last} from "
+                f"{plan.origin or f'the first weights in {model}'}")  # fmt: skip
+            for step, update, state, metrics in _steps(recorded, plan, changed, make, model):
+                if out:
+                    append_jsonl(out / "metrics.jsonl", {"step": step, **metrics})
+                if step < plan.first:
+                    continue
+                record, sums = recorded.metrics.get(step), recorded.batches.weights.get(step)
+                compared = [compared[0] + bool(record), compared[1] + bool(sums)]
+                if found := difference(metrics, record or {}, sums, update, state):
+                    differing += 1
+                    say(f"step {step} differs: {found}") if differing == 1 else None
+            if out:
+                write_directory(out / "hf", update.model, update.weights(state), source=model)
+            steps = range(plan.begin + 1, plan.last + 1)
+            trained = sum(recorded.metrics.get(s, {}).get("step_seconds", 0.0) for s in steps)
+            took = f"in {time.monotonic() - begun:.1f} s; the run took {trained:.1f} s for them"
+            if differing:
+                say(f"{differing} of {compared[0]} steps differ, {took}")
+                say(_reasons(changed, there, update.devices))
+            else:
+                say(f"the metrics of {compared[0]} steps and the weights of {compared[1]} versions "
+                    f"are bitwise those of the run, {took}")  # fmt: skip
+            conductor.stop(hosts, step=plan.last, complete=True)
+    return not differing
+
+
+def _steps(
+    recorded: Recorded, plan: Plan, changed: Changed, make: Make, model: Path
+) -> Iterator[tuple[int, Update, State, dict[str, Any]]]:
+    """Yield each step with the trainer, its state, and the metrics."""
+    config, means = recorded.config(plan.begin + 1, changed), dict[str, float]()
+    update = make(config)
+    if plan.origin:
+        host = checkpoint.read_host(plan.origin)
+        require_base(host, adapter.digest(model) if lora_of(config.lora) else b"", model)
+        state, means = update.restore(plan.origin), host["executor"].get("means", {})
+    else:
+        state = update.init()
+    options = TrainOptions.of(config)
+    for step in range(plan.begin + 1, plan.last + 1):
+        now = recorded.config(step, changed)
+        if TrainOptions.of(now) != options:  # a later start had other settings
+            with tempfile.TemporaryDirectory() as place:
+                update.save(Path(place), state).result()
+                update = make(now)
+                state, options = update.restore(Path(place)), TrainOptions.of(now)
+        groups = recorded.groups(step)
+        if decay := options.algorithm.running_mean:
+            means, groups = running_baselines(means, groups, decay)
+        state, metrics = update.update(state, groups)
+        yield step, update, state, dict(metrics)
+
+
+def difference(
+    made: Mapping[str, Any],
+    record: Mapping[str, Any],
+    sums: Mapping[str, Any] | None,
+    update: Update,
+    state: State,
+) -> str:
+    """Return how a replayed step differs from its record; "" if it does not.
+
+    Args:
+      made: metrics of the update. record: line of metrics.jsonl.
+      sums: fields of the journal's record of the weights; None: there is none.
+    """
+    found = [
+        f"{name} {record[name]} → {value}"
+        for name, value in jsonable(made).items()
+        if name in record and name not in _OF_THE_RUN and record[name] != value
+    ]
+    found[_SHOWN:] = [f"{len(found) - _SHOWN} more metrics"] * (len(found) > _SHOWN)
+    if sums:
+        weights = update.weights(state, sums["adapters"])
+        with open(os.devnull, "wb", buffering=0) as nothing:
+            own = weights.write(nothing)
+        pairs = zip(["the header", *weights.tensors], own, sums["sums"], strict=False)
+        names = [name for name, new, old in pairs if new != old]  # each sum includes those before
+        found += [f"the first tensor that differs is {name}" for name in names[:1]]
+    return "; ".join(found)
+
+
+# Facts of the run in metrics.jsonl, whose names a user's statistic may have too.
+_OF_THE_RUN = (
+    "step", "global_step", "epoch", "version", "step_seconds", "elapsed_seconds", "seconds",
+    "generated_tokens_per_second", "consumed_tokens_per_second",
+)  # fmt: skip
+
+
+def _reasons(changed: Changed, there: Mapping[str, Any], devices: str) -> str:
+    """Return what differs between the run, in the environment `there`, and this process."""
+    place = {"trainer_cores": len(os.sched_getaffinity(0)), "devices": devices}
+    why = [f"{key} is {value}" for key, value in changed.items()]
+    why += filter(None, [resume.machine_warning(there, environment.describe(place))])
+    return "; ".join(why) or "settings, machine and packages are those of the run"
+
+
+@contextmanager
+def _place(recorded: Mapping[str, Any]) -> Iterator[None]:
+    """Give this process the threads and XLA flags of the run's trainer, which decide its bits."""
+    cores, flags = sorted(os.sched_getaffinity(0)), recorded.get("variables", {}).get("XLA_FLAGS")
+    # XLA takes the number of its threads from NPROC, torch from the cores.
+    wanted = {"NPROC": str(recorded.get("compute_threads", "")), "XLA_FLAGS": flags or ""}
+    os.sched_setaffinity(0, cores[: recorded.get("trainer_cores", len(cores))])
+    try:
+        with changed_environment({k: v for k, v in wanted.items() if v and k not in os.environ}):
+            yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def changes(config: ConfigDict, settings: list[str]) -> dict[str, Any]:
+    """Return key → value of what flags `--config.KEY=VALUE` change in a config."""
+    text = json.dumps(as_json(config))
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / "recorded.py"
+        file.write_text(
+            "import json\n\nfrom rlx.run.replay_run import config_of\n\n\n"
+            f"def get_config():\n    return config_of(json.loads({text!r}))\n"
+        )
+        made, _ = flags.parse(["rlx.replay", f"--config={file}", *settings])
+    before, now = dict(leaves(as_json(config))), dict(leaves(made))
+    return {key: now[key] for key, value in leaves(as_json(made)) if before.get(key) != value}
