@@ -92,15 +92,17 @@ def run(
             say(traceback.format_exc().rstrip(), sys.stderr)
         say(f"error: {known}" if known else traceback.format_exc().rstrip(), sys.stderr)
         status = 2 if known else 1
-    if status:
-        end_soon(status, _LAST_SECONDS)  # a thread or a library's atexit may not end
     signal.signal(signal.SIGTERM, before)
-    IS_COMMAND.reset(token)
-    leave(status, teardown)
+    try:
+        leave(status, teardown)
+    finally:
+        IS_COMMAND.reset(token)
 
 
 def leave(status: int, teardown: bool) -> NoReturn:
     """Exit, first waiting for threads and calling atexit's functions if `teardown`."""
+    if status:
+        end_soon(status, _LAST_SECONDS)  # a thread or a library's atexit may not end
     # Not sys.exit: while Python ends, it cancels threads inside C++, which may abort the process.
     try:
         if teardown:
