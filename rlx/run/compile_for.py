@@ -4,6 +4,7 @@ Needs JAX's CUDA plugin, and neither a GPU nor CUDA. XLA's plan of memory and it
 a GPU would run; autotuning is the exception, because it measures, so seconds are a range.
 """
 
+import shutil
 import sys
 import time
 from collections.abc import Iterator, MutableMapping
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,11 +49,12 @@ def set_up(environment: MutableMapping[str, str]) -> None:
             f"--compile-for needs Python 3.12 or newer, and this is {sys.version_info[0]}."
             f"{sys.version_info[1]}; make an environment with it"
         )
-    if not any(map(find_spec, xla_flags.PLUGINS)):
+    if not any(map(find_spec, xla_flags.PLUGINS)) or not _has_assembler():
         own = version("jaxlib")
         raise UserError(
-            "--compile-for needs JAX's CUDA plugin, and it is not installed; run: pip install "
-            f"--no-deps jax-cuda13-plugin=={own} jax-cuda13-pjrt=={own}"
+            "--compile-for needs JAX's CUDA plugin and ptxas, which are not installed; run: pip "
+            f"install --no-deps jax-cuda13-plugin=={own} jax-cuda13-pjrt=={own} nvidia-cuda-nvcc "
+            "nvidia-nvvm"
         )
     environment["JAX_PLATFORMS"] = "cpu"
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's warnings of each rematerialisation
@@ -59,6 +62,13 @@ def set_up(environment: MutableMapping[str, str]) -> None:
     own_flags = (*xla_flags.FLAGS, *FLAGS)
     flags = [flag for flag in own_flags if flag.partition("=")[0] not in given]
     environment["XLA_FLAGS"] = " ".join(filter(None, [given, *flags]))
+
+
+def _has_assembler() -> bool:
+    """Return whether XLA finds ptxas, without which it ends the process."""
+    import_paths = [Path(path) / "nvidia/cu13/bin/ptxas" for path in sys.path]
+    places = [Path("/usr/local/cuda/bin/ptxas"), *import_paths]
+    return bool(shutil.which("ptxas")) or any(path.is_file() for path in places)
 
 
 def findings(config: ConfigDict, text: str) -> Iterator[Finding]:
