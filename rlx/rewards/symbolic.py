@@ -161,7 +161,9 @@ def _bits(text: str) -> float:
             return math.inf
         bits = 2.0 if token.isalpha() or token == "\\pi" else 0.0  # e is more than 2, π than 3
         if token.isdigit() or token[0] == "§":
-            bits = math.log2(int(token) + 1) if token.isdigit() else float(token.strip("§"))
+            # A backslash in front of a mark takes its first sign; the last one is left.
+            inner = token.strip("§") or "inf"
+            bits = math.log2(int(token) + 1) if token.isdigit() else float(inner)
         if token in _POWERS and before in _POWERS:  # a tower; which way is unclear
             return math.inf
         if previous in _POWERS or token == "!":

@@ -137,11 +137,17 @@ def test_a_completion_does_not_depend_on_its_batch(running):
 
 def test_other_shapes_of_the_engine_give_the_same_completions(running, tiny_model_dir):
     """More slots and a longer cache: all of it, or the smaller programs it picks by itself."""
-    wanted = bits(running.ask(prompt_of(5), n=4, seed=1, max_new_tokens=40))
+    wanted = running.ask(prompt_of(5), n=4, seed=1, max_new_tokens=40)
     other = Running(tiny_model_dir, slots=24, max_model_len=200)
     try:
-        for _ in range(3):
-            assert bits(other.ask(prompt_of(5), n=4, seed=1, max_new_tokens=40)) == wanted
+        answers = [other.ask(prompt_of(5), n=4, seed=1, max_new_tokens=40) for _ in range(3)]
+        assert all(bits(answer) == bits(answers[0]) for answer in answers)
+        if jax.__version_info__ < (0, 12):
+            assert bits(answers[0]) == bits(wanted)
+        # From JAX 0.12 XLA's products add up in an order that follows the number of rows.
+        for index, sample in wanted.items():
+            assert answers[0][index].tokens == sample.tokens
+            np.testing.assert_allclose(answers[0][index].logprobs, sample.logprobs, atol=1e-5)
     finally:
         other.close()
 

@@ -59,6 +59,7 @@ def running(tiny_model_dir):
     running.close()
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("name", ["gemma3", "phi3-long"])
 def test_scores_of_other_families_are_the_trainers_too(name, tmp_path_factory):
     """Over windows in several chunks, and by longrope's factors of the engine's context."""

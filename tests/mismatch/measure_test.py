@@ -141,6 +141,7 @@ def test_a_table_without_transformers_says_why():
     assert "not installed" not in compare_table.table(case, both, "float32")
 
 
+@pytest.mark.torch
 def test_longrope_of_a_comparison_is_that_of_its_servers_context(tmp_path_factory):
     """Which compare.py starts for the longest prompt and answer; the original context is 24."""
     _, path = make_oracle("phi3-long", tmp_path_factory)

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rlx.base import UserError
@@ -124,6 +124,7 @@ _LATEX = st.lists(_PIECES, max_size=25).map("".join)
 
 
 @settings(max_examples=25, deadline=None)
+@example([("\\()$", 1)])
 @given(
     st.lists(
         st.tuples(st.one_of(st.text(min_size=1), _LATEX), st.integers(1, 2000)),
