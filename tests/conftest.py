@@ -26,15 +26,6 @@ _flags = {
 _own = (flag for flag, versions in _flags.items() if version("jaxlib").startswith(versions))
 os.environ["XLA_FLAGS"] = " ".join(filter(None, [os.environ.get("XLA_FLAGS"), *_own]))
 
-# A run pins its trainer to the first core that it may use and its servers to the others. So that
-# the runs of several processes of pytest do not all have their servers on one core, each process
-# has cores of its own.
-if _worker := os.environ.get("PYTEST_XDIST_WORKER"):
-    _cores = sorted(os.sched_getaffinity(0))
-    _first = int(_worker.removeprefix("gw")) % len(_cores)
-    _count = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    os.sched_setaffinity(0, _cores[_first::_count])
-
 # On a busy machine a clock says nothing about the code.
 settings.register_profile("no_clocks", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no_clocks")
@@ -121,14 +112,14 @@ def tiny_model_dir(tmp_path_factory) -> Path:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """The whole suite runs in four processes, a file in each; a part of it is sooner done in one.
+    """The whole suite runs in three processes, a file in each; a part of it is sooner done in one.
 
     `pytest -n0` runs everything in one process, `-n2` in two.
     """
     chosen = getattr(config.option, "numprocesses", 0)  # 0 without pytest-xdist
     whole = config.args_source is config.ArgsSource.TESTPATHS
     if whole and chosen is None and not (hasattr(config, "workerinput") or config.option.usepdb):
-        config.option.numprocesses, config.option.dist = 4, "loadfile"
+        config.option.numprocesses, config.option.dist = 3, "loadfile"
         config.option.loadscopereorder = False
         config.option.maxworkerrestart = "0"  # a crash ends the session; restarted, it may hang
 
@@ -150,7 +141,7 @@ def pytest_ignore_collect(collection_path, config):
     return None if re.search(marked, collection_path.read_text(), re.MULTILINE) else True
 
 
-SECONDS = {"slow": 600, "slurm": 600, "ray": 600, "vllm": 600, "witnesses": 600, "docs": 600}
+SECONDS = dict.fromkeys(("slow", "slurm", "ray", "vllm", "witnesses", "docs", "deviceless"), 600)
 
 
 @pytest.hookimpl(wrapper=True)
