@@ -30,7 +30,7 @@ def replace(path, text):
 
 def test_it_is_there_at_every_moment_and_a_killed_writers_copy_goes_at_the_next_write(tmp_path):
     path, left = tmp_path / "hf", 0
-    for turn in range(10):
+    for turn in range(20):
         child = subprocess.Popen([sys.executable, "-c", REPLACE, str(path)], stdout=subprocess.PIPE)
         try:
             assert child.stdout.readline()
