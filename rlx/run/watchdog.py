@@ -123,7 +123,8 @@ def _watched_from_outside(workdir: Path) -> Iterator[None]:
     os.set_blocking(ours, False)
     given = map(str, (os.getpid(), workdir, *LIBRARIES))
     command = [sys.executable, "-IS", interpreter_watch.__file__, *given]
-    process = subprocess.Popen(command, stdin=pipe, start_new_session=True)
+    # Without our environment, which holds the token of a fleet.
+    process = subprocess.Popen(command, stdin=pipe, start_new_session=True, env={})
     os.close(pipe)
     main = threading.current_thread() is threading.main_thread() and IS_COMMAND.get()
     before = signal.set_wakeup_fd(ours, warn_on_full_buffer=False) if main else -1
