@@ -12,7 +12,7 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
-from rlx.agents.workflow import AgentOptions
+from rlx.agents.agent_options import AgentOptions
 from rlx.algorithms.algorithm import FIELDS, Algorithm
 from rlx.base import UserError
 from rlx.engines.engine import EngineOptions

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from rlx.agents import loading, workflow
+from rlx.agents import agent_options, loading, workflow
 from rlx.base import UserError
 from rlx.cli import command
 from rlx.doctor import failures
@@ -46,7 +46,7 @@ def main() -> int:
     group = flags.number(values, "group", int, config.sampling.n_samples if config else 8)
     steps = debugger.steps(values.steps or "1,2", rows, batch, group)
     report = debugger.Debugger(
-        agent, kwargs, workflow.AgentOptions.of(config) if config else None,
+        agent, kwargs, agent_options.AgentOptions.of(config) if config else None,
         values.base_url, values.api_key or os.environ.get("OPENAI_API_KEY", ""), values.model,
         flags.number(values, "timeout", float, 300.0),
     ).run(steps)  # fmt: skip

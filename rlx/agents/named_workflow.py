@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlx.agents import loading
-from rlx.agents.workflow import DEFAULTS, AgentOptions, AgentWorkflow
+from rlx.agents.agent_options import DEFAULTS, AgentOptions
+from rlx.agents.workflow import AgentWorkflow
 from rlx.cli import user_code
 from rlx.fleet.requests import Sampling
 from rlx.rewards.reward_pool import RewardPool

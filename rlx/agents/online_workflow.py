@@ -22,9 +22,10 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from rlx.agents import trajectories
+from rlx.agents.agent_options import AgentOptions
 from rlx.agents.online import OnlineOptions, OnlineSessions
 from rlx.agents.session_state import Denied, SessionState
-from rlx.agents.workflow import AgentOptions, gateway_class
+from rlx.agents.workflow import gateway_class
 from rlx.base import Group, Trajectory, Unavailable, UserError
 from rlx.fleet import tls
 from rlx.fleet.client import Fleet

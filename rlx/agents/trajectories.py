@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlx.agents.agent_options import EXPORTS
 from rlx.agents.sessions import Interaction
 from rlx.base import Group, Trajectory, UserError
 from rlx.rollout.control_tokens import plain
@@ -94,7 +95,7 @@ _LINES = {
     "concat": _paths,
     "individual": lambda interactions, chosen: [[k] for k in chosen],
 }
-EXPORTS = tuple(_LINES)
+assert tuple(_LINES) == EXPORTS
 
 
 def of_run(

@@ -20,15 +20,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from rlx.agents import loading, returns, trajectories
+from rlx.agents.agent_options import DEFAULTS, AgentOptions
 from rlx.agents.sessions import Session
 from rlx.base import Group, Trajectory, UserError, install, place, seed_of
 from rlx.fleet.requests import Sampling
-from rlx.fleet.tls import Tls, server_tls
-from rlx.option import option, read_options
 from rlx.rollout.episode import run_all
 from rlx.rollout.workflows import Generator, Task, conversation
 from rlx.workers.worker_pool import Evicted, WorkerError, WorkerKind, WorkerPool
-from rlx.workers.worker_process import NO_LIMITS, StartWorker, WorkerLimits, start_worker
 
 if TYPE_CHECKING:
     from rlx.agents.api_gateway import Gateway
@@ -44,51 +42,6 @@ class AgentError(RuntimeError):
     """An agent failed; the message has its reason, and its traceback if it raised."""
 
 
-@dataclass(frozen=True, slots=True)
-class AgentOptions:
-    """Settings of agents' processes and rewards.
-
-    Attributes:
-      system_prompt, question_key: of `data["messages"]`, for rows that have no messages.
-      workers: number of processes; one serves many runs as long as they wait rather than compute.
-      limits: of each process. start: starts one, here or elsewhere.
-      host, tls: of the gateway that they ask.
-    """
-
-    turn_discount: float = option(
-        1.0, "share of the next completion's return that counts", "[0, 1]"
-    )
-    export: str = option("tree", "rows of a run: docs/agents.md", trajectories.EXPORTS)
-    reward_seconds: float = option(0.0, "wait for the reward of a run that returned None", "0")
-    block_seconds: float = option(
-        300.0, "longest time an agent may block its event loop", "(0, inf)"
-    )
-    process_per_run: bool = option(False, "hide each run's key from others; reward.workers at once")
-    system_prompt: str = ""
-    question_key: str = "question"
-    workers: int = 1
-    limits: WorkerLimits = NO_LIMITS
-    start: StartWorker = start_worker
-    host: str = "127.0.0.1"
-    tls: Tls | None = None
-
-    @classmethod
-    def of(cls, config: Any) -> "AgentOptions":
-        """Return those of a run's config; UserError where other nodes could not ask its gateway."""
-        agents, online = config.agents, config.online
-        tls = server_tls(online.tls_cert, online.tls_key, "") if agents.resources else None
-        if agents.resources and not tls:
-            raise UserError(
-                f"agents.resources={agents.resources} puts agents on other nodes, which ask the "
-                "gateway by TLS; set online.host, tls_cert and tls_key, or scheduler.type=ray"
-            )
-        return read_options(
-            cls, config.data, agents, workers=config.reward.workers, tls=tls,
-            limits=WorkerLimits.of(agents, config.sandbox),
-            host=online.host if tls else DEFAULTS.host,
-        )  # fmt: skip
-
-
 @dataclass(frozen=True, eq=False)
 class _Front:
     """The gateway in front of one fleet, and the processes of the agents that ask it."""
@@ -96,9 +49,6 @@ class _Front:
     fleet: Generator
     gateway: "Gateway"
     workers: WorkerPool
-
-
-DEFAULTS = AgentOptions()
 
 
 class AgentWorkflow:

@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console
 
 from rlx.agents import returns, workflow
+from rlx.agents.agent_options import AgentOptions
 from rlx.base import UserError
 from rlx.cli.command import say
 from rlx.cli.text import duration
@@ -64,12 +65,10 @@ class Debugger:
     """
 
     def __init__(
-        self, agent: str, kwargs: Mapping[str, Any], options: workflow.AgentOptions | None,
+        self, agent: str, kwargs: Mapping[str, Any], options: AgentOptions | None,
         base_url: str, api_key: str, model: str, timeout: float,
     ):  # fmt: skip
-        options = options or workflow.AgentOptions(
-            limits=WorkerLimits(environment=tuple(os.environ))
-        )
+        options = options or AgentOptions(limits=WorkerLimits(environment=tuple(os.environ)))
         block_seconds = min(filter(None, (options.block_seconds, timeout)))
         options = replace(options, block_seconds=block_seconds, host=HOST)
         self._workers = WorkerPool(workflow.worker_kind(agent, kwargs, options), options.workers)

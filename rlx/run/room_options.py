@@ -13,7 +13,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rlx.agents import named_workflow
-from rlx.agents.workflow import AgentOptions
+from rlx.agents.agent_options import AgentOptions
 from rlx.base import UserError
 from rlx.doctor.memory import RunSizes
 from rlx.engines.engine import EngineOptions

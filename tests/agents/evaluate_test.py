@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from rlx.agents import loading, named_workflow
+from rlx.agents.agent_options import AgentOptions
 from rlx.agents.named_workflow import NamedWorkflow
-from rlx.agents.workflow import AgentOptions, AgentWorkflow, with_messages
+from rlx.agents.workflow import AgentWorkflow, with_messages
 from rlx.base import UserError
 from rlx.evaluation import sample_files
 from rlx.fleet.requests import Sampling

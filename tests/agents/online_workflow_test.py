@@ -8,9 +8,9 @@ import aiohttp
 import numpy as np
 import pytest
 
+from rlx.agents.agent_options import AgentOptions
 from rlx.agents.online import OnlineOptions
 from rlx.agents.online_workflow import OnlineWorkflow, RunContext, expected_wait
-from rlx.agents.workflow import AgentOptions
 from rlx.rollout.attempts import Patience
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor

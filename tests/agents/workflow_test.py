@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from rlx.agents import trajectories
-from rlx.agents.workflow import AgentOptions, AgentWorkflow, run_agent, worker_kind
+from rlx.agents.agent_options import AgentOptions
+from rlx.agents.workflow import AgentWorkflow, run_agent, worker_kind
 from rlx.base import UserError
 from rlx.evaluation.runner import Evaluator
 from rlx.fleet.requests import Sampling

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlx.agents.workflow import AgentOptions
+from rlx.agents.agent_options import AgentOptions
 from rlx.base import UserError
 from rlx.config import default
 from rlx.launch import ray_workers

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlx.agents.workflow import AgentOptions, run_agent, worker_kind
+from rlx.agents.agent_options import AgentOptions
+from rlx.agents.workflow import run_agent, worker_kind
 from rlx.doctor import packages
 from rlx.rewards.reward_pool import RewardCall, RewardError, RewardPool
 from rlx.workers import worker_process
