@@ -5,6 +5,7 @@ Once it answers calls it prints one JSON line, `{"port": …, "pid": …}`.
 
 import argparse
 import asyncio
+import faulthandler
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ def main(argv: Sequence[str], engines: Mapping[str, Callable] = options.ENGINES)
     """Serve until SIGTERM or SIGINT."""
     args = options.parser(engines).parse_args(argv)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until it is ready it ends at once
+    faulthandler.register(signal.SIGUSR1)  # a hung server is asked for its stacks
     keep_private()  # /proc/PID/environ holds the token that we were started with
     os.umask(0o077)  # only this user may read files and vLLM's sockets
     if args.parent_pid:

@@ -34,6 +34,7 @@ from rlx.fleet.tls import Tls
 from rlx.system import exit_reason
 
 _POLL_SECONDS = 0.05
+_STACKS_SECONDS = 0.5  # for a process to write its stacks
 _STOP_SECONDS = 5.0  # between SIGTERM and SIGKILL
 _STEADY_SECONDS = 60.0  # a server that ran this long may restart as often as a new one
 
@@ -205,7 +206,7 @@ class LocalServers:
             if time.monotonic() > deadline:
                 raise UserError(
                     f"a rollout server was not ready within {self._ready_timeout:g} s; read "
-                    f"{waiting[0].log}"
+                    f"{waiting[0].log}{waiting[0].write_stacks()}"
                 )
             if self._stopping.wait(_POLL_SECONDS):
                 raise UserError("the rollout servers were stopped before they were ready")
@@ -219,7 +220,7 @@ class LocalServers:
         lived = time.monotonic() - (server.ready_at or server.started)
         if server.pid and (mute or min(silent, lived) > limit):
             why = "sends no token" if mute else f"has not answered for {limit:g} s"
-            self._say(f"{server} {why}; killing it")
+            self._say(f"{server} {why}; killing it{server.write_stacks()}")
             server.signal(signal.SIGKILL)
 
     def _revive(self, server: "_Server") -> None:
@@ -323,6 +324,18 @@ class _Server:
         if self.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
+
+    def write_stacks(self) -> str:
+        """Have the process write the stacks of its threads to its log; return where they are.
+
+        A stopped process writes nothing, and the result is "".
+        """
+        size = self.log.stat().st_size
+        if self.pid:
+            os.kill(self.pid, signal.SIGUSR1)  # see rlx.serve
+            time.sleep(_STACKS_SECONDS)
+        written = self.log.stat().st_size > size
+        return f"; the stacks of its threads are in {self.log}" if written else ""
 
     def _lines(self) -> list[str]:
         with open(self.log, "rb") as log:

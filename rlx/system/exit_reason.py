@@ -86,9 +86,13 @@ def words(code: int, peak_bytes: int, *, killed_for_memory: bool = False) -> str
     )
 
 
+# The ready line of a server, and lines of faulthandler's stacks.
+_NOT_WORDS = ('{"port"', '  File "', "Thread 0x", "Current thread 0x", "Stack (most")
+
+
 def last_words(lines: Sequence[str]) -> str:
     """Return the last line of an engine's log, and a remedy if its last lines mention memory."""
-    lines = [x.strip() for x in lines if x.strip() and not x.startswith('{"port"')]
+    lines = [x.strip() for x in lines if x.strip() and not x.startswith(_NOT_WORDS)]
     if not lines:
         return ""
     last = lines[-1].removeprefix("error: ")

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -194,7 +195,7 @@ def loop():
 
 def test_the_silence_of_a_server_is_not_that_of_its_successor_while_it_starts(tmp_path):
     program = f"import time, runpy; time.sleep(1); runpy.run_path({SCRIPT!r}, run_name='__main__')"
-    said, command = [], (sys.executable, "-c", program)
+    said, command, log = [], (sys.executable, "-c", program), tmp_path / "logs" / "server-0.log"
     with start(tmp_path, command=command, answer_timeout=60.0, on_message=said.append) as local:
         (address,) = local.wait()
         local._silent[address] = math.inf
@@ -205,8 +206,9 @@ def test_the_silence_of_a_server_is_not_that_of_its_successor_while_it_starts(tm
             local._silent.update({address: 99.0} if len(said) == 2 else {})
         time.sleep(0.2)
     assert [line.split(")")[1].split(" at ")[0] for line in said] == [
-        " sends no token; killing it", " ended by SIGKILL",
+        f" sends no token; killing it; the stacks of its threads are in {log}", " ended by SIGKILL",
     ]  # fmt: skip
+    assert re.search(r"Current thread 0x.* \(most recent call first\):\n +File", log.read_text())
 
 
 def test_hung_server_is_killed_and_started_again(tmp_path, loop):
