@@ -23,7 +23,7 @@ NAV: dict[str, list[str]] = {
     "Algorithms": ["algorithms.md", "results.md"],
     "Agents and tools": ["agents.md", "tools.md", "online.md", "debugging.md"],
     "Scale and clusters": ["scale.md", "cluster.md", "fleet.md"],
-    "Operate": ["troubleshooting.md", "reliability.md", "security.md"],
+    "Operate": ["metrics.md", "troubleshooting.md", "reliability.md", "security.md"],
     "Reference": ["config.md", "api.md", "inside.md", "contributing.md", "changelog.md"],
 }
 OF_ROOT = {"AGENTS.md": "inside.md", "CONTRIBUTING.md": "contributing.md",

@@ -22,8 +22,10 @@ from pathlib import Path
 import pytest
 
 from rlx.__main__ import COMMANDS
+from rlx.algorithms import losses
 from rlx.config import check, default, leaves
-from rlx.run import flags
+from rlx.observe import metrics, report_learning
+from rlx.run import flags, run_records
 from rlx.run.allocate import apply_allocation
 
 ROOT = Path(__file__).parents[2]
@@ -275,3 +277,13 @@ def elsewhere(words):
     module = ROOT / "rlx" / "/".join(words.split("."))
     there = module.is_dir() or any(p.with_suffix(".py").exists() for p in (module, module.parent))
     return there or words.endswith((".json", ".jsonl", ".md", ".py", ".html"))
+
+
+def test_the_page_of_metrics_has_every_key_that_code_names():
+    told = set(re.findall(r"`([^`]+)`", (ROOT / "docs/metrics.md").read_text()))
+    charts = [*report_learning._OPTIMISATION, *report_learning._ON_ROLLOUTS]
+    keys = {*metrics.TRAINED, *run_records.OF_ROLLOUTS, *losses.LOSSES}
+    keys |= {name for chart in charts for name, *_ in (*chart.trained, *chart.held_out)}
+    assert keys - told == set()
+    own = {key for key in told if "." in key and not key.endswith(".jsonl")}
+    assert own <= KEYS.keys(), own - KEYS.keys()

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -116,6 +117,10 @@ def test_a_finished_run_leaves_what_the_readme_says(finished_run):
     assert not [e["name"] for e in spans if any(map(str.isdigit, e["name"]))]
     assert {e["args"]["version"] for e in spans if e["name"] == "publish"} == {1, 2, 3}
     assert {"train", "pack and dispatch", "compute", "load"} <= {e["name"] for e in spans}
+    told = re.findall(r"`([^`]+)`", (Path(__file__).parents[2] / "docs/metrics.md").read_text())
+    checks = records(workdir / "gate.jsonl")
+    keys = {name for record in (*steps, *scores, *checks) for name in record}
+    assert {k for k in keys - {*told} if not k.startswith(("reward/", "info/"))} == set()
     assert (workdir / "report.html").stat().st_size > 10_000
     assert list((workdir / "rollouts").glob("step-*.jsonl"))
     assert list((workdir / "tensorboard").iterdir())
