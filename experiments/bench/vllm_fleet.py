@@ -19,6 +19,7 @@ import asyncio
 import dataclasses
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -120,7 +121,9 @@ async def compare(model: Path, slots: int, seeded: bool, args, cores, scratch: P
     stop = list(config.eos_token_ids)
     with (
         LocalServers(model, workdir=scratch, plan=plan, engine=args.engine, **options) as local,
-        vllm_workers.Rival("offline", model, cores[1], log, stop=stop, **options) as rival,
+        vllm_workers.Rival(
+            "offline", model, cores[1], log, args.vllm_python, stop=stop, **options
+        ) as rival,
     ):
         rival.ask()
         addresses = await asyncio.to_thread(local.wait)
@@ -175,6 +178,7 @@ def main() -> None:
     p = argparse.ArgumentParser(allow_abbrev=False)
     p.add_argument("--model", default="tiny", choices=vllm_workers.MODELS)
     p.add_argument("--engine", default="vllm", choices=("vllm", "jax"), help="of rlx's side")
+    p.add_argument("--vllm-python", default=sys.executable, help="that has vLLM for its side")
     p.add_argument("--cores", default="0,1", help="client, engines")
     p.add_argument("--slots", default="64,128", help="sequences decoded together")
     p.add_argument("--seeds", default="yes,no", help="whether each request has one")

@@ -78,11 +78,14 @@ def kv_bytes(path: Path, tokens: int, dtype: str) -> int:
 class Rival:
     """One of this file's programs in a process on `core` (or several: "0,1", a thread for each)."""
 
-    def __init__(self, program: str, model: Path, core: int | str, log: Path, **options: Any):
+    def __init__(
+        self, program: str, model: Path, core: int | str, log: Path,
+        python: str = sys.executable, **options: Any,
+    ):  # fmt: skip
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         self._log = open(log, "ab")  # noqa: SIM115
         self._process = subprocess.Popen(
-            ["taskset", "-c", str(core), sys.executable, "-m", "experiments.bench.vllm_workers",
+            ["taskset", "-c", str(core), python, "-m", "experiments.bench.vllm_workers",
              program, f"--model={model}",
              f"--parent-pid={os.getpid()}", *flags],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
