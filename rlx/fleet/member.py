@@ -179,7 +179,10 @@ class Member:
                     had, self._has = self._has, None  # until it answers
                     served, self._serves = self._serves, None
                     self.delivery, replaced = await self._publish(weights, had)
-                    self._compare(served, replaced)
+                    # Before its first token, an update by this run's killed process may end.
+                    if served != replaced and self.waits.last > -math.inf:
+                        await self._require_no_restart()  # else it may have had its first weights
+                        self._compare(served, replaced)
                     self._has, self._serves = weights, (weights.version, weights.crc32)
             except grpc.aio.AioRpcError as error:
                 reason = wire.describe(error)
@@ -271,6 +274,13 @@ class Member:
                 "publishes to it; give every run its own servers or its own token"
             )
             self.fail("something else publishes to it")
+
+    async def _require_no_restart(self) -> None:
+        """Raise Lost if the server restarted since its last status."""
+        instance = self.status.instance
+        await self.probe()
+        if self.status.instance != instance:
+            raise Lost("restarted")
 
     def _wrong_token(self) -> UserError:
         return UserError(

@@ -45,10 +45,10 @@ def recover(
       records: those from the first that `at` names.
     """
     state, kept = _State(host), set(host.get("buffered", ())) | set().union(*host.get("order", ()))
-    whole, due = at is not None, at[1] + 1 if at else 0
+    whole, due, last = at is not None, at[1] + 1 if at else 0, -1
     packed: dict[int, Record] = {}
     for record in records if at else ():
-        fields = record.fields
+        fields, last = record.fields, record.number
         if record.kind == "group" and (record.number >= due or fields["group_id"] in kept):
             packed[fields["group_id"]] = record
         if record.number < due:
@@ -58,9 +58,11 @@ def recover(
         if record.kind == "start" and at == _STARTS_AT_ZERO:  # no checkpoint refuses other rows
             whole = whole and fields["rows"] == host["cursor"]["digest"]
         if record.kind == "start" and not fields["whole"]:
-            state, whole = _State(host), True
+            # It follows another checkpoint if that was damaged since.
+            state, whole = _State(host), fields.get("step", host["step"]) == host["step"]
         elif whole:
             state.after(record.kind, fields)
+    whole = whole and last + 1 >= due  # a power cut may have lost records of the checkpoint
     state = state if whole else _State(host)
     made = {**state.host(), "journal": at}
     wanted = {*made["buffered"], *(g for ids in made["order"] for g in ids)}

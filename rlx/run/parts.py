@@ -439,6 +439,7 @@ def _recover(
         shutil.rmtree(place, ignore_errors=True)
     about = {
         "start": parts.writer.start,
+        "step": found.host["step"],
         "order": found.host["step"] + executor.num_repeated,
         "whole": found.whole,
         "rows": found.host["cursor"]["digest"],

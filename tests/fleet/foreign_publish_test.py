@@ -54,12 +54,25 @@ def test_the_next_publish_tells_where_no_probe_came_between(tools, tmp_path):
         async with tools.fleet(1, tmp_path, limits=limits) as (fleet, _, servers):
             if first:
                 await fleet.publish(1, tools.weights(0.5))
+            await fleet.generate([1], Sampling(max_new_tokens=2), 1)
             await publish(tools, tmp_path, servers[0], 1, 0.25)
             with pytest.raises(UserError, match=r"served version 1 .* something else publishes"):
                 await fleet.publish(2, tools.weights(0.5))
 
     for first in (True, False):  # also before the first publish of ours
         tools.run(main(first))
+
+
+def test_an_update_by_the_killed_process_of_this_run_may_end_after_the_next_one_connects(
+    tools, tmp_path
+):
+    async def main():
+        async with tools.fleet(1, tmp_path) as (fleet, _, servers):
+            await publish(tools, tmp_path, servers[0], 7, 0.25)  # no token was asked for before
+            await fleet.publish(0, tools.weights(0.5))
+            assert [s.status.version for s in await fleet.status()] == [0]
+
+    tools.run(main())
 
 
 def test_own_publishes_and_those_of_the_run_before_are_no_surprise(tools, tmp_path):

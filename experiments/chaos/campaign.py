@@ -1,0 +1,343 @@
+"""A small training run in real processes, disturbed again and again.
+
+trainer (gateway, workers of rewards and agents) ─▶ proxies ─▶ servers
+
+After each fault the campaign waits until the run has made two more steps. A trainer that ends is
+started again by the same command.
+"""
+
+import json
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from experiments.chaos.proxy import Proxy
+from rlx.journal import journal
+from rlx.model.directory import resolve
+from rlx.train import checkpoint
+
+HERE = Path(__file__).parent
+# Without torch, which transformers would import for a tokenizer: a third of the time of a start.
+_RUN = (
+    "import runpy, sys; sys.modules['torch'] = None; "
+    "runpy.run_module({!r}, run_name='__main__', alter_sys=True)"
+)
+SETTINGS = {
+    "total_steps": 1_000_000, "rollout.batch_prompts": 2, "sampling.n_samples": 4,
+    "sampling.max_new_tokens": 24, "rollout.max_staleness": 2, "rollout.workflow":
+    f"{HERE}/mixed.py:Mixed", "rollout.max_concurrent_rollouts": 8, "fleet.slots": 8,
+    "fleet.publish": "delta", "fleet.kv_on_update": "recompute", "fleet.hang_seconds": 1.0,
+    "fleet.probe_seconds": 0.3, "fleet.publish_timeout_seconds": 5.0, "eval.num_questions": 0,
+    "gate.enabled": False, "observe.writers": "()", "observe.transcripts_per_step": 64,
+    "checkpoint.first_step": 1, "checkpoint.every_steps": 10, "model.compute_dtype": "float32",
+    "optimizer.learning_rate": 1e-4, "rollout.request_timeout_seconds": 20.0,
+    "train.row_buckets": "(192,)", "train.max_tokens_per_microbatch": 768,
+}  # fmt: skip
+LIMIT = 120.0  # seconds to recover, then the run counts as hung
+_DISK = 256 << 20
+
+
+def wait_until(condition: Callable[[], Any], seconds: float) -> bool:
+    """Return whether `condition()` becomes true in time."""
+    end = time.monotonic() + seconds
+    while not (met := condition()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return bool(met)
+
+
+def environment(root: Path) -> dict[str, str]:
+    """Return the variables of a run and of its replay."""
+    home = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    fast = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **fast, "PYTHONPATH": home, "TMPDIR": f"{root}/tmp"}
+
+
+def start_program(module: str, flags: list[str], log: Path, root: Path) -> subprocess.Popen:
+    """Start `python -m MODULE FLAGS` in a session of its own."""
+    command = [sys.executable, "-c", _RUN.format(module), *flags]
+    with open(log, "ab") as file:
+        return subprocess.Popen(
+            command, stdout=file, stderr=file, env=environment(root), start_new_session=True
+        )
+
+
+class Server:
+    """A rollout server and the proxy in front of it."""
+
+    def __init__(self, root: Path):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self._root, self.proxy = root, Proxy(self.port)
+        self.start()
+
+    def start(self) -> None:
+        """Start the process."""
+        flags = [f"--model={resolve('rlx:arithmetic')}", f"--port={self.port}", "--slots=8",
+                 "--max-model-len=192", f"--stage-dir={self._root}/stage"]  # fmt: skip
+        log = self._root / f"server-{self.port}.log"
+        self.process = start_program("rlx.serve", flags, log, self._root)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has a port."""
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1.0):
+            return self.process.poll() is None
+        return False
+
+
+class Campaign:
+    """One run and what has been done to it.
+
+    Attributes:
+      rows: kind, seconds to recover, and what was wrong, of each fault.
+      problems: what outlived its process.
+    """
+
+    def __init__(self, root: Path, seed: int, say: Callable[[str], None] = print):
+        self.root, self.seed, self.draw, self._say = root, seed, random.Random(seed), say
+        self.disk, self.workdir = root / "disk", root / "disk" / "run"
+        self.rows, self.problems = list[tuple[str, float, str]](), list[str]()
+        for name in ("disk", "publish", "stage", "tmp"):
+            (root / name).mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "tmpfs", str(self.disk)]
+        self.mounted = not subprocess.run(mount, capture_output=True).returncode
+        self.servers = [Server(root) for _ in range(2)]
+        self.children = set[psutil.Process]()  # of the trainer
+        self.start()
+
+    def start(self) -> None:
+        """Start the trainer by the same command as before."""
+        addresses = tuple(f"127.0.0.1:{server.proxy.port}" for server in self.servers)
+        settings = {"seed": self.seed, "fleet.publish_dir": f"{self.root}/publish", **SETTINGS,
+                    "fleet.addresses": repr(addresses)}  # fmt: skip
+        flags = ["--config=rlx:arithmetic", f"--workdir={self.workdir}"]
+        flags += [f"--config.{key}={value}" for key, value in settings.items()]
+        self.trainer = start_program("rlx.main", flags, self.root / "trainer.log", self.root)
+
+    def step(self) -> tuple[int, int]:
+        """Return the start and the step of the newest record."""
+        path = self.workdir / "metrics.jsonl"
+        with suppress(OSError, ValueError, IndexError, KeyError), open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 20_000))
+            record = json.loads(file.read().split(b"\n")[-2])
+            return record["start"], record["step"]
+        return 0, 0
+
+    def look(self) -> None:
+        """Note the trainer's processes; start it again if it has ended."""
+        if self.trainer.poll() is None:
+            with suppress(psutil.Error):
+                self.children.update(psutil.Process(self.trainer.pid).children(recursive=True))
+            return
+        self.require_no_children()
+        self.start()
+
+    def require_no_children(self) -> None:
+        """Wait for the ended trainer's processes; note and kill those that live on."""
+        if not wait_until(lambda: not any(map(running, self.children)), 10.0):
+            for process in filter(running, self.children):
+                self.problems.append(f"lives on: {process.cmdline()[:6]}")
+                process.kill()
+        self.children.clear()
+
+    # What faults are made of.
+
+    def kill(self) -> None:
+        """End the trainer with SIGKILL."""
+        self.trainer.kill()
+        self.trainer.wait()
+
+    def stop(self, *processes: psutil.Process | subprocess.Popen) -> None:
+        """Stop processes for a while."""
+        stopped = [psutil.Process(process.pid) for process in processes]
+        for process in stopped:
+            process.suspend()
+        time.sleep(self.draw.uniform(0.5, 4.0))
+        for process in stopped:
+            process.resume()
+
+    def server(self) -> Server:
+        """Return a server that runs, if one does."""
+        return self.draw.choice([s for s in self.servers if s.ready] or self.servers)
+
+    def kill_server(self) -> None:
+        """End a server with SIGKILL and start it again."""
+        server = self.server()
+        server.process.kill()
+        server.process.wait()
+        server.start()
+
+    def worker(self, name: str) -> psutil.Process:
+        """Return a process of the trainer's that runs rewards or agents."""
+        found: list[psutil.Process] = []
+
+        def look() -> list[psutil.Process]:
+            self.look()
+            for child in self.children:
+                with suppress(psutil.Error):
+                    found.extend([child] * any(name in word for word in child.cmdline()))
+            return found
+
+        wait_until(look, LIMIT)
+        return self.draw.choice(found)
+
+    def set_proxy(self, name: str, *values: Any) -> None:
+        """Give a proxy one of the values for a while, then its first one back."""
+        proxy = self.server().proxy
+        before = getattr(proxy, name)
+        setattr(proxy, name, self.draw.choice(values))
+        time.sleep(self.draw.uniform(0.5, 3.0))
+        setattr(proxy, name, before)
+        if name == "swallow":  # bytes are missing in its connections
+            proxy.cut()
+
+    def fill_disk(self) -> None:
+        """Fill the disk of the run until it ends, or for some seconds."""
+        path = self.disk / "ballast"
+        with suppress(OSError), open(path, "wb", buffering=0) as ballast:
+            while ballast.write(bytes(1 << 20)):
+                pass
+        wait_until(lambda: self.trainer.poll() is not None, 6.0)
+        path.unlink()
+
+    def damage_journal(self, flipped: bool) -> None:
+        """Kill the trainer and cut its newest records, or flip a bit in them."""
+        self.kill()
+        saved = checkpoint.checkpoints(self.workdir / "checkpoints")
+        after = max(checkpoint.read_host(path)["executor"]["journal"][1] for path in saved)
+        path = max((self.workdir / "journal").glob("*.records"))
+        places = [place.begin for record, place in journal.read(self.workdir / "journal")
+                  if place.path == path and record.number > after]  # fmt: skip
+        if places and flipped:
+            flip(path, self.draw.randrange(places[0], path.stat().st_size), self.draw)
+        elif places:
+            os.truncate(path, self.draw.randint(places[0], path.stat().st_size))
+
+    def damage_checkpoint(self) -> None:
+        """Kill the trainer and flip a bit of its newest checkpoint, if it has another one."""
+        self.kill()
+        newest, *older = checkpoint.checkpoints(self.workdir / "checkpoints")
+        if older:
+            files = sorted(p for p in newest.rglob("*") if p.is_file() and p.stat().st_size)
+            path = self.draw.choice(files)
+            flip(path, self.draw.randrange(path.stat().st_size), self.draw)
+
+    # The campaign.
+
+    def disturb(self, kind: str) -> None:
+        """Do what `kind` names, and wait until the run has made two more steps."""
+        begun, before, process = time.monotonic(), self.step(), self.trainer
+        ends, fault = FAULTS[kind]
+        fault(self)
+        seen = {self.step()} if self.trainer.poll() is None else set()
+
+        def recovered() -> bool:
+            self.look()
+            same, now = self.trainer is process, self.step()
+            if now > before and (same or now[0] > before[0]):
+                seen.add(now)
+            return len(seen) > 2 - (not same)
+
+        good = wait_until(recovered, LIMIT)
+        seconds, wrong = time.monotonic() - begun, "" if good else f"no step for {LIMIT:g} s"
+        if self.trainer is not process and not ends:
+            wrong = f"the trainer ended: {self.last_error()}"
+        if not good:
+            self.kill()
+        self.rows.append((kind, seconds, wrong))
+        self._say(f"{len(self.rows):4} {kind:24} {seconds:6.1f} s  step {self.step()[1]} {wrong}")
+
+    def last_error(self) -> str:
+        """Return the last error in the trainer's log."""
+        lines = (self.root / "trainer.log").read_text(errors="replace").splitlines()
+        return ([line for line in lines if "error" in line.lower()] or lines or [""])[-1][:300]
+
+    def run(self, faults: int, seconds: float, steps: int) -> None:
+        """Disturb the run `faults` times within `seconds`; end it by SIGTERM after `steps`."""
+        wait_until(lambda: self.step()[1] > 1 or self.trainer.poll() is not None, LIMIT)
+        if self.step()[1] < 2:
+            raise RuntimeError(f"the run does not start: {self.last_error()}")
+        end, kinds = time.monotonic() + seconds, list[str]()
+        while len(self.rows) < faults and time.monotonic() < end:
+            known = [kind for kind in FAULTS if kind != "disk full" or self.mounted]
+            kinds = kinds or self.draw.sample(known, len(known))
+            self.disturb(kinds.pop())
+            time.sleep(self.draw.uniform(0.0, 0.5))
+        while self.step()[1] < steps:
+            self.look()
+            time.sleep(0.1)
+        self.trainer.terminate()
+        if not wait_until(lambda: self.trainer.poll() is not None, LIMIT):
+            self.problems.append("SIGTERM does not end the trainer")
+        self.kill()
+        self.require_no_children()
+
+    def close(self) -> None:
+        """End all processes; note the files and sockets that are left."""
+        self.kill()
+        for server in self.servers:
+            wait_until(lambda server=server: server.ready, LIMIT)  # it removes a killed one's files
+            server.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                server.process.wait(20)
+            server.process.kill()
+            server.proxy.close()
+        left = [str(path) for name in ("publish", "stage", "tmp")
+                for path in (self.root / name).rglob("*")]  # fmt: skip
+        ports = {port for server in self.servers for port in (server.port, server.proxy.port)}
+        left += [f"port {c.laddr.port}" for c in psutil.net_connections("tcp")
+                 if c.status == "LISTEN" and c.laddr.port in ports]  # fmt: skip
+        self.problems += [f"left behind: {left}"] if left else []
+
+    def keep(self) -> None:
+        """Move the run's directory to ROOT/run, and remove its disk."""
+        shutil.copytree(self.workdir, self.root / "run")
+        if self.mounted:
+            subprocess.run(["umount", str(self.disk)], check=True)
+
+
+def running(process: psutil.Process) -> bool:
+    """Return whether a process lives."""
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def flip(path: Path, place: int, draw: random.Random) -> None:
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1 << draw.randrange(8)
+    path.write_bytes(data)
+
+
+# Kind → whether it ends the trainer, and what it does.
+FAULTS: dict[str, tuple[bool, Callable[[Campaign], None]]] = {
+    "trainer killed": (True, Campaign.kill),
+    "trainer stopped": (False, lambda c: c.stop(c.trainer)),
+    "server killed": (False, Campaign.kill_server),
+    "server stopped": (False, lambda c: c.stop(c.server().process)),
+    "all servers stopped": (False, lambda c: c.stop(*(s.process for s in c.servers))),
+    "reward worker killed": (False, lambda c: c.worker("reward").kill()),
+    "reward worker stopped": (False, lambda c: c.stop(c.worker("reward"))),
+    "agent worker killed": (False, lambda c: c.worker("agent").kill()),
+    "agent worker stopped": (False, lambda c: c.stop(c.worker("agent"))),
+    "connections cut": (False, lambda c: [s.proxy.cut() for s in c.servers]),
+    "connections truncated": (False, lambda c: c.set_proxy("left", 10, 1000, 100_000)),
+    "connections delayed": (False, lambda c: c.set_proxy("delay", 0.05, 0.3, 1.5)),
+    "connections swallowed": (False, lambda c: c.set_proxy("swallow", True)),
+    "disk full": (True, Campaign.fill_disk),
+    "journal cut": (True, lambda c: c.damage_journal(False)),
+    "journal flipped": (True, lambda c: c.damage_journal(True)),
+    "checkpoint flipped": (True, Campaign.damage_checkpoint),
+}
