@@ -236,7 +236,7 @@ SECTIONS = {
     ),
     "journal": _section(
         "WORKDIR/journal: the record of the run, to resume and to replay it.",
-        keep=option(1_000_000_000, "bytes to keep, 3 to 8 for each token; 0: none", "0"),
+        keep=option(1_000_000_000, "bytes to keep, 3 to 22 for each token; 0: none", "0"),
     ),
     "eval": _section(
         "Held-out questions for the policy, always before the first and after the last step.",

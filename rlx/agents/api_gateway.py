@@ -338,7 +338,7 @@ class Gateway:
     async def _generate(self, p: PreparedRequest, **options: Any) -> list[Completion]:
         sticky = None if p.session.endless else p.session.key  # too many calls for one server
         try:
-            return await self.fleet.generate(
+            return await (p.session.fleet or self.fleet).generate(
                 p.tokens, p.chat.sampling, p.chat.n, session=sticky,
                 priority=p.session.priority, **options,
             )  # fmt: skip

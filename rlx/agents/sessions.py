@@ -99,6 +99,7 @@ class Session:
       interactions: in the order of their answers.
       reward: reward sent over HTTP; `rewarded` is set with it.
       endless: a permanent API key; old interactions are discarded.
+      fleet: generates for this session; None: the gateway's.
       tasks: open requests, cancelled when the session ends.
       on_keep: called with each interaction before it is kept.
     """
@@ -108,6 +109,7 @@ class Session:
     temperature_fixed: bool = False
     priority: int = 0
     endless: bool = False
+    fleet: Any = None
     interactions: list[Interaction] = field(default_factory=list)
     reward: Any = None
     rewarded: asyncio.Event = field(default_factory=asyncio.Event)

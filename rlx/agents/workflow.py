@@ -97,7 +97,7 @@ class AgentWorkflow:
         Raises:
           AgentError: a run failed; it names agent and row, and has the agent's traceback.
         """
-        front = await self._at(fleet)
+        front = await self._at(getattr(fleet, "fleet", fleet))  # an attempt's, or the fleet itself
         data = with_messages(task.row, self._options.question_key, self._options.system_prompt)
         defaults = task.sampling or self._sampling
         runs = []
@@ -107,6 +107,7 @@ class AgentWorkflow:
                 replace(defaults, seed=seed_of(f"{task.seed} run {i}".encode())),
                 temperature_fixed=task.sampling is None,
                 priority=task.priority,
+                fleet=fleet,
             )
             runs.append(self._run_once(front, data, f"{task.group_id}.{i}", session))
         found = await run_all(*runs)

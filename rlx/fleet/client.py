@@ -245,6 +245,7 @@ class Fleet:
         session: str | None = None,
         priority: int = 0,
         watch: Callable[[Chunk], None] | None = None,
+        samples: Sequence[PartialSample] = (),
     ) -> list[Completion]:
         """Sample `n` completions of one prompt.
 
@@ -255,6 +256,7 @@ class Fleet:
           session: name; calls of a session go to the same server while it is live.
           priority: higher is served first.
           watch: called with each chunk of new tokens.
+          samples: `n` samples to continue, which get the new chunks; (): new ones.
 
         Raises:
           ValueError: the request cannot be served; the message says why.
@@ -262,7 +264,7 @@ class Fleet:
           Failed: MAX_ATTEMPTS attempts in a row failed.
         """
         prompt = np.asarray(prompt_tokens, np.int32)
-        samples = [PartialSample(index) for index in range(n)]
+        samples = [*samples] or [PartialSample(index) for index in range(n)]
         call = GenerateCall(prompt, _seeded(sampling), session, priority, watch)
         await self._finish(call, samples)
         return [sample.completion() for sample in samples]
@@ -405,7 +407,7 @@ class Fleet:
           only: use this server only; raise Lost if it is lost.
           avoid: server to use only if there is no other.
         """
-        member, context, idle, busy = only, 0, 0, 0
+        member, context, idle, busy = only, self.context, 0, 0
         while True:
             todo = [s for s in samples if not call.finished(s, context)]
             if not todo:

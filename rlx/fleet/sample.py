@@ -27,15 +27,17 @@ class Completion:
 
 @dataclass(eq=False)
 class PartialSample:
-    """An unfinished sample: the chunks of all its requests."""
+    """An unfinished sample: the chunks of all its requests; `on_add` is called before each."""
 
     index: int
     chunks: list[Chunk] = field(default_factory=list)
     length: int = 0  # tokens
     stop_reason: str | None = None
+    on_add: Callable[[Chunk], None] = lambda chunk: None
 
     def add(self, chunk: Chunk) -> None:
         """Append `chunk`; an abort ends the request, not the sample."""
+        self.on_add(chunk)
         self.chunks.append(chunk)
         self.length += len(chunk.tokens)
         if chunk.stop_reason != "abort":

@@ -3,11 +3,25 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from rlx.base import Group
 from rlx.journal.journal import Place
 from rlx.journal.records import Record
 
 _STARTS_AT_ZERO = (0, -1)  # position of a run without a checkpoint
+_ENDS = ("group", "reject", "skip", "fail")  # kinds of records that end an attempt
+
+
+class Piece(NamedTuple):
+    """Tokens of a sample that came together; `end` counts all up to its last one."""
+
+    columns: tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens, logprobs, versions
+    stop_reason: str | None  # None: the sample goes on
+    end: int
+
+
+Samples = dict[tuple[int, int], list[Piece]]  # of one attempt, by call and index
 
 
 class Recovered(NamedTuple):
@@ -16,11 +30,13 @@ class Recovered(NamedTuple):
     Attributes:
       host: as of `Executor.state`, with the events since.
       groups: the finished groups that `host` names.
+      samples: group_id → unfinished samples.
       whole: the records follow the position of `host` without a gap.
     """
 
     host: dict[str, Any]
     groups: list[Group]
+    samples: dict[int, Samples]
     whole: bool
 
 
@@ -47,8 +63,13 @@ def recover(
     state, kept = _State(host), set(host.get("buffered", ())) | set().union(*host.get("order", ()))
     whole, due, last = at is not None, at[1] + 1 if at else 0, -1
     packed: dict[int, Record] = {}
+    samples: dict[int, Samples] = {}
     for record in records if at else ():
         fields, last = record.fields, record.number
+        if record.kind == "tokens":
+            _extend(samples, record)
+        elif record.kind in _ENDS or (record.kind == "admit" and not fields.get("kept")):
+            samples.pop(fields["group_id"], None)
         if record.kind == "group" and (record.number >= due or fields["group_id"] in kept):
             packed[fields["group_id"]] = record
         if record.number < due:
@@ -66,7 +87,22 @@ def recover(
     state = state if whole else _State(host)
     made = {**state.host(), "journal": at}
     wanted = {*made["buffered"], *(g for ids in made["order"] for g in ids)}
-    return Recovered(made, [packed[g].group() for g in sorted(wanted & packed.keys())], whole)
+    samples = {g: samples[g] for g, _ in made["pending"] if g in samples}
+    groups = [packed[g].group() for g in sorted(wanted & packed.keys())]
+    return Recovered(made, groups, samples, whole)
+
+
+def _extend(samples: dict[int, Samples], record: Record) -> None:
+    """Append a record's tokens to their samples, unless tokens before them are lost."""
+    (t,), begin = record.group().trajectories, 0
+    for group_id, call, index, at, count, stop_reason in record.fields["pieces"]:
+        part = slice(begin, begin := begin + count)
+        columns = t.tokens[part], t.behaviour_logprobs[part], t.versions[part]
+        reason = None if stop_reason == "abort" else stop_reason  # it ends a request only
+        own = samples.setdefault(group_id, {})
+        before = own.get((call, index), []) if at else []
+        if at == (before[-1].end if before else 0):
+            own[call, index] = [*before, Piece(columns, reason, at + count)]
 
 
 class _State:
@@ -93,7 +129,7 @@ class _State:
             self._host["admitted"] += 1
         elif kind == "take":
             self._order[fields["step"]] = fields["groups"]
-        elif kind in ("group", "reject", "skip"):
+        elif kind in _ENDS and kind != "fail":
             self._leave(group)
             if kind == "group":
                 self._finished[group] = None

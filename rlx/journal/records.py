@@ -3,8 +3,9 @@
     "rlxj" | bytes of the payload | CRC-32 | number | payload: [kind, fields] as JSON, \\n, group
            |        4             |   4    |   8    |  the CRC-32 covers number and payload
 
-Kinds are `start`, `admit`, `group`, `reject`, `fail`, `skip`, `state`, `take`, `weights` and
-`evaluation`. Readers ignore kinds that they do not know.
+Kinds are `start`, `admit`, `tokens`, `group`, `reject`, `fail`, `skip`, `state`, `take`, `weights`
+and `evaluation`. Readers ignore kinds that they do not know. A group of kind `tokens` holds what
+several unfinished samples got, as one trajectory.
 """
 
 import json
@@ -26,7 +27,7 @@ class Record(NamedTuple):
 
     Attributes:
       number: position among all records of the run, from 0; ascending.
-      packed: the compressed group of kind `group`, else b"".
+      packed: the compressed group of kinds `group` and `tokens`, else b"".
       begin, end: offsets of its bytes in the scanned data.
     """
 
@@ -38,7 +39,7 @@ class Record(NamedTuple):
     end: int
 
     def group(self) -> Group:
-        """Return the group of a record of kind `group`."""
+        """Return the group of a record that has one."""
         return group_bytes.loads(zlib.decompress(self.packed))[0]
 
 

@@ -27,7 +27,7 @@ HELD_OUT = {
 # Files with one line for each train batch, evaluation, or comparison of engines and trainer, and
 # the hook's method that gets the line.
 RECORDS = {"metrics.jsonl": "on_step", "eval.jsonl": "on_eval", "gate.jsonl": "on_gate"}
-STARTS = "starts.jsonl"  # an object for each start, one for the end; no line is ever changed
+STARTS = "starts.jsonl"  # objects for each start, one for the end; no line is ever changed
 
 
 def present(metrics: Mapping[str, str], records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
@@ -89,9 +89,9 @@ class MetricsWriter:
         append_jsonl(self._workdir / name, record)
         self._hooks.tell(RECORDS[name], record["step"], record)
 
-    def end(self, step: int) -> None:
-        """Note in starts.jsonl that the run has finished, after `step`."""
-        append_jsonl(self._workdir / STARTS, {"step": step, "ended": "finished"})
+    def note(self, step: int, **facts: Any) -> None:
+        """Note in starts.jsonl what this start resumed, or that the run has ended, after `step`."""
+        append_jsonl(self._workdir / STARTS, {"step": step, **facts})
 
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write the transcripts sampled at `step`, a trajectory a line; earlier ones go."""

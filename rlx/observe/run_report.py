@@ -100,6 +100,9 @@ def _header(run: Run) -> dict[str, Any]:
     facts = [" → ".join(dict.fromkeys(filter(None, fact))) for fact in zip(*each, strict=True)]
     if holes := gaps(run.metrics, int(done)):
         facts.append(f"no record of {holes}")
+    kept = {record.get("start"): record.get("continued_tokens") or 0 for record in run.metrics}
+    if tokens := sum(kept.values()):
+        facts.append(f"{number(tokens)} tokens continued after restarts")
     if run.ended_at:
         facts.append(time.strftime("%-d %B %Y, %H:%M", time.localtime(run.ended_at)))
     state = "finished" if finished else state

@@ -25,7 +25,7 @@ SECTIONS = {
     "loss": ("actor_loss", "actor_clip_ratio", "importance_weight", "ppo_approx_kl", "entropy",
              "grad_norm", "behaviour_weight", "behaviour_kl", "learning_rate"),
     "tokens": ("avg_seq_len", "avg_prompt_len", "n_seqs", "n_tokens", "n_valid_tokens",
-               "no_eos_ratio", "pad_ratio"),
+               "no_eos_ratio", "pad_ratio", "continued_tokens", "repeated_tokens"),
     "staleness": ("staleness_min", "staleness_mean", "staleness_max", "staleness_histogram",
                   "tokens_per_version", "crossed_ratio"),
     "prompts": ("admitted", "accepted", "rejected", "failed", "dropped", "queued", "live"),

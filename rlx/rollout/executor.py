@@ -29,11 +29,13 @@ from typing import Any, Protocol, cast
 
 from rlx.algorithms.advantages import running_baselines
 from rlx.base import Group, Unavailable, UserError, seed_of
+from rlx.journal.history import Samples
 from rlx.rollout import attempts, staleness, workflows
 from rlx.rollout import buffer as buffers
 from rlx.rollout.attempts import Patience, Skipped
 from rlx.rollout.data import Cursor
 from rlx.rollout.staleness import Limits, Staleness
+from rlx.rollout.unfinished import Unfinished
 from rlx.rollout.workflow_checks import checked
 from rlx.rollout.workflows import Generator, Task, Workflow
 from rlx.system.loop_thread import LoopThread
@@ -100,8 +102,7 @@ class Executor:
         note: Callable[..., int] = lambda *event: -1,
         drop_equal_rewards: bool = False,  # reject groups with equal rewards (dynamic sampling)
         request_timeout: float | None = 600.0,  # seconds of an attempt
-        # Unfinished prompts keep their versions after a restart, as they may keep their tokens.
-        keep_versions: bool = False,
+        keep_tokens: bool = False,  # of unfinished samples, in the journal; for Fleet only
         running_mean: float = 0.0,  # decay of the means that are baselines; 0: no baselines
         loop: LoopThread | None = None,  # one that the caller starts and ends
         clock: Callable[[], float] = time.monotonic,
@@ -113,14 +114,16 @@ class Executor:
         self._on_skip, self._on_drop = on_skip, on_drop
         self._say, self._on_change, self._note = say, on_change, note
         self._max_tokens, self._drop_equal_rewards = max_tokens, drop_equal_rewards
-        self._force_staleness, self._keep_versions = force_staleness, keep_versions
-        self._running_mean = running_mean
+        self._force_staleness, self._running_mean = force_staleness, running_mean
+        self._keep_tokens, self.unfinished = keep_tokens, Unfinished(note)
 
         self._changed = threading.Condition()  # guards everything below
         self._staleness, self._buffer = Staleness(), buffers.Buffer()
         self._repeated = deque[list[Group]]()  # the first batches, as a killed process took them
-        self._numbers: dict[int, int] = {}  # finished group → its record, or an earlier one
+        # Live or finished group → its first record that `restore` needs, or an earlier one.
+        self._numbers: dict[int, int] = {}
         self._live: dict[int, Ticket] = {}
+        self._resumed = deque[Ticket]()  # prompts that keep their versions, oldest first
         self._retry: list[Ticket] = []  # a heap of prompts to start again, oldest first
         self._later: list[tuple[float, Ticket]] = []  # a heap of (time, prompt) to start again
         self._open = self._stopped = self._closing = False
@@ -222,6 +225,7 @@ class Executor:
 
         `dropped` counts accepted groups that are neither trained on nor buffered. `wait_seconds` is
         the trainer's waiting time, `idle_seconds` the time without any live prompt.
+        `continued_tokens` and `repeated_tokens` are those of a killed process's unfinished samples.
         """
         with self._changed:
             state, buffered = self._staleness, self._buffered
@@ -234,7 +238,9 @@ class Executor:
                 "dropped": self._dropped + state.accepted - consumed - buffered,
                 "running": state.running,
                 "buffered": buffered,
-                "generated_tokens": self._generated_tokens,
+                "generated_tokens": self._generated_tokens - self.unfinished.continued,
+                "continued_tokens": self.unfinished.continued,
+                "repeated_tokens": self.unfinished.repeated,
                 "wait_seconds": self._wait_seconds,
                 "idle_seconds": idle,
             }
@@ -251,17 +257,18 @@ class Executor:
         """Return JSON-able facts for `restore`; the journal has the finished groups.
 
         Call it when the last collected batch has been trained on. Unfinished prompts start again
-        after `restore`, with the same seeds.
+        after `restore`, with the same seeds, and continue the samples that the journal has.
         """
         with self._changed:
-            waiting = [*self._live.values(), *self._retry, *(ticket for _, ticket in self._later)]
+            admitted = [*self._live.values(), *self._resumed]
+            waiting = [*admitted, *self._retry, *(ticket for _, ticket in self._later)]
             pending = [(t.group_id, t.attempt) for t in waiting]
             number = self._note("state", {"step": self._staleness.consumed})
             return {
                 "step": self._staleness.consumed,
                 "cursor": cast(Cursor, self._rows).state_dict(),
                 "pending": [list(pair) for pair in sorted(pending)],
-                "admitted_at": [[t.group_id, t.version] for t in self._live.values()],
+                "admitted_at": [[t.group_id, t.version] for t in admitted],
                 "buffered": [group.group_id for group in buffers.groups(self._buffer)],
                 "order": [[group.group_id for group in batch] for batch in self._repeated],
                 # The first record that `restore` may need, and the last before this state.
@@ -275,8 +282,9 @@ class Executor:
             }
 
     def restore(
-        self, host: Mapping[str, Any], groups: Iterable[Group], allow_change: bool = False
-    ) -> str:
+        self, host: Mapping[str, Any], groups: Iterable[Group], allow_change: bool = False,
+        samples: Mapping[int, Samples] | None = None,
+    ) -> str:  # fmt: skip
         """Resume from a `state` before the first `set_version`; return how rows changed, or "".
 
         Batches that were taken after the state come first and unchanged. Finished groups that are
@@ -288,6 +296,7 @@ class Executor:
         Args:
           host: from `state`, or `journal.history.recover`.
           groups: those of `buffered` and `order` in `host` that are known.
+          samples: group_id → its unfinished samples.
         """
         with self._changed:
             if self._open or self._staleness.admitted:
@@ -298,27 +307,30 @@ class Executor:
             order = host.get("order", ())
             finished = [*host.get("buffered", ()), *(g for ids in order for g in ids)]
             self._repeated = deque(buffers.repeated(known, order, step, self._limits))
-            for batch in self._repeated:
-                for group in batch:
-                    del known[group.group_id]
-            step_after = step + len(self._repeated)
-            self._buffer, _ = buffers.restore(known.values(), step_after, self._limits)
             held = {group.group_id for batch in self._repeated for group in batch}
+            step_after = step + len(self._repeated)
+            rest = [group for group_id, group in known.items() if group_id not in held]
+            self._buffer, _ = buffers.restore(rest, step_after, self._limits)
             held |= {group.group_id for group in buffers.groups(self._buffer)}
             lost = [group_id for group_id in finished if group_id not in held]
             self._staleness = dataclasses.replace(
                 staleness.resume(step, self._buffered, self._limits),
                 **{event: int(host.get(event, 0)) for event in _COUNTED},
             )
-            self._numbers = dict.fromkeys(held, (host.get("journal") or (0,))[0])
             self._dropped = int(host["dropped"]) + len(lost)
             self._means = dict(host.get("means", {}))
             if host.get("best_reward") is not None:
                 self._best = float(host["best_reward"])
-            versions = self._kept_versions(host, step_after)
-            self._retry = [Ticket(g, a, versions.get(g, -1)) for g, a in host["pending"]]
-            self._retry += map(Ticket, lost)
+            samples = samples or {}
+            versions = self._kept_versions(host, step_after, samples)
+            # A sample that continues after a prefill has logprobs with other last bits, and
+            # synchronous batches must be bitwise those of an undisturbed run.
+            self.unfinished.restore(samples, versions, ended=self._limits.max_staleness == 0)
+            tickets = sorted(Ticket(g, a, versions.get(g, -1)) for g, a in host["pending"])
+            self._resumed = deque(ticket for ticket in tickets if ticket.version >= 0)
+            self._retry = [t for t in tickets if t.version < 0] + [Ticket(g) for g in lost]
             heapq.heapify(self._retry)
+            self._numbers = dict.fromkeys({*held, *versions}, (host.get("journal") or (0,))[0])
             return changed
 
     @property
@@ -329,6 +341,7 @@ class Executor:
     # Methods for the loop's thread.
 
     async def _end_attempts(self) -> None:
+        self.unfinished.write()
         under_way = list(self._tasks)
         for task in under_way:
             task.cancel()
@@ -336,12 +349,17 @@ class Executor:
             await asyncio.wait(under_way, timeout=_END_SECONDS / 2)
         await workflows.close(self.workflow)
 
-    def _kept_versions(self, host: Mapping[str, Any], step: int) -> dict[int, int]:
-        """Return group_id → version of prompts to admit at their old versions."""
-        found = dict(host.get("admitted_at", [])) if self._keep_versions else {}
-        held = self._buffer
-        for version in found.values():
-            held = buffers.admit(held, version)
+    def _kept_versions(
+        self, host: Mapping[str, Any], step: int, samples: Mapping[int, Samples]
+    ) -> dict[int, int]:
+        """Return group_id → version of prompts to admit again at their old versions."""
+        found, held = dict[int, int](), self._buffer
+        for group_id, version in host.get("admitted_at", ()):
+            pieces = [piece for own in samples.get(group_id, {}).values() for piece in own]
+            newest = max([version, *(int(v) for p in pieces for v in p.columns[-1][-1:])])
+            # Batches that cannot be repeated leave tokens of weights that never come back.
+            if newest <= step:
+                found[group_id], held = version, buffers.admit(held, version)
         # Smaller limits may leave no batch for them; then they are admitted at new versions.
         return found if buffers.fits(held, step, self._limits) else {}
 
@@ -359,7 +377,9 @@ class Executor:
                 self._staleness = staleness.admit(self._staleness, self._limits)
                 self._buffer = buffers.admit(self._buffer, ticket.version)
                 self._live[ticket.group_id] = ticket
-                self._note("admit", dataclasses.asdict(ticket))
+                kept = ticket.group_id in self._numbers  # resumed, with the tokens that it had
+                number = self._note("admit", dataclasses.asdict(ticket) | {"kept": kept})
+                self._numbers.setdefault(ticket.group_id, number)
                 if self._idle_since is not None:
                     self._idle_seconds += self._clock() - self._idle_since
                     self._idle_since = None
@@ -373,11 +393,12 @@ class Executor:
         version = self._staleness.version
         while self._later and self._later[0][0] <= self._clock():
             heapq.heappush(self._retry, heapq.heappop(self._later)[1])
-        if self._retry:
-            if self._retry[0].version > version:  # repeated batches publish it first
+        if self._resumed:
+            if self._resumed[0].version > version:  # repeated batches publish it first
                 raise StopIteration
-            ticket = heapq.heappop(self._retry)
-            return dataclasses.replace(ticket, version=version) if ticket.version < 0 else ticket
+            return self._resumed.popleft()
+        if self._retry:
+            return dataclasses.replace(heapq.heappop(self._retry), version=version)
         held = self._staleness.running + len(self._later)
         if held >= self._failures.room and self._failures.lasted(self._clock()) is not None:
             raise StopIteration  # prompts that wait for the end of an outage take up places
@@ -387,10 +408,13 @@ class Executor:
         seed = group_seed(self._seed, ticket.group_id, ticket.attempt)
         row = self._rows.row(ticket.group_id)
         limit, begun = asyncio.timeout(self._request_timeout), self._clock()
+        fleet: Generator = self.fleet
+        if self._keep_tokens:
+            fleet = self.unfinished.begin(ticket.group_id, fleet, seed)
         try:
             async with limit:
                 task = Task(row, ticket.group_id, seed, version=ticket.version)
-                group = await checked(self.workflow, self.fleet, task, self._max_tokens)
+                group = await checked(self.workflow, fleet, task, self._max_tokens)
         except asyncio.CancelledError as error:
             if self._closing or self.loop.ending:
                 raise
@@ -505,7 +529,9 @@ class Executor:
             self._on_drop(again.group_id, f"its group failed: {gone}")
 
     def _leave(self, ticket: Ticket) -> None:
+        self.unfinished.end(ticket.group_id)
         del self._live[ticket.group_id]
+        self._numbers.pop(ticket.group_id, None)
         if not self._live:
             self._idle_since = self._clock()
 
@@ -527,9 +553,8 @@ class Executor:
         if self._repeated and self._error is None and self.loop.alive:
             return True
         ready = buffers.ready(self._buffer, self._staleness.consumed, self._limits)
-        if any(ticket.version >= 0 for ticket in self._retry):
-            ready = False  # prompts of a checkpoint that have a batch, and are not admitted yet
-        if self._force_staleness and not staleness.full(self._staleness, self._limits):
+        full = staleness.full(self._staleness, self._limits)  # with fewer steps than before, too
+        if (self._resumed or self._force_staleness) and not full:
             ready = False
         if self._error is not None and not (ready and isinstance(self._error, Exhausted)):
             # Without this, each call would add its frames to the traceback.

@@ -485,7 +485,7 @@ class _Loop:
                 "the last evaluation is missing; run the same command again to make it"
             )
         elif complete:
-            self.writer.end(self.step)
+            self.writer.note(self.step, ended="finished")
         self.parts.hooks.end("finished" if complete else "stopped")
         return self.step, complete
 

@@ -430,11 +430,14 @@ def _recover(
     at = history.position(saved if restored else None)
     records = (record for record, _ in journals.read(place, at[0] if at else 0))
     found = history.recover(saved, at, records)
-    if changed := executor.restore(found.host, found.groups, parts.config.data.allow_change):
+    allow = parts.config.data.allow_change
+    if changed := executor.restore(found.host, found.groups, allow, found.samples):
         say(f"{changed}; continuing, because data.allow_change is set")
-    if restored or found.groups:
-        step = restored.host["step"] if restored else 0
-        say(resume.continuation(step, found.host, last, len(found.groups)))
+    kept = executor.unfinished.counts()
+    if any(kept.values()):
+        parts.writer.note(found.host["step"], continued=kept)
+    if restored or found.groups or any(kept.values()):
+        say(resume.continuation(found, last, kept))
     if not parts.config.journal.keep:
         shutil.rmtree(place, ignore_errors=True)
     about = {
@@ -481,7 +484,7 @@ def _executor(
         drop_equal_rewards=inputs.algorithm.drop_equal_rewards,
         running_mean=inputs.algorithm.running_mean,
         request_timeout=None if online else r.request_timeout_seconds,
-        keep_versions=online,
+        keep_tokens=c.journal.keep > 0 and not online,
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from rlx.base import UserError
+from rlx.journal.history import Recovered
 from rlx.observe.environment import SAME
 from rlx.observe.metrics import RECORDS, STARTS, forget
 from rlx.observe.writers import BOARD_ID
@@ -103,20 +104,23 @@ def last_step(workdir: Path) -> Mapping[str, Any]:
     return max(records, key=lambda record: record["step"], default={})
 
 
-def continuation(
-    step: int, executor: Mapping[str, Any], last: Mapping[str, Any], groups: int = 0
-) -> str:
-    """Return the steps and prompts that a run repeats.
+def continuation(found: Recovered, last: Mapping[str, Any], kept: Mapping[str, int]) -> str:
+    """Return the steps and prompts that a run repeats, and the samples that it continues.
 
     Args:
-      step: of the checkpoint. executor: state of the executor, with the events of the journal.
       last: record of the last step after the checkpoint.
-      groups: finished groups that the journal had.
+      kept: see `Unfinished.counts`.
     """
-    steps, prompts = max(0, last.get("step", step) - step), len(executor["pending"])
+    host, groups = found.host, len(found.groups)
+    step, steps = host["step"], max(0, last.get("step", host["step"]) - host["step"])
+    prompts = len(host["pending"]) - kept["prompts"]
     if steps and isinstance(admitted := last.get("admitted"), int):
-        prompts += max(0, admitted - executor["admitted"])
+        prompts += max(0, admitted - host["admitted"])
     had = f"; the journal had {groups} finished group{'s' * (groups != 1)}" * bool(groups)
+    if kept["samples"]:
+        had += f"; continued: {kept['tokens']} tokens of {kept['samples']} samples"
+    if kept["repeated_tokens"]:
+        had += f"; {kept['repeated_tokens']} tokens are made again"
     if not steps and not prompts:
         return f"resuming after step {step}; nothing is repeated{had}"
     return (

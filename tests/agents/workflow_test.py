@@ -15,9 +15,11 @@ from rlx.agents.workflow import AgentWorkflow, run_agent, worker_kind
 from rlx.base import UserError
 from rlx.evaluation.runner import Evaluator
 from rlx.fleet.requests import Sampling
+from rlx.journal import history, records
 from rlx.rollout.attempts import Patience, RolloutError
 from rlx.rollout.executor import Executor
 from rlx.rollout.staleness import Limits
+from rlx.rollout.unfinished import Unfinished
 from rlx.rollout.workflows import Task
 from rlx.system.process_supervisor import descendants
 from rlx.workers.worker_pool import Evicted, WorkerError, WorkerPool
@@ -434,3 +436,43 @@ def test_agents_ask_no_proxy_for_the_gateway(agents, monkeypatch, name):
 
     (trajectory,) = agents.run(main(), 60).trajectories
     assert trajectory.reward == 1.0
+
+
+def test_an_agent_that_runs_again_after_a_kill_gets_the_answers_that_it_had(agents):
+    """Its first two answers, whole or in part; its requests have the seeds of before."""
+    engine, notes = agents.engine(step_seconds=0.01), []
+    host = {"step": 0, "cursor": {"position": 1}, "pending": [[0, 0]]}
+    row = rows_of("Repeat", turns=3)[0]
+
+    def note(kind, fields, group):
+        data = records.encode(len(notes), kind, fields, records.pack(group))
+        notes.extend(records.scan(data))
+
+    async def main():
+        async with agents.fleet(engine) as (fleet, _):
+            workflow = AgentWorkflow(
+                f"{agents.classes}:AsTheRowSays", agents.tokenizer(), agents.sampling, 2
+            )
+            whole = await workflow.run(fleet, Task(row, 0, 7))
+            asked, first = len(engine.requests), Unfinished(note)
+            killed = asyncio.create_task(workflow.run(first.begin(0, fleet, 7), Task(row, 0, 7)))
+            while len(engine.requests) < asked + 5:  # some of the third answers are under way
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0.05)
+            first.write()
+            killed.cancel()
+            await asyncio.gather(killed, return_exceptions=True)
+            second = Unfinished(note)
+            second.restore(history.recover(host, (0, -1), notes).samples, {0}, ended=False)
+            had, asked = second.counts(), len(engine.requests)
+            again = await workflow.run(second.begin(0, fleet, 7), Task(row, 0, 7))
+            second.end(0)
+            await workflow.aclose()
+            return whole, again, second, had, engine.requests[asked:]
+
+    whole, again, second, had, asked = agents.run(main())
+    assert had["samples"] >= 4
+    assert (second.continued, second.repeated) == (had["tokens"], 0)
+    assert len(asked) <= 2
+    for a, b in zip(whole.trajectories, again.trajectories, strict=True):
+        assert (a.tokens.tolist(), a.reward) == (b.tokens.tolist(), b.reward)

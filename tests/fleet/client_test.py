@@ -12,7 +12,8 @@ from rlx.engines.server import Server
 from rlx.fleet import publish
 from rlx.fleet.client import Fleet, Timeouts
 from rlx.fleet.member import Failed
-from rlx.fleet.requests import Sampling
+from rlx.fleet.requests import Chunk, Sampling
+from rlx.fleet.sample import PartialSample
 
 PROMPT = [1, 2, 3]
 
@@ -84,6 +85,28 @@ def test_a_server_knows_whether_anybody_watches_the_tokens(tools, tmp_path):
             await fleet.generate(PROMPT, sampling(), 1)
             await fleet.generate(PROMPT, sampling(), 1, watch=lambda chunk: None)
             assert [request.unwatched for request in engines[0].requests] == [True, False]
+
+    tools.run(main())
+
+
+def test_samples_go_on_from_the_tokens_that_the_caller_has(tools, tmp_path, arithmetic):
+    """Each in a request of its own; one that is full, or has ended, needs none."""
+
+    async def main():
+        async with tools.fleet(1, tmp_path) as (fleet, engines, _):
+            (whole,) = await fleet.generate(PROMPT, sampling(), 1)
+            samples, seen, most = [PartialSample(i) for i in range(4)], [], len(whole.tokens)
+            had = ((5, None), (most, None), (3, "stop"))
+            for sample, (count, reason) in zip(samples, had, strict=False):
+                tokens = np.array(arithmetic.completion(1, sample.index, count), np.int32)
+                sample.add(Chunk(sample.index, tokens, tokens * -1.0, tokens * 0, reason))
+            samples[0].on_add = seen.append
+            done = await fleet.generate(PROMPT, sampling(), 4, samples=samples)
+            requests = engines[0].requests[1:]
+            assert [(r.first_index, r.n, r.prefix_len) for r in requests] == [(0, 1, 5), (3, 1, 0)]
+            assert done[0].tokens.tolist() == whole.tokens.tolist()
+            assert [len(each.tokens) for each in done[1:3]] == [most, 3]
+            assert sum(len(chunk.tokens) for chunk in seen) == most - 5
 
     tools.run(main())
 

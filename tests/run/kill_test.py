@@ -22,6 +22,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from rlx.journal import journal
+from rlx.journal.records import Record
 from tests.fixtures.commands import RLX_MAIN, without_torch
 
 BATCH, EVAL_EVERY, CHECKPOINT_EVERY, STEPS_EACH = 2, 3, 4, 4
@@ -39,13 +40,13 @@ SECONDS = 240.0  # until an attempt is given up
 KILLS = int(os.environ.get("RLX_TEST_KILLS", "5"))  # of a run; with five the two reach every point
 
 
-def start(workdir: Path, total_steps: int, max_staleness: int) -> subprocess.Popen:
+def start(workdir: Path, total_steps: int, max_staleness: int, *flags: str) -> subprocess.Popen:
     functions = Path(__file__).parents[1] / "rewards"
     with open(workdir.with_suffix(".log"), "ab") as log:
         return subprocess.Popen(
             [*COMMAND, f"--workdir={workdir}", f"--config.fleet.publish_dir={workdir.parent}",
              f"--config.total_steps={total_steps}",
-             f"--config.rollout.max_staleness={max_staleness}"],
+             f"--config.rollout.max_staleness={max_staleness}", *flags],
             stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             env={**os.environ, "RLX_TEST_RUN": str(workdir),
                  "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '.')}:{functions}"},
@@ -205,11 +206,22 @@ def campaign(root: Path, kills: int, max_staleness: int, seed: int) -> tuple[Pat
     kill_at(process, lambda: False)
     if process.returncode != 0:
         failures.append(f"at the end: status {process.returncode}: {last_lines(workdir)}")
-    failures += history(workdir, total_steps)
+    failures += history(workdir, total_steps, max_staleness)
     return workdir, failures
 
 
-def history(workdir: Path, total_steps: int) -> Iterator[str]:
+def noted_twice(events: list[Record]) -> list[tuple[int, int, int]]:
+    """Samples whose tokens in the journal overlap or have a hole."""
+    ends, found = {}, []
+    for pieces in (record.fields["pieces"] for record in events if record.kind == "tokens"):
+        for group, call, index, at, count, _ in pieces:
+            if ends.get((group, call, index), 0) != at:
+                found.append((group, call, index))
+            ends[group, call, index] = at + count
+    return found
+
+
+def history(workdir: Path, total_steps: int, max_staleness: int) -> Iterator[str]:
     """What a run's records say that a run without a kill would not say."""
     steps = records(workdir / "metrics.jsonl")
     if [record["step"] for record in steps] != list(range(1, total_steps + 1)):
@@ -234,6 +246,8 @@ def history(workdir: Path, total_steps: int) -> Iterator[str]:
     finished = Counter(r.fields["group_id"] for r in events if r.kind == "group")
     if again := [group for group, n in finished.items() if n > 1]:
         yield f"groups {again} had finished and were generated again"
+    if cut := [n for n in noted_twice(events) if max_staleness]:
+        yield f"samples {cut} were continued from another token than their last one"
     batches: dict[int, list[int]] = {}
     for fields in (record.fields for record in events if record.kind == "take"):
         if batches.setdefault(fields["step"], fields["groups"]) != fields["groups"]:
@@ -275,3 +289,61 @@ def test_five_kills_of_each_of_two_runs_reach_every_point():
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_run_killed_again_and_again_goes_on(tmp_path, max_staleness):
     check(tmp_path, KILLS, max_staleness, seed=1 + max_staleness)
+
+
+LONG = (
+    "--config.sampling.max_new_tokens=400", "--config.sampling.min_new_tokens=350",
+    "--config.train.row_buckets=(512,)", "--config.fleet.max_model_len=480",
+    "--config.eval.num_questions=0", "--config.gate.enabled=False",
+)  # fmt: skip
+
+
+def under_way(workdir: Path) -> dict[int, dict[int, list[int]]]:
+    """Group → sample → tokens, of the samples that a run of single turns has not finished."""
+    found: dict[int, dict[int, list[int]]] = {}
+    for record, _ in journal.read(workdir / "journal"):
+        if record.kind == "tokens":
+            tokens = record.group().trajectories[0].tokens.tolist()
+            for group, _, index, at, count, _ in record.fields["pieces"]:
+                sample = found.setdefault(group, {}).setdefault(index, [])
+                sample[at:], tokens = tokens[:count], tokens[count:]
+        elif record.kind == "group":
+            found.pop(record.fields["group_id"], None)
+    return found
+
+
+@pytest.mark.slow
+def test_long_answers_go_on_after_kills_on_another_number_of_servers(tmp_path):
+    workdir, total = tmp_path / "run" / "run", 8
+    workdir.parent.mkdir()
+    had: dict[int, dict[int, list[int]]] = {}
+    for servers, step in ((1, 3), (2, 5)):
+
+        def reached(step=step) -> bool:
+            steps = len(records(workdir / "metrics.jsonl"))
+            there = steps >= step and list(workdir.glob("checkpoints/step_*"))
+            return bool(there) and sum(map(len, under_way(workdir).values())) > 2
+
+        process = start(workdir, total, 2, *LONG, f"--config.fleet.num_servers={servers}")
+        assert kill_at(process, reached), last_lines(workdir)
+        for group, samples in under_way(workdir).items():
+            had.setdefault(group, {}).update(samples)
+    process = start(workdir, total, 2, *LONG)
+    kill_at(process, lambda: False)
+    assert process.returncode == 0, last_lines(workdir)
+    assert not list(history(workdir, total, 2))
+    events = [record for record, _ in journal.read(workdir / "journal")]
+    made = {r.fields["group_id"]: r.group().trajectories for r in events if r.kind == "group"}
+    assert sum(map(len, had.values())) > 4
+    for group, samples in had.items():
+        for index, tokens in samples.items():
+            t = made[group][index]
+            assert t.tokens[t.versions >= 0][: len(tokens)].tolist() == tokens
+    notes = [line["continued"] for line in records(workdir / "starts.jsonl") if "continued" in line]
+    assert len(notes) == 2
+    assert sum(note["tokens"] for note in notes) >= sum(
+        len(t) for s in had.values() for t in s.values()
+    )
+    assert all(note["repeated_tokens"] == 0 for note in notes)
+    assert "continued: " in workdir.with_suffix(".log").read_text()
+    assert records(workdir / "metrics.jsonl")[-1]["continued_tokens"] == notes[-1]["tokens"]

@@ -5,8 +5,10 @@ import json
 import pytest
 
 from rlx import config as config_lib
-from rlx.base import UserError
+from rlx.base import Group, UserError
+from rlx.journal.history import Recovered
 from rlx.observe.metrics import MetricsWriter
+from rlx.rollout.unfinished import Unfinished
 from rlx.run import resume, run_records
 from rlx.run.room_options import as_json
 
@@ -118,22 +120,30 @@ def test_a_run_that_has_all_its_steps_is_not_begun_again(tmp_path, config):
     attempt(tmp_path, config)
     checkpoint_of(tmp_path, 3, whole=True)
     assert resume.finished(config, tmp_path) == 0, "its last evaluation may be missing"
-    MetricsWriter(tmp_path, first_step=4).end(3)
+    MetricsWriter(tmp_path, first_step=4).note(3, ended="finished")
     assert resume.finished(config, tmp_path) == 3
     config.total_steps = 4
     assert resume.finished(config, tmp_path) == 0
 
 
-def test_what_is_done_again_is_counted():
-    host = {"pending": [[40, 0]], "admitted": 41}
-    assert resume.continuation(12, host, {"step": 15, "admitted": 53}) == (
+def test_what_is_done_again_and_what_goes_on_is_counted():
+    host = {"step": 12, "pending": [[40, 0]], "admitted": 41}
+    found, none = Recovered(host, [], {}, True), Unfinished(lambda *event: -1).counts()
+    assert resume.continuation(found, {"step": 15, "admitted": 53}, none) == (
         "resuming after step 12; repeated: 3 steps, 13 prompts"
     )
-    assert resume.continuation(12, host, {"step": 12, "admitted": 53}).endswith("0 steps, 1 prompt")
-    assert resume.continuation(12, host, {}).endswith("0 steps, 1 prompt")
+    last = {"step": 12, "admitted": 53}
+    assert resume.continuation(found, last, none).endswith("0 steps, 1 prompt")
+    assert resume.continuation(found, {}, none).endswith("0 steps, 1 prompt")
+    kept = none | {"prompts": 1, "samples": 4, "tokens": 300}
+    assert resume.continuation(found, {}, kept).endswith(
+        "nothing is repeated; continued: 300 tokens of 4 samples"
+    )
+    lost = resume.continuation(found, {}, kept | {"repeated_tokens": 20})
+    assert lost.endswith("of 4 samples; 20 tokens are made again")
     host["pending"] = []
-    assert resume.continuation(12, host, {"step": 12}).endswith("nothing is repeated")
-    had = resume.continuation(12, host, {"step": 12}, 2)
+    assert resume.continuation(found, {"step": 12}, none).endswith("nothing is repeated")
+    had = resume.continuation(found._replace(groups=[Group(1, ())] * 2), {"step": 12}, none)
     assert had.endswith("nothing is repeated; the journal had 2 finished groups")
 
 
