@@ -2,7 +2,7 @@
 
 import hashlib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,7 +99,7 @@ class Trajectory:
       tokens: [T] int32.
       loss_mask: [T] bool; true where the token was sampled and is trained on.
       behaviour_logprobs: [T] float32, nats, ≤ 0; 0 where not sampled. Of the tempered
-        distribution: log softmax(logits / temperature).
+        distribution: log softmax(logits / temperature), over the kept tokens where there are any.
       versions: [T] int32; the policy version that produced each token, −1 where not sampled.
       reward: the trajectory's reward, before any shaping; finite.
       baseline: subtracted from the reward and from each turn's return, before any shaping.
@@ -109,6 +109,8 @@ class Trajectory:
       trajectory_id: unique in the run, `"{group_id}.{sample}"`.
       turn_ids: [T] int32; the turn each token belongs to, 0 for a single-turn workflow.
       reference_logprobs: [T] float32, nats; log-probabilities under a teacher, 0 where not sampled.
+      kept, kept_sizes: [M] uint8, [T] int32; codes of the sets that tokens were drawn from, and the
+        bytes of each (`rlx.model.kept_tokens`); None: from the whole vocabulary.
       agent: who acted, for statistics per agent; one nameless agent by default.
       prompt, completion: the texts, for transcripts and reports only; `said`: begin and end of each
         turn's words in `completion`, (): they are all of it.
@@ -131,6 +133,8 @@ class Trajectory:
     turn_rewards: tuple[float, ...] = ()
     said: tuple[tuple[int, int], ...] = ()
     baseline: float = 0.0
+    kept_sizes: np.ndarray | None = None
+    kept: np.ndarray | None = None
 
     @property
     def run_id(self) -> str:
@@ -170,14 +174,29 @@ def info_means(trajectories: Iterable[Trajectory]) -> dict[str, float]:
     return {name: float(np.mean(values)) for name, values in found.items()}
 
 
+def joined_masks(parts: Sequence[Any]) -> dict[str, Any]:
+    """Return `kept_sizes` and `kept` of trajectories, completions or chunks as one; {}: none."""
+    masked = [part.kept_sizes is not None and len(part.kept_sizes) > 0 for part in parts]
+    if not any(masked):
+        return {}
+    pairs = list(zip(parts, masked, strict=True))
+    sizes = [part.kept_sizes if own else np.zeros(len(part.tokens)) for part, own in pairs]
+    data = b"".join(bytes(part.kept) for part, own in pairs if own)
+    return {
+        "kept_sizes": np.concatenate(sizes).astype(np.int32), "kept": np.frombuffer(data, np.uint8)
+    }  # fmt: skip
+
+
 def malformed(trajectory: Trajectory) -> str | None:
     """Return why a trajectory's arrays cannot be trained on, or None where they can."""
     t = trajectory
     arrays = (t.tokens, t.loss_mask, t.behaviour_logprobs, t.versions)
-    optional = (t.turn_ids, t.reference_logprobs)
+    optional = (t.turn_ids, t.reference_logprobs, t.kept_sizes)
     shapes = {len(array) for array in (*arrays, *optional) if array is not None}
     if len(shapes) != 1 or 0 in shapes:
         return f"per-token arrays have lengths {sorted(shapes)}; want one length of at least 1"
+    if t.kept_sizes is not None and (t.kept is None or t.kept_sizes.sum() != len(t.kept)):
+        return "its kept_sizes do not add up to its kept bytes"
     if t.loss_mask[0]:
         return "its first token is trained on; want a prompt of at least 1 token before it"
     if t.turn_rewards and (turns := len(turn_starts(t))) != len(t.turn_rewards):

@@ -23,6 +23,7 @@ from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import logging
 
 from rlx.base import UserError, install
+from rlx.model import kept_tokens
 from rlx.model.lora_config import PREFIX, LoraConfig, modules
 from rlx.train.packing import segment_sizes
 from rlx_torch.attention import Blocks, kernel
@@ -310,28 +311,55 @@ def logprobs(
       Two [B, T] float32, nats, as of `rlx.model.decoder.logprobs`; 0 at tokens that are not asked.
     """
     asked, head = batch["asked"], model.get_output_embeddings()
-    states = hidden(model, batch)[asked - 1]
+    states, drawn_from = hidden(model, batch)[asked - 1], _drawn_from(batch)
     tokens = batch["tokens"].reshape(-1)[batch["places"][asked]].long()
     cap = getattr(model.config, "final_logit_softcapping", None)
     scale = getattr(model.config, "logit_scale", 1.0) / getattr(model.config, "logits_scaling", 1.0)
 
-    def scores(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def scores(states: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor]:
         logits = head(states).float() * scale if scale != 1 else head(states).float()
         if cap:
             logits = cap * torch.tanh(logits / cap)
-        logprobs = torch.log_softmax(logits if temperature == 1 else logits / temperature, -1)
+        logits = logits if temperature == 1 else logits / temperature
+        if drawn_from:
+            logits = logits.masked_fill(~drawn_from(first, *logits.shape), kept_tokens.OUTSIDE)
+        logprobs = torch.log_softmax(logits, -1)
         picked = logprobs.gather(-1, targets[:, None])[:, 0]
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = -(logprobs.exp() * logprobs).sum(-1)
         return picked, entropy
 
-    parts = [*zip(states.split(chunk), tokens.split(chunk), strict=True)]
+    starts = range(0, len(tokens), chunk)
+    parts = [*zip(states.split(chunk), tokens.split(chunk), starts, strict=True)]
     if len(parts) == 1:  # the backward pass would recompute all logits at once
         found = [scores(*parts[0])]
     else:
         found = [checkpoint(scores, *part, use_reentrant=False) for part in parts]
     picked, entropy = (torch.cat(part) for part in zip(*found, strict=True))
     return _back(picked, batch, asked), _back(entropy, batch, asked)
+
+
+def _drawn_from(batch: Batch) -> Callable[[int, int, int], Tensor] | None:
+    """Return a function that gives the tokens that some asked ones were drawn from; None: all.
+
+    Its arguments are the first of them, their number and V; its result is [number, V] bool.
+    """
+    if "kept_ids" not in batch:
+        return None
+    ids, at, excluded = (batch[name] for name in kept_tokens.INPUTS)
+    places, rows = batch["places"][batch["asked"]], torch.arange(len(at), device=at.device)
+    number = torch.full_like(excluded, -1, dtype=torch.long).view(-1)
+    number[places] = torch.arange(len(places), device=at.device)
+    owners = number[(rows[:, None] * excluded.shape[1] + at).view(-1)]
+    ids, excluded = ids.reshape(-1).long(), excluded.reshape(-1)[places]
+
+    def masks(first: int, size: int, vocab: int) -> Tensor:
+        mine = (owners >= first) & (owners < first + size)
+        listed = torch.zeros((size + 1, vocab), dtype=torch.bool, device=ids.device)
+        listed[torch.where(mine, owners - first, size), ids] = True
+        return listed[:size] != excluded[first : first + size, None]
+
+    return masks
 
 
 def values(model: Valued, batch: Batch) -> Tensor:

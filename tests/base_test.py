@@ -3,10 +3,11 @@
 import ast
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rlx.algorithms.presets import PRESETS
-from rlx.base import nearest
+from rlx.base import Trajectory, joined_masks, malformed, nearest
 from rlx.cli.key_names import meant
 from rlx.config import OPTIONS
 
@@ -40,3 +41,28 @@ def test_names_are_looked_up_in_one_way():
     for path in Path("rlx").rglob("*.py"):
         tree = ast.walk(ast.parse(path.read_text()))
         assert "difflib" not in {a.name for n in tree if isinstance(n, ast.Import) for a in n.names}
+
+
+def trajectory(size=2, **fields):
+    return Trajectory(
+        np.arange(size, dtype=np.int32), np.arange(size) > 0, np.zeros(size, np.float32),
+        np.zeros(size, np.int32), 0.0, "stop", "0.0", **fields,
+    )  # fmt: skip
+
+
+def test_masks_are_joined_with_parts_that_have_none():
+    codes, sizes = np.array([7, 8, 9], np.uint8), np.array([0, 3], np.int32)
+    plain, masked = trajectory(3), trajectory(kept=codes, kept_sizes=sizes)
+    assert joined_masks([]) == joined_masks([plain, plain]) == {}
+    found = joined_masks([plain, masked, plain, masked])
+    assert found["kept_sizes"].tolist() == [0, 0, 0, 0, 3, 0, 0, 0, 0, 3]
+    assert found["kept"].tolist() == [7, 8, 9] * 2
+    assert (found["kept_sizes"].dtype, found["kept"].dtype) == (np.int32, np.uint8)
+
+
+def test_masks_that_do_not_add_up_are_malformed():
+    codes, sizes = np.array([7, 8, 9], np.uint8), np.array([0, 3], np.int32)
+    assert malformed(trajectory(kept=codes, kept_sizes=sizes)) is None
+    assert "add up" in malformed(trajectory(kept=codes[:2], kept_sizes=sizes))
+    assert "add up" in malformed(trajectory(kept_sizes=sizes))
+    assert "lengths" in malformed(trajectory(kept=codes, kept_sizes=np.append(sizes, 0)))

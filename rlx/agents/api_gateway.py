@@ -40,7 +40,7 @@ from rlx.engines.stop_strings import cut
 from rlx.fleet import tls as fleet_tls
 from rlx.fleet.client import Fleet
 from rlx.fleet.member import Failed
-from rlx.fleet.requests import TRUNCATED, Chunk, Sampling
+from rlx.fleet.requests import Chunk, Sampling
 from rlx.fleet.sample import Completion
 from rlx.fleet.tls import Tls
 from rlx.rollout import workflows
@@ -124,7 +124,6 @@ class Gateway:
         self._longest = max(map(len, tokenizer.get_vocab()))  # most characters of a token
         self._template_own = set(inspect.signature(tokenizer.apply_chat_template).parameters)
         self._modules: dict[str, Any] = {}  # by route
-        self._warned = False
         self._created = int(time.time())
         self._runner: web.AppRunner | None = None
         self._listener = HttpListener()
@@ -205,10 +204,12 @@ class Gateway:
     async def _answer(self, dialect: Any, request: web.Request) -> web.StreamResponse:
         with self._request_session(request, dialect) as session:
             p = await self._read(request, session, dialect.to_chat)
-            self._warn(session, p.chat.sampling)
             # On the loop: two threads could give equal prompts the same seed.
             drawn, seed = session.seed(p.tokens), p.chat.sampling.seed
-            sampling = replace(p.chat.sampling, seed=drawn if seed is None else seed % 2**31)
+            sampling = replace(
+                p.chat.sampling, seed=drawn if seed is None else seed % 2**31,
+                return_masks=session.temperature_fixed and bool(p.chat.sampling.truncation),
+            )  # fmt: skip
             retry = request.headers.get(_RETRIES, "0") != "0" and session.answered_before(p.text)
             p = replace(p, chat=replace(p.chat, sampling=sampling), retry=retry)
             header = ReplyHeader(_new_id(dialect.ID), int(time.time()), p.chat, len(p.tokens))
@@ -244,13 +245,6 @@ class Gateway:
         with self._request_session(request, dialect) as session:
             p = await self._read(request, session, dialect.to_chat)
             return web.json_response({"input_tokens": len(p.tokens)})
-
-    def _warn(self, session: Session, sampling: Sampling) -> None:
-        """Report once that a training request truncates the distribution it samples from."""
-        cut = sampling.truncation if session.temperature_fixed else ""
-        if cut not in ("", session.defaults.truncation) and not self._warned:
-            self._warned = True
-            self.fleet.say(f"an agent asks for {cut} in training: {TRUNCATED}")
 
     @contextmanager
     def _request_session(self, request: web.Request, dialect: Any) -> Iterator[Session]:

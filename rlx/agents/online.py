@@ -55,7 +55,10 @@ _FORGET = """
 DELETE FROM keys WHERE rowid <= (SELECT max(rowid) FROM keys) - ?
     AND session NOT IN (SELECT id FROM sessions)
 """
-_ARRAYS = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32}
+_ARRAYS = {
+    "tokens": np.int32, "logprobs": np.float32, "versions": np.int32, "kept_sizes": np.int32,
+    "kept": np.uint8,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,7 +379,8 @@ def _to_json(i: Interaction, before: Sequence[Interaction]) -> dict[str, Any]:
 def _from_json(data: Mapping[str, Any], before: Sequence[Interaction]) -> Interaction:
     text, tokens = _prefix(data["parent"], before)
     drawn = data["completion"]
-    arrays = {name: np.array(drawn[name], kind) for name, kind in _ARRAYS.items()}
+    known = ((name, kind) for name, kind in _ARRAYS.items() if drawn.get(name) is not None)
+    arrays = {name: np.array(drawn[name], kind) for name, kind in known}
     read = {
         "prompt_text": text + data["prompt_text"],
         "prompt_tokens": np.concatenate([tokens, np.array(data["prompt_tokens"], np.int32)]),

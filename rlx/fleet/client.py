@@ -90,6 +90,7 @@ class Fleet:
         self.say = on_message or (lambda text: None)
         self._balancer = Balancer(self._limits.outage_seconds, self._limits.hang_seconds, self.say)
         self._weights: Weights | None = None
+        self._warned = False
         self.tokens = 0
         self._publishing = asyncio.Lock()
         self._tasks: set[asyncio.Task] = set()
@@ -267,7 +268,19 @@ class Fleet:
         samples = [*samples] or [PartialSample(index) for index in range(n)]
         call = GenerateCall(prompt, _seeded(sampling), session, priority, watch)
         await self._finish(call, samples)
-        return [sample.completion() for sample in samples]
+        return self._completions(samples, sampling)
+
+    def _completions(self, samples: list[PartialSample], sampling: Sampling) -> list[Completion]:
+        """Return the finished samples; report once that a server has no masks."""
+        found = [sample.completion() for sample in samples]
+        if sampling.return_masks and not self._warned and any(c.kept is None for c in found):
+            self._warned, cut = True, sampling.truncation
+            self.say(
+                f"a rollout server reports no sampling masks, so losses use logprobs over all "
+                f"tokens, which biases importance weights; {cut}; update the server's rlx, or "
+                "leave it out of config.sampling"
+            )
+        return found
 
     async def score(
         self, tokens: Any, first: int, *, temperature: float = 1.0, values: bool = False
@@ -447,7 +460,7 @@ class Fleet:
             )
         except Lost:
             return None
-        return [sample.completion() for sample in samples]
+        return self._completions(samples, calls[0].sampling)
 
     async def _attempt(
         self, member: Member, call: GenerateCall, samples: list[PartialSample]

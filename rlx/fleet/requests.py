@@ -14,6 +14,8 @@ class Sampling:
     Attributes:
       temperature: ≥ 0; 0 is greedy. Behaviour logprobs are log softmax(logits / temperature) over
         the whole vocabulary, whatever top-p and top-k; untempered if greedy.
+      return_masks: report the tokens that top-p, top-k and the minimum length left to draw from.
+        Behaviour logprobs are then renormalised over them. Ignored if greedy.
       max_new_tokens, min_new_tokens: length of the whole completion, `prefix_len` included.
       stop: strings that end a completion as soon as its text contains one (kept in the tokens).
       stop_token_ids: tokens, besides the model's own, that end a completion (kept in the tokens).
@@ -26,8 +28,8 @@ class Sampling:
     """
 
     temperature: float = option(1.0, "above 0; losses use the same distribution")
-    top_p: float = option(1.0, "share of the probability to draw tokens from; 1: all", "(0, 1]")
-    top_k: int = option(0, "number of likeliest tokens to draw from; 0: all", "0")
+    top_p: float = option(1.0, "share of probability drawn from, also in losses; 1: all", "(0, 1]")
+    top_k: int = option(0, "likeliest tokens to draw from, also in losses; 0: all", "0")
     max_new_tokens: int = option(256, "longest answer, also in a dataset", "1")
     min_new_tokens: int = option(0, "before an answer may end", "0")
     stop: tuple[str, ...] = option((), "texts that end an answer")
@@ -36,6 +38,7 @@ class Sampling:
     guide: str = ""
     top_logprobs: int = 0
     unscored: bool = False
+    return_masks: bool = False
 
     @property
     def truncation(self) -> str:
@@ -45,12 +48,6 @@ class Sampling:
             ("min_new_tokens", self.min_new_tokens, 0),
         )  # fmt: skip
         return ", ".join(f"{name}={value:g}" for name, value, off in options if value != off)
-
-
-TRUNCATED = (
-    "some tokens are never sampled but losses use logprobs over all tokens, which biases "
-    "importance weights; leave it out"
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +74,7 @@ class Chunk:
         float32, int32) from the wire.
       top_tokens, top_logprobs: `Sampling.top_logprobs` numbers per token, flat.
       stop_reason: `stop` | `length` | `abort`; None: not ended.
+      kept_sizes, kept: as of a Trajectory, with `Sampling.return_masks`.
     """
 
     index: int
@@ -86,6 +84,8 @@ class Chunk:
     stop_reason: str | None = None
     top_tokens: list[int] | np.ndarray = field(default_factory=list)
     top_logprobs: list[float] | np.ndarray = field(default_factory=list)
+    kept_sizes: list[int] | np.ndarray = field(default_factory=list)
+    kept: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

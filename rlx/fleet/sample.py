@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rlx.base import joined_masks
 from rlx.fleet.requests import Chunk, Request, Sampling
 
 
@@ -23,6 +24,8 @@ class Completion:
     stop_reason: str  # stop | length
     top_tokens: np.ndarray | None = None  # [T · k] int32, k = `Sampling.top_logprobs`
     top_logprobs: np.ndarray | None = None  # [T · k] float32
+    kept_sizes: np.ndarray | None = None  # as of a Trajectory
+    kept: np.ndarray | None = None
 
 
 @dataclass(eq=False)
@@ -53,7 +56,7 @@ class PartialSample:
         integers = ("tokens", "versions", "top_tokens")
         arrays = {name: self._joined(name, np.int32) for name in integers}
         arrays |= {name: self._joined(name, np.float32) for name in ("logprobs", "top_logprobs")}
-        return Completion(stop_reason=self.stop_reason, **arrays)
+        return Completion(stop_reason=self.stop_reason, **arrays, **joined_masks(self.chunks))
 
     def _joined(self, name: str, dtype: type) -> np.ndarray:
         return np.concatenate([np.zeros(0, dtype), *(getattr(c, name) for c in self.chunks)])

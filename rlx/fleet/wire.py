@@ -38,7 +38,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 # Fields that a message has as its dataclass does.
 _REQUEST = ("request_id", "n", "first_index", "prefix_len", "priority", "unwatched")
 _SAMPLING = tuple(Sampling.__dataclass_fields__)
-_CHUNK = ("tokens", "logprobs", "versions", "top_tokens", "top_logprobs")
+_CHUNK = ("tokens", "logprobs", "versions", "top_tokens", "top_logprobs", "kept_sizes")
 _STOP_REASONS = {None: pb.RUNNING, "stop": pb.STOP, "length": pb.LENGTH, "abort": pb.ABORT}
 KV_NUMBERS = {
     None: pb.SERVER_DEFAULT, "keep": pb.KEEP, "recompute": pb.RECOMPUTE,
@@ -151,6 +151,7 @@ def reply_message(chunks: Sequence[Chunk]) -> pb.GenerateReply:
         reply.stop_reason.append(_STOP_REASONS[chunk.stop_reason])
         for name in _CHUNK:
             getattr(reply, name).extend(getattr(chunk, name))
+    reply.kept = b"".join(chunk.kept for chunk in chunks)
     return reply
 
 
@@ -160,6 +161,9 @@ def chunks_from(reply: pb.GenerateReply) -> list[Chunk]:
     aligned = len(reply.index) == len(reply.count) == len(reply.stop_reason)
     tops, over = divmod(len(reply.top_tokens), max(total, 1))
     aligned = aligned and not over and len(reply.top_tokens) == len(reply.top_logprobs)
+    sizes = np.array(reply.kept_sizes, np.int32)
+    aligned = aligned and len(sizes) in (0, total) and int(sizes.min(initial=0)) == 0
+    aligned = aligned and int(sizes.sum()) == len(reply.kept)
     if not (aligned and total == len(reply.logprobs) == len(reply.versions) == sum(reply.count)):
         raise ValueError("the lengths in a GenerateReply do not agree")
     tokens = np.fromiter(reply.tokens, np.int32, total)
@@ -167,13 +171,15 @@ def chunks_from(reply: pb.GenerateReply) -> list[Chunk]:
     versions = np.fromiter(reply.versions, np.int32, total)
     top_tokens = np.array(reply.top_tokens, np.int32)
     top_logprobs = np.array(reply.top_logprobs, np.float32)
+    ends = np.cumsum(np.append(0, sizes)).tolist()
     chunks, start = [], 0
     for index, count, reason in zip(reply.index, reply.count, reply.stop_reason, strict=True):
         part = slice(start, start + count)
         numbers = tokens[part], logprobs[part], versions[part]
         likely = slice(start * tops, (start + count) * tops)
         tops_of = top_tokens[likely], top_logprobs[likely]
-        chunks.append(Chunk(index, *numbers, _STOP_NAMES[reason], *tops_of))
+        kept = reply.kept[ends[start] : ends[start + count]] if len(sizes) else b""
+        chunks.append(Chunk(index, *numbers, _STOP_NAMES[reason], *tops_of, sizes[part], kept))
         start += count
     return chunks
 

@@ -15,6 +15,8 @@ _ARRAYS = {
     "versions": np.int32,
     "turn_ids": np.int32,  # None in some trajectories, like the next one
     "reference_logprobs": np.float32,
+    "kept_sizes": np.int32,
+    "kept": np.uint8,  # as many as the sum of `kept_sizes`
 }
 
 
@@ -82,7 +84,9 @@ def _describe(group: Group) -> dict[str, Any]:
 def _trajectory(fields: Mapping[str, Any], parts: Any) -> Trajectory:
     own = dict(fields)
     size, names = own.pop("size"), own.pop("arrays")
-    own |= {name: parts.send((_ARRAYS[name], size)) for name in names}
+    for name in names:
+        count = int(own["kept_sizes"].sum()) if name == "kept" else size
+        own[name] = parts.send((_ARRAYS[name], count))
     own["turn_rewards"] = tuple(own["turn_rewards"])
     own["said"] = tuple(map(tuple, own["said"]))
     return Trajectory(**own)

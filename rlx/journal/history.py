@@ -16,7 +16,7 @@ _ENDS = ("group", "reject", "skip", "fail")  # kinds of records that end an atte
 class Piece(NamedTuple):
     """Tokens of a sample that came together; `end` counts all up to its last one."""
 
-    columns: tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens, logprobs, versions
+    columns: dict[str, Any]  # of a Chunk: tokens, logprobs, versions, and masks if there are any
     stop_reason: str | None  # None: the sample goes on
     end: int
 
@@ -95,9 +95,18 @@ def recover(
 def _extend(samples: dict[int, Samples], record: Record) -> None:
     """Append a record's tokens to their samples, unless tokens before them are lost."""
     (t,), begin = record.group().trajectories, 0
+    sizes = np.zeros(len(t.tokens), int) if t.kept_sizes is None else t.kept_sizes
+    ends = np.append(0, np.cumsum(sizes))
     for group_id, call, index, at, count, stop_reason in record.fields["pieces"]:
-        part = slice(begin, begin := begin + count)
-        columns = t.tokens[part], t.behaviour_logprobs[part], t.versions[part]
+        part = slice(begin, end := begin + count)
+        columns = {
+            "tokens": t.tokens[part], "logprobs": t.behaviour_logprobs[part],
+            "versions": t.versions[part],
+        }  # fmt: skip
+        if t.kept is not None:
+            masks = t.kept[ends[begin] : ends[end]].tobytes()
+            columns |= {"kept_sizes": sizes[part], "kept": masks}
+        begin = end
         reason = None if stop_reason == "abort" else stop_reason  # it ends a request only
         own = samples.setdefault(group_id, {})
         before = own.get((call, index), []) if at else []

@@ -172,9 +172,8 @@ class Gate:
         }
         samples = [EngineSample(p, c) for p, c in zip(self.prompts, completions, strict=True)]
         return MismatchCase(
-            self.scorer, {}, samples, self.tolerance, self.sampling.top_p,
-            self.sampling.top_k, earlier, version,
-        )  # fmt: skip
+            self.scorer, {}, samples, self.tolerance, earlier=earlier, version=version
+        )
 
 
 def sentence(record: Mapping[str, Any]) -> str:

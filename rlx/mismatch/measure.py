@@ -14,7 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from rlx.base import joined_masks
+from rlx.fleet.requests import Chunk
 from rlx.fleet.sample import Completion
+from rlx.model import kept_tokens
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
 
@@ -171,7 +174,7 @@ class TrainerScorer:
         """Return each completion's log-probabilities, [T] float32, nats. Waits for the device."""
         from rlx.model import decoder
 
-        rows = _rows(samples, self.row_length)
+        rows = self._rows(samples)
         scores = np.asarray(decoder.row_logprobs(params, rows, self))
         return [
             scores[i, len(s.prompt) :][: len(s.completion.tokens)] for i, s in enumerate(samples)
@@ -186,8 +189,25 @@ class TrainerScorer:
         ])  # fmt: skip
         from rlx.model import decoder
 
-        rows = _rows(samples, self.row_length)
-        return np.asarray(decoder.row_logits(params, rows, index, self))
+        logits = np.asarray(decoder.row_logits(params, self._rows(samples), index, self))
+        masks = joined_masks([sample.completion for sample in samples])
+        kept = kept_tokens.masks(**masks, vocab=self.model.vocab_size) if masks else True
+        return np.where(kept, logits, -np.inf)
+
+    def _rows(self, samples: Sequence[EngineSample]) -> dict[str, np.ndarray]:
+        """Return one padded row a sample: the inputs of `decoder.logprobs`, [B, T] int32 each."""
+        tokens = np.zeros((len(samples), self.row_length), np.int32)
+        segments, parts = np.zeros_like(tokens), list[Any]()
+        for i, sample in enumerate(samples):
+            whole = np.concatenate([sample.prompt, sample.completion.tokens])
+            tokens[i, : len(whole)], segments[i, : len(whole)] = whole, 1
+            parts += [Chunk(i, sample.prompt), sample.completion]
+        positions = np.arange(self.row_length, dtype=np.int32) * segments
+        rows = {"tokens": tokens, "positions": positions, "segment_ids": segments}
+        if masks := joined_masks(parts):
+            index = np.where(segments > 0, np.cumsum(segments).reshape(segments.shape) - 1, 1 << 30)
+            rows |= kept_tokens.batch_arrays(**masks, index_BT=index, vocab=self.model.vocab_size)
+        return rows
 
 
 def row_length(longest: int) -> int:
@@ -245,17 +265,6 @@ def transformers_logprobs(
         drawn_from = logits[0, len(sample.prompt) - 1 : -1].float().numpy()
         scores.append(tempered(drawn_from, sample.completion.tokens, temperature))
     return scores
-
-
-def _rows(samples: Sequence[EngineSample], length: int) -> dict[str, np.ndarray]:
-    """Return one padded row a sample: tokens, positions, segment_ids, each [B, T] int32."""
-    tokens = np.zeros((len(samples), length), np.int32)
-    segments = np.zeros_like(tokens)
-    for i, sample in enumerate(samples):
-        whole = np.concatenate([sample.prompt, sample.completion.tokens])
-        tokens[i, : len(whole)], segments[i, : len(whole)] = whole, 1
-    positions = np.arange(length, dtype=np.int32) * segments
-    return {"tokens": tokens, "positions": positions, "segment_ids": segments}
 
 
 def _picked(z: np.ndarray, tokens: np.ndarray) -> np.ndarray:

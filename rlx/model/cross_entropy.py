@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rlx.model import sharding
+from rlx.model import kept_tokens, sharding
 from rlx.model.ops import product, softcap_slope, softcapped, weight_gradient
 from rlx.model.sharding import Placement
 
@@ -28,6 +28,7 @@ def target_logprobs(
     chunk: int = 1024,
     asked: Array | None = None,
     place: Placement | None = None,
+    kept: tuple[Array, Array, Array] | None = None,
 ) -> tuple[Array, Array]:
     """Return log softmax(head·x / temperature)[target] and the entropy of that distribution.
 
@@ -39,6 +40,9 @@ def target_logprobs(
         backward pass.
       asked: [N] bool, the tokens to score; None: all of them.
       place: of the head on a mesh; it is gathered once for all chunks, in each pass.
+      kept: the tokens that each target was drawn from, over which the distribution is renormalised.
+        [E] int32 ids; [E] int32, the target in N that lists each, N or more at padding; [N] bool,
+        whether a target lists the tokens left out. None: the whole vocabulary.
 
     Returns:
       Two [N] float32, nats; 0 for tokens that are not asked for.
@@ -55,22 +59,36 @@ def target_logprobs(
         return jnp.pad(x, padding).reshape(-1, size, *x.shape[1:])
 
     if asked is None:
-        logprob, entropy = _chunked(cut(x), head, cut(targets), None, how)
+        kept = kept and (*kept[:2], cut(kept[2]))
+        logprob, entropy = _chunked(cut(x), head, cut(targets), None, kept, how)
         return logprob.reshape(-1)[:tokens], entropy.reshape(-1)[:tokens]
     order = jnp.argsort(~asked)  # those asked about first, in as many chunks as they fill
     used = -(-jnp.sum(asked) // size)
-    both: Any = _chunked(cut(x[order]), head, cut(targets[order]), used, how)
     back = jnp.argsort(order)
+    if kept is not None:
+        ids, owners, excluded = kept
+        kept = ids, back.at[owners].get(mode="fill", fill_value=len(x)), cut(excluded[order])
+    both: Any = _chunked(cut(x[order]), head, cut(targets[order]), used, kept, how)
     logprob, entropy = (jnp.where(asked, part.reshape(-1)[back], 0.0) for part in both)
     return logprob, entropy
 
 
-def _logits(x, head, scaling):
-    """Return [N, V] float32 of a head in x's dtype; `scaling`: (temperature, softcap)."""
+def _logits(x, head, scaling, kept, i):
+    """Return [N, V] float32 of a head in x's dtype; `scaling`: (temperature, softcap).
+
+    Logits of tokens that chunk i excludes are replaced.
+    """
     temperature, softcap = scaling
     logits = jnp.einsum("nd,vd->nv", x, head, preferred_element_type=jnp.float32)
     logits = softcapped(logits, softcap)
-    return logits if temperature == 1.0 else logits / temperature
+    logits = logits if temperature == 1.0 else logits / temperature
+    if kept is None:
+        return logits
+    ids, owners, excluded = kept
+    size = len(x)
+    rows = jnp.where(owners // size == i, owners % size, size)
+    listed = jnp.zeros(logits.shape, bool).at[rows, ids].set(True, mode="drop")
+    return jnp.where(listed != excluded[i][:, None], logits, kept_tokens.OUTSIDE)
 
 
 def _reduce(logits, targets):
@@ -98,40 +116,41 @@ def _gradients(x, head, targets, logits, normaliser, entropy, grads, scaling):
     return product(grad, head, 1, 0), weight_gradient(grad, x, jnp.float32)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _chunked(x, head, targets, used, how):
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _chunked(x, head, targets, used, kept, how):
     """Return ([P, S] logprob, [P, S] entropy) of x [P, S, D] and targets [P, S].
 
     Args:
       used: how many of the P chunks have tokens (the others give 0); None: all.
+      kept: as of `target_logprobs`, with [P, S] bool.
       how: temperature, softcap, whether logits are kept for the backward pass, place.
     """
-    return _chunked_forward(x, head, targets, used, how)[0]
+    return _chunked_forward(x, head, targets, used, kept, how)[0]
 
 
-def _chunked_forward(x, head, targets, used, how):
+def _chunked_forward(x, head, targets, used, kept, how):
     *scaling, keep, place = how
     weights = sharding.used(head, x.dtype, place)
 
     def one(i, found):
-        logits = _logits(x[i], weights, scaling)
+        logits = _logits(x[i], weights, scaling, kept, i)
         parts = *_reduce(logits, targets[i]), logits
         return tuple(all_.at[i].set(part) for all_, part in zip(found, parts, strict=False))
 
     shapes = [targets.shape] * 3 + [(*targets.shape, len(weights))] * keep
     start = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
     found = _each(one, len(x), used, start)
-    return found[:2], (x, head, targets, used, *found[1:])
+    return found[:2], (x, head, targets, used, kept, *found[1:])
 
 
-def _chunked_backward(how, kept, grads):
-    x, head, targets, used, entropy, normaliser, *logits = kept
+def _chunked_backward(how, saved, grads):
+    x, head, targets, used, kept, entropy, normaliser, *logits = saved
     *scaling, _, place = how
     weights = sharding.used(head, x.dtype, place)
 
     def one(i, found):
         grad_x, grad_head = found
-        again = logits[0][i] if logits else _logits(x[i], weights, scaling)
+        again = logits[0][i] if logits else _logits(x[i], weights, scaling, kept, i)
         own, more = _gradients(
             x[i], weights, targets[i], again, normaliser[i], entropy[i],
             (grads[0][i], grads[1][i]), scaling,
@@ -140,7 +159,7 @@ def _chunked_backward(how, kept, grads):
 
     start = jnp.zeros_like(x), jnp.zeros(head.shape, jnp.float32)
     grad_x, grad_head = _each(one, len(x), used, start)
-    return grad_x, grad_head.astype(head.dtype), None, None
+    return grad_x, grad_head.astype(head.dtype), None, None, None
 
 
 def _each(one, pieces, used, start):

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from rlx.model import kept_tokens, rope
 from rlx.model import remat as remat_lib
-from rlx.model import rope
 from rlx.model.attention import attention
 from rlx.model.context_attention import context_attention
 from rlx.model.cross_entropy import target_logprobs
@@ -245,7 +245,8 @@ def logprobs(
 
         logprob_t = log softmax(logits_{t−1} / temperature)[token_t]
 
-    The only place that shifts tokens against logits.
+    The only place that shifts tokens against logits. With the arrays of `kept_tokens` in the batch,
+    softmax is over the tokens that token t was drawn from.
 
     Args:
       batch, how: as of `states`. x: its hidden states, if already computed.
@@ -263,17 +264,35 @@ def logprobs(
     place = layout.place("embed" if config.tie_embeddings else "lm_head")
     weights = scattered_gradient(head(params, config), place)
 
-    def score(x, targets, *asked):
+    kept = _kept(batch, layout) if "kept_ids" in batch else ()
+
+    def score(x, targets, *more):
+        own, some = more[: len(kept)], more[len(kept) :]
         return target_logprobs(
             x, weights, targets, temperature=temperature, softcap=config.logit_softcap,
-            chunk=chunk, asked=asked[0] if asked else None, place=place,
+            chunk=chunk, asked=some[0] if some else None, place=place, kept=own or None,
         )  # fmt: skip
 
     # On a mesh, the loops of all devices would wait for the one with most asked tokens.
     some = () if asked is None or layout.mesh is not None else (jnp.roll(asked, -1, axis=1),)
     # A chunk holds one device's tokens; otherwise each device would compute everybody's logits.
-    logprob, entropy = map(layout.in_order, layout.per_shard(score, x, targets, *some))
+    logprob, entropy = map(layout.in_order, layout.per_shard(score, x, targets, *kept, *some))
     return shift(logprob, segments), shift(entropy, segments)
+
+
+def _kept(batch: Mapping[str, jax.Array], layout: Layout) -> tuple[jax.Array, ...]:
+    """Return `kept` of `target_logprobs` for the targets of each shard, for `per_shard`."""
+    ids, places, excluded = (batch[name] for name in kept_tokens.INPUTS)
+    rows, length = excluded.shape
+    size, own_rows = length // layout.context, rows // layout.row_shards
+    slot = jnp.argsort(layout.balanced(jnp.arange(length)[None])[0])[places - 1]
+    first = (jnp.arange(rows) % own_rows * size)[:, None]
+    owners = [  # a row's devices each have all of its ids
+        jnp.where((places > 0) & (slot // size == part), first + slot % size, own_rows * size)
+        for part in range(layout.context)
+    ]
+    excluded = layout.balanced(jnp.roll(excluded, -1, axis=1))
+    return jnp.tile(ids, layout.context), jnp.concatenate(owners, axis=1), excluded
 
 
 def values(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.base import Group, Trajectory, UserError, seed_of
+from rlx.base import Group, Trajectory, UserError, joined_masks, seed_of
 from rlx.engines.stop_strings import cut
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
@@ -152,7 +152,7 @@ def _continued(before: Completion, after: Completion) -> Completion:
     """Return two pieces of one turn as one."""
     names, pieces = ("tokens", "logprobs", "versions"), (before, after)
     joint = {name: np.concatenate([getattr(piece, name) for piece in pieces]) for name in names}
-    return Completion(**joint, stop_reason=after.stop_reason)
+    return Completion(**joint, **joined_masks(pieces), stop_reason=after.stop_reason)
 
 
 def _limits(sampling: Sampling, left: int, stop: Sequence[str]) -> Sampling:

@@ -356,7 +356,7 @@ class Executor:
         found, held = dict[int, int](), self._buffer
         for group_id, version in host.get("admitted_at", ()):
             pieces = [piece for own in samples.get(group_id, {}).values() for piece in own]
-            newest = max([version, *(int(v) for p in pieces for v in p.columns[-1][-1:])])
+            newest = max([version, *(int(v) for p in pieces for v in p.columns["versions"][-1:])])
             # Batches that cannot be repeated leave tokens of weights that never come back.
             if newest <= step:
                 found[group_id], held = version, buffers.admit(held, version)

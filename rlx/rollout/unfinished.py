@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.base import Group, Trajectory, seed_of
+from rlx.base import Group, Trajectory, joined_masks, seed_of
 from rlx.fleet.requests import Chunk, Sampling
 from rlx.fleet.sample import Completion, PartialSample
 from rlx.journal.history import Samples
@@ -56,7 +56,7 @@ class Attempt:
         if pieces and (pieces[-1].stop_reason or not sampling.guide):  # a guide cannot continue
             sample.on_add = watch or sample.on_add
             for piece in self.kept.pop((call, index)):
-                sample.add(Chunk(index, *piece.columns, piece.stop_reason))
+                sample.add(Chunk(index, **piece.columns, stop_reason=piece.stop_reason))
             self.continued += sample.length
         if not sampling.top_logprobs:  # the journal has none
             sample.on_add = lambda chunk: self.new.append((call, index, sample.length, chunk))
@@ -115,7 +115,8 @@ class Unfinished:
                 np.concatenate([getattr(chunk, name) for *_, chunk in new])
                 for name in ("tokens", "logprobs", "versions")
             )
-            joint = Trajectory(tokens, versions >= 0, logprobs, versions, 0.0, "", "")
+            masks = joined_masks([chunk for *_, chunk in new])
+            joint = Trajectory(tokens, versions >= 0, logprobs, versions, 0.0, "", "", **masks)
             self._note("tokens", {"pieces": table}, Group(-1, (joint,)))
         later = asyncio.get_running_loop().call_later
         self._timer = later(WRITE_SECONDS, self.write) if self._live else None

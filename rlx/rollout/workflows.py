@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlx.base import Group, Trajectory, UserError, place
-from rlx.fleet.requests import Sampling
+from rlx.base import Group, Trajectory, UserError, joined_masks, place
+from rlx.fleet.requests import Chunk, Sampling
 from rlx.fleet.sample import Completion
 from rlx.rewards.reward_pool import RewardCall, RewardPool
 from rlx.rollout.control_tokens import CUT, controls, plain, shielded
@@ -264,8 +264,10 @@ def joined(
         columns["versions"] += [np.full(blank, -1), sampled.versions]
         columns["turn_ids"] += [np.full(blank + drawn, number)]
     arrays: dict[str, Any] = {k: np.concatenate(v).astype(_COLUMNS[k]) for k, v in columns.items()}
+    parts = [part for seen, sampled in turns for part in (Chunk(0, seen), sampled)]
     return Trajectory(
         **arrays,
+        **joined_masks(parts),
         reward=reward,
         stop_reason=turns[-1][1].stop_reason,
         trajectory_id=trajectory_id,

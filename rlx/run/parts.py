@@ -28,7 +28,6 @@ from rlx.doctor.memory import RunSizes
 from rlx.evaluation.held_out import HeldOut
 from rlx.fleet import wire
 from rlx.fleet.client import Fleet, NoFleet
-from rlx.fleet.requests import TRUNCATED
 from rlx.fleet.tls import client_tls
 from rlx.journal import history
 from rlx.journal import journal as journals
@@ -300,8 +299,11 @@ def _restore(update: Update, trainer: str, path: Path) -> State:
 def _warnings(parts: Parts, killed: Killed | None, platform: str) -> Iterator[str]:
     """Yield warnings about this run's samples, memory and disk; empty ones do not matter."""
     options = parts.inputs.options
-    if options.served and (cut := options.sampling.truncation):
-        yield f"{cut} in config.sampling: {TRUNCATED}"
+    if options.teacher and (cut := options.sampling.truncation):
+        yield (
+            f"{cut} in config.sampling: the teacher's logprobs are over all tokens, the policy's "
+            "over those drawn from, which biases the KL; leave it out"
+        )
     if killed:
         yield str(killed)
     if platform == "cpu":

@@ -71,7 +71,7 @@ class RunOptions:
             online=rollout.workflow == named_workflow.ONLINE,
             context=context,
             longest=prompt + budget,
-            sampling=sampling,
+            sampling=replace(sampling, return_masks=bool(sampling.truncation)),
             evaluation=Sampling(0.0, max_new_tokens=own_budget or budget, stop=sampling.stop,
                                 seed=config.seed),
             patience=Patience(rollout.max_attempts, rollout.max_failure_rate,

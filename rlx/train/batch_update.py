@@ -18,6 +18,7 @@ import numpy as np
 from rlx.algorithms import losses
 from rlx.algorithms.algorithm import Algorithm
 from rlx.base import Group, UserError
+from rlx.model import kept_tokens
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
 from rlx.train import objective, packing, step_metrics
@@ -77,7 +78,11 @@ class BatchUpdate:
             shards=self._row_shards,
             row_mates=flat.pairs(ids) if self._algorithm.data == "pairs" else None,
         )
-        return plan, [self._put_rows(part) for part in packing.microbatches(flat, ids, plan)]
+        parts = packing.microbatches(flat, ids, plan)
+        for part in parts if flat.masks else ():
+            own, vocab = part["flat_index"], self.model.vocab_size
+            part |= kept_tokens.batch_arrays(**flat.masks, index_BT=own, vocab=vocab)
+        return plan, [self._put_rows(part) for part in parts]
 
     def _on_flat_axis(
         self, batches: Sequence[Arrays], size: int, count: int, function: Callable[[Arrays], tuple]

@@ -11,9 +11,12 @@ from rlx.algorithms.advantages import advantages, next_trained, shares
 from rlx.algorithms.algorithm import Algorithm
 from rlx.algorithms.array_ops import Array, ops_of
 from rlx.base import Group, UserError
+from rlx.model import kept_tokens
 from rlx.train.packing import FlatBatch
 
-MODEL_INPUTS = ("tokens", "positions", "segment_ids", "segment_sizes", "loss_mask")
+MODEL_INPUTS = (
+    "tokens", "positions", "segment_ids", "segment_sizes", "loss_mask", *kept_tokens.INPUTS
+)  # fmt: skip
 LOSS_INPUTS = (*MODEL_INPUTS, "behaviour_logprobs", "versions")
 
 Batch = Mapping[str, Array]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.base import Group, UserError, malformed, turn_starts
+from rlx.base import Group, UserError, joined_masks, malformed, turn_starts
 
 Arrays = dict[str, np.ndarray]
 
@@ -39,6 +39,7 @@ class FlatBatch:
       starts, sizes, groups: of each trajectory its first token on F, its tokens, its group; int64.
       owners: int64; the trajectory of each reward.
       num_groups: number of groups.
+      masks: `joined_masks` of the trajectories.
     """
 
     tokens: Arrays
@@ -48,6 +49,7 @@ class FlatBatch:
     groups: np.ndarray
     owners: np.ndarray
     num_groups: int
+    masks: Arrays
 
     @property
     def num_sequences(self) -> int:
@@ -182,7 +184,8 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
         "truncated": per_sequence(cut & (np.diff(owners, append=-1) != 0), bool, False),
         "valid": per_sequence(True, bool, False),
     }
-    return FlatBatch(tokens, sequences, starts, sizes, group_of, owners, len(groups))
+    masks = joined_masks(trajectories)
+    return FlatBatch(tokens, sequences, starts, sizes, group_of, owners, len(groups), masks)
 
 
 def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:

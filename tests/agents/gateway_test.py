@@ -6,7 +6,6 @@ import json
 import threading
 import time
 import urllib.request
-from dataclasses import replace
 
 import aiohttp
 import openai
@@ -659,25 +658,16 @@ def test_no_top_k_is_minus_one(agents):
     assert agents.run(main()) == [0, 0, 5]
 
 
-def test_training_reports_draws_that_are_truncated_once(agents):
-    async def main(fixed, **defaults):
-        said, sampling = [], replace(agents.sampling, **defaults)
-        async with (
-            agents.gateway(sampling=sampling, temperature_fixed=fixed) as g,
-            agents.client(g) as client,
-        ):
-            g.fleet.say = said.append
-            for _ in range(2):
-                await ask(client)
-                await ask(client, top_p=0.5, extra_body={"top_k": 3, "min_tokens": 2})
-        return said
+def test_training_asks_for_the_masks_of_truncated_draws(agents):
+    async def main(fixed):
+        async with agents.gateway(temperature_fixed=fixed) as g, agents.client(g) as client:
+            await ask(client)
+            await ask(client, top_p=0.5)
+            await ask(client, extra_body={"min_tokens": 2})
+            return [request.sampling.return_masks for request in g.engine.requests]
 
-    (line,) = agents.run(main(True))
-    assert "top_p=0.5, top_k=3, min_new_tokens=2" in line
-    assert "biases importance weights" in line
-    assert agents.run(main(False)) == []
-    own = {"top_p": 0.5, "top_k": 3, "min_new_tokens": 2}
-    assert agents.run(main(True, **own)) == []  # the run's own has been reported at its start
+    assert agents.run(main(True)) == [False, True, True]
+    assert agents.run(main(False)) == [False, False, False]
 
 
 def test_a_template_that_raises_says_so(agents):

@@ -12,13 +12,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from rlx.fleet import rollout_pb2 as pb
-from rlx.model import hf
+from rlx.model import hf, kept_tokens
 from tests.fixtures.served import (
     LONG_ATOL,
     MAX_LEN,
     Served,
     assert_scored,
     assert_scores,
+    logits_of,
     long_group,
     prompt_of,
     servers_of,
@@ -117,6 +118,60 @@ def test_logprobs_are_the_tempered_ones_of_the_whole_vocabulary(running, model, 
     for sample in out.values():
         assert set(sample.versions) == {0}
         assert_scored(model, prompt, sample, options.get("temperature", 1.0))
+
+
+def oracle_sets(z, top_p=1.0, top_k=0, banned=()):
+    """The tokens [N, V] that top-k and then top-p leave of tempered logits [N, V], in float64."""
+    z = np.where(np.isin(np.arange(z.shape[1]), banned), -np.inf, z)
+    order = np.argsort(-z, axis=1)
+    ranked = np.take_along_axis(z, order, 1)
+    ranked[:, top_k or z.shape[1] :] = -np.inf
+    chances = np.exp(ranked - ranked.max(1, keepdims=True))
+    chances /= chances.sum(1, keepdims=True)
+    kept = (np.cumsum(chances, 1) - chances < top_p) & (chances > 0)
+    return np.take_along_axis(kept, np.argsort(order, axis=1), 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.3, "top_p": 0.6},
+        {"temperature": 0.7, "top_k": 3},
+        {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_new_tokens": 12},
+        {"min_new_tokens": 12},
+        {},
+    ],
+)
+def test_masks_are_the_tokens_drawn_from_and_logprobs_are_over_them(running, model, options):
+    """The set of each token is an oracle's on the trainer's logits, as is its probability."""
+    prompt, temperature = prompt_of(3), options.get("temperature", 1.0)
+    limits = {name: options[name] for name in ("top_p", "top_k") if name in options}
+    ends = list(model[0].eos_token_ids)
+    stops = {"stop_token_ids": (7, 8)} if "min_new_tokens" in options else {}
+
+    async def together():  # a request without masks in the same steps keeps its own logprobs
+        asked = {"n": 4, "seed": 3, "max_new_tokens": 30, **options, **stops}
+        calls = (running.collect(prompt, return_masks=yes, **asked) for yes in (True, False))
+        return await asyncio.gather(*calls)
+
+    out, plain = running.do(together())
+    for index, sample in out.items():
+        assert sample.tokens == plain[index].tokens
+        assert not plain[index].kept_sizes
+        assert_scored(model, prompt, plain[index], temperature)
+        sizes = np.array(sample.kept_sizes, np.int32)
+        masks = kept_tokens.masks(np.frombuffer(sample.kept, np.uint8), sizes, 128)
+        z = logits_of(model, prompt, sample.tokens) / temperature
+        early = np.arange(len(z)) < options.get("min_new_tokens", 0)
+        banned = [*ends, *stops.get("stop_token_ids", ())]
+        wanted = np.where(early[:, None], oracle_sets(z, **limits, banned=banned),
+                          oracle_sets(z, **limits))  # fmt: skip
+        np.testing.assert_array_equal(masks, wanted)
+        log_p = np.where(masks, z, -np.inf)
+        log_p -= np.log(np.exp(log_p).sum(1, keepdims=True))
+        picked = log_p[np.arange(len(z)), sample.tokens]
+        np.testing.assert_allclose(sample.logprobs, picked, atol=1e-4)
+    assert options or not sizes.any()
 
 
 def test_greedy_is_the_argmax_with_untempered_logprobs(running, model):

@@ -69,7 +69,7 @@ def test_chunks_carry_tokens_versions_and_reasons():
     ]
     assert chunks[1].logprobs == [-4.0, -5.0, -6.0, -7.0]
     inputs = slots.inputs()
-    assert inputs.numbers[1].tolist() == [4, 6, 2, 0, 0]  # last token, cached, budget
+    assert inputs.numbers[1].tolist() == [4, 6, 2, 0, 0, 0]  # last token, cached, budget
     chunks = [c for _, c in slots.accept(tokens, logprobs, np.array([0, 2, 2]), 10)]
     assert [c.stop_reason for c in chunks] == ["length", "length"]
     assert slots.running == 0

@@ -48,6 +48,22 @@ def test_many_prompts_over_two_servers(tools, arithmetic, tmp_path):
     tools.run(main())
 
 
+def test_a_server_without_masks_is_reported_once(tools, tmp_path):
+    async def main():
+        async with tools.fleet(1, tmp_path) as (fleet, _, _):
+            said = []
+            fleet.say = said.append
+            await fleet.generate(PROMPT, sampling(top_p=0.9), 2)
+            assert said == []
+            for _ in range(2):
+                await fleet.generate(PROMPT, sampling(top_p=0.9, return_masks=True), 2)
+                await fleet.probe([PROMPT], sampling(top_p=0.9, return_masks=True))
+            (line,) = said
+            assert "biases importance weights; top_p=0.9; update the server's rlx" in line
+
+    tools.run(main())
+
+
 def test_a_server_that_is_not_admitted_gets_probes_and_weights_alone(tools, tmp_path):
     async def main():
         async with tools.fleet(2, tmp_path) as (fleet, engines, _):

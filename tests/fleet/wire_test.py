@@ -76,7 +76,7 @@ def test_scores_survive_the_wire(tokens, data):
     assert (scores.logprobs.dtype, scores.version) == (np.float32, 7)
 
 
-CHUNKS = st.builds(
+CHUNKS = lambda masked: st.builds(  # noqa: E731
     lambda index, rows, reason: Chunk(
         index,
         [r[0] for r in rows],
@@ -85,6 +85,8 @@ CHUNKS = st.builds(
         reason,
         [t for r in rows for t in (r[0], 7)],
         [p for r in rows for p in (r[1], -2.0)],
+        [r[0] % 3 for r in rows] if masked else [],
+        b"".join(bytes([i] * (r[0] % 3)) for i, r in enumerate(rows)) if masked else b"",
     ),
     INT32,
     st.lists(
@@ -94,7 +96,7 @@ CHUNKS = st.builds(
 )
 
 
-@given(st.lists(CHUNKS, max_size=6))
+@given(st.booleans().flatmap(lambda masked: st.lists(CHUNKS(masked), max_size=6)))
 def test_chunks_of_several_samples_survive_one_message(chunks):
     reply = pb.GenerateReply.FromString(wire.reply_message(chunks).SerializeToString())
     back = wire.chunks_from(reply)
@@ -108,6 +110,7 @@ def test_chunks_of_several_samples_survive_one_message(chunks):
         assert got.versions.tolist() == chunk.versions
         assert got.top_tokens.tolist() == chunk.top_tokens
         assert got.top_logprobs.tolist() == chunk.top_logprobs
+        assert (list(got.kept_sizes), got.kept) == (chunk.kept_sizes, chunk.kept)
 
 
 def test_reply_with_lengths_that_disagree_is_refused():
@@ -118,6 +121,10 @@ def test_reply_with_lengths_that_disagree_is_refused():
     reply = wire.reply_message([Chunk(0, [1, 2], [-1.0, -1.0], [0, 0], None, [5], [-1.0])])
     with pytest.raises(ValueError, match="lengths"):
         wire.chunks_from(reply)
+    for sizes, kept in (([1], b"a"), ([1, 1], b"a"), ([-1, 2], b"a"), ([], b"a")):
+        chunk = Chunk(0, [1, 2], [-1.0, -1.0], [0, 0], kept_sizes=sizes, kept=kept)
+        with pytest.raises(ValueError, match="lengths"):
+            wire.chunks_from(wire.reply_message([chunk]))
 
 
 def good_message(**changes):

@@ -16,7 +16,10 @@ _row = st.dictionaries(_text, st.one_of(_text, st.integers(), st.booleans(), st.
 def _trajectory(draw):
     size = draw(st.integers(1, 6))
     rng = np.random.default_rng(draw(st.integers(0, 1000)))
+    sizes = rng.integers(0, 3, size).astype(np.int32)
+    masks = {"kept_sizes": sizes, "kept": rng.integers(0, 256, sizes.sum()).astype(np.uint8)}
     return Trajectory(
+        **draw(st.sampled_from([{}, masks])),
         tokens=rng.integers(0, 2**31 - 1, size).astype(np.int32),
         loss_mask=rng.random(size) < 0.5,
         behaviour_logprobs=-rng.random(size).astype(np.float32),

@@ -20,7 +20,7 @@ from rlx.mismatch.measure import (
     TrainerScorer,
     compare,
 )
-from rlx.model import decoder, hf
+from rlx.model import decoder, hf, kept_tokens
 from tests.fixtures.model import make_oracle
 
 LOOSE = Tolerance(max=0.1, mean=0.1)
@@ -100,6 +100,33 @@ def test_logits_are_what_logprobs_are_made_of(tiny_model_dir):
     tokens = np.concatenate([s.completion.tokens for s in samples()])
     flat = measure.tempered(scorer.logits(params, samples()), tokens, 0.7)
     np.testing.assert_allclose(flat, np.concatenate(scorer.logprobs(params, samples())), atol=1e-5)
+
+
+def test_scores_of_masked_samples_are_over_the_kept_tokens(tiny_model_dir):
+    """Each token has the two likeliest tokens and itself; the second sample has no masks."""
+    config, params = hf.load(tiny_model_dir)
+    scorer, masked, wanted = TrainerScorer(config, 0.7, 64), [], []
+    for i, sample in enumerate(samples()):
+        done, z = sample.completion, scorer.logits(params, [sample]) / 0.7
+        if i != 1:
+            keep = z >= np.sort(z)[:, -2:-1]
+            keep[np.arange(len(z)), done.tokens] = True
+            bits = np.packbits(keep, axis=1, bitorder="little")
+            codes, sizes = kept_tokens.compress(bits, config.vocab_size)
+            sizes, codes = np.array(sizes, np.int32), np.frombuffer(codes, np.uint8)
+            z, done = (
+                np.where(keep, z, -np.inf),
+                dataclasses.replace(done, kept=codes, kept_sizes=sizes),
+            )
+        masked.append(EngineSample(sample.prompt, done))
+        picked = z[np.arange(len(z)), done.tokens]
+        wanted.append(picked - np.log(np.exp(z).sum(1)))
+    found = scorer.logprobs(params, masked)
+    for got, want in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    tokens = np.concatenate([s.completion.tokens for s in masked])
+    flat = measure.tempered(scorer.logits(params, masked), tokens, 0.7)
+    np.testing.assert_allclose(flat, np.concatenate(wanted), atol=1e-5)
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.5, 0), (1.0, 4), (0.7, 4), (1.0, 0), (0.01, 0)])

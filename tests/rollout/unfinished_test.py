@@ -265,7 +265,11 @@ def with_samples(executor, versions):
     host["cursor"]["position"] = len(versions)
     known = np.arange(3, dtype=np.int32)
     columns = [(known, known * -0.5, known * 0 + version) for version in versions]
-    samples = {g: {(7, 0): [history.Piece(own, None, 3)]} for g, own in enumerate(columns)}
+    names = ("tokens", "logprobs", "versions")
+    samples = {
+        g: {(7, 0): [history.Piece(dict(zip(names, own, strict=True)), None, 3)]}
+        for g, own in enumerate(columns)
+    }
     executor.restore(host, [], samples=samples)
     counts = executor.unfinished.counts()
     return counts["tokens"], counts["repeated_tokens"]
@@ -348,6 +352,29 @@ def test_what_no_server_can_continue_begins_again(options):
     assert lengths == [[0]]
 
 
+def test_sampling_masks_come_back_with_the_tokens_that_have_them():
+    notes, host = Notes(), {"step": 0, "cursor": {"position": 3}, "pending": [[0, 0], [1, 0]]}
+    masked = Chunk(0, [7, 8], [-0.5, 0.0], [0, 0], None, kept_sizes=[2, 1], kept=b"abc")
+    plain = Chunk(1, [9], [-1.0], [0], None)
+
+    async def main():
+        made = Unfinished(notes)
+        attempt = made.begin(0, None, 0)
+        attempt.new += [(5, 0, 0, masked), (5, 1, 0, plain)]
+        made.write()
+        attempt.new += [(5, 1, 1, replace(plain, tokens=[4]))]
+        made.write()
+
+    asyncio.run(main())
+    found = history.recover(host, (0, -1), notes.records).samples[0]
+    (first,), (early, late) = found[5, 0], found[5, 1]
+    assert first.columns["kept_sizes"].tolist() == [2, 1]
+    assert first.columns["kept"] == b"abc"
+    assert early.columns["kept_sizes"].tolist() == [0]
+    assert "kept" not in late.columns
+    assert Chunk(0, **first.columns).tokens.tolist() == [7, 8]
+
+
 @settings(deadline=None, max_examples=60)
 @given(cut=st.integers(20, 100), lost=st.integers(0, 60), flip=st.integers(0, 10**6))
 def test_a_cut_or_damaged_journal_leaves_the_beginnings_of_samples(cut, lost, flip):
@@ -371,6 +398,6 @@ def test_a_cut_or_damaged_journal_leaves_the_beginnings_of_samples(cut, lost, fl
     found = history.recover(host, (0, -1), records.scan(bytes(damaged))).samples
     for group_id, own in found.items():
         for key, pieces in own.items():
-            tokens = [piece.columns[0].tolist() for piece in pieces]
+            tokens = [piece.columns["tokens"].tolist() for piece in pieces]
             assert tokens == [[n] for n in range(pieces[-1].end)]
             assert pieces[-1].end <= whole[group_id][key][-1].end == 3

@@ -30,21 +30,28 @@ def test_a_full_disk_does_not_hide_why_the_run_before_was_killed(monkeypatch, tm
     assert said == [str(killed), "little memory"]
 
 
-def test_draws_that_are_truncated_are_reported_at_the_start(monkeypatch, tmp_path):
+def test_truncated_draws_with_a_teacher_are_reported_at_the_start(monkeypatch, tmp_path):
     monkeypatch.setattr(parts, "disk_warning", lambda *_: "")
 
-    def said(servers=1, **sampling):
+    def said(teacher="", **sampling):
         config = default()
         config.sampling.update(sampling)
-        config.fleet.num_servers = servers
+        config.teacher.path = teacher
         return list(filter(None, parts._warnings(given(config, tmp_path), None, "gpu")))
 
-    assert said() == []
-    assert said(temperature=0.7, max_new_tokens=9) == []
+    assert said(top_p=0.9) == said("rlx:arithmetic") == []
     for name, value in (("top_p", 0.9), ("top_k", 20), ("min_new_tokens", 4)):
-        (line,) = said(**{name: value})
-        assert f"{name}={value} in config.sampling: some tokens are never sampled" in line
-    assert not said(servers=0, top_p=0.5), "without servers nothing is drawn"
+        (line,) = said("rlx:arithmetic", **{name: value})
+        assert f"{name}={value} in config.sampling: the teacher's logprobs" in line
+
+
+def test_a_run_asks_for_masks_where_its_draws_are_truncated():
+    for name, value in (("temperature", 0.7), ("top_p", 0.9), ("top_k", 20), ("min_new_tokens", 4)):
+        config = default()
+        config.sampling[name] = value
+        options = RunOptions.of(config)
+        assert options.sampling.return_masks == (name != "temperature")
+        assert not options.evaluation.return_masks
 
 
 @pytest.mark.parametrize(

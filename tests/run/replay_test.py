@@ -52,9 +52,12 @@ def same(said):
 
 @pytest.fixture(scope="module")
 def asynchronous(tmp_path_factory):
-    """A run of 8 steps, killed after step 5, with its checkpoint after step 2."""
+    """A run of 8 steps with truncated draws, killed after step 5; its checkpoint after step 2."""
     workdir = tmp_path_factory.mktemp("replay") / "run"
-    flags = ("--config.total_steps=8", "--config.optimizer.learning_rate=1e-4")
+    flags = (
+        "--config.total_steps=8", "--config.optimizer.learning_rate=1e-4",
+        "--config.sampling.top_p=0.8",
+    )  # fmt: skip
     command = [*RLX_MAIN, "--config=configs/arithmetic.py", *SMALL, f"--workdir={workdir}", *flags]
     metrics, deadline = workdir / "metrics.jsonl", time.monotonic() + SECONDS
     quiet = {"stdout": subprocess.DEVNULL, "env": REWARDS, "start_new_session": True}
@@ -77,6 +80,8 @@ def asynchronous(tmp_path_factory):
 
 @pytest.mark.slow
 def test_an_asynchronous_run_is_replayed_over_its_kill(asynchronous, tmp_path):
+    groups = [Recorded(asynchronous).groups(step)[0] for step in (1, 8)]
+    assert all(t.kept.size for group in groups for t in group.trajectories), "masks are kept"
     assert same(replay(asynchronous)) == (8, 8)
 
     file = tmp_path / "steps.zip"

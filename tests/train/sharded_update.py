@@ -13,9 +13,9 @@ import numpy as np
 
 from rlx import config as config_lib
 from rlx.base import Group, Trajectory
+from rlx.model import kept_tokens, sharding
 from rlx.model import mesh as mesh_lib
 from rlx.model import params as parameters
-from rlx.model import sharding
 from rlx.model.model_config import TRAITS, ModelConfig
 from rlx.model.rope_config import Rope
 from rlx.train import update
@@ -32,7 +32,15 @@ MIXTURE = replace(
 )  # fmt: skip
 
 
-def groups(seed, samples=8):
+def masks(rng, tokens):
+    """Sets of a third of the vocabulary with the token; one in four has nearly all."""
+    found = rng.random((len(tokens), 32)) < rng.choice([0.3, 0.9], (len(tokens), 1), p=(0.75, 0.25))
+    found[np.arange(len(tokens)), tokens] = True
+    codes, sizes = kept_tokens.compress(np.packbits(found, axis=1, bitorder="little"), 32)
+    return {"kept": np.frombuffer(codes, np.uint8), "kept_sizes": np.array(sizes, np.int32)}
+
+
+def groups(seed, samples=8, masked=False):
     rng = np.random.default_rng(seed)
     out = []
     for g in range(4):
@@ -40,11 +48,13 @@ def groups(seed, samples=8):
         for i in range(samples):
             prompt, size = 3 + g, int(rng.integers(5, 25))
             sampled = np.arange(size + prompt) >= prompt
+            tokens = rng.integers(1, 32, size + prompt).astype(np.int32)
             trajectories.append(
                 Trajectory(
-                    rng.integers(1, 32, size + prompt).astype(np.int32), sampled,
+                    tokens, sampled,
                     np.where(sampled, -3.4, 0).astype(np.float32), np.where(sampled, 0, -1),
                     float(rng.integers(0, 2)), "stop", f"{g}.{i}",
+                    **(masks(rng, tokens) if masked else {}),
                 )
             )  # fmt: skip
         out.append(Group(g, tuple(trajectories)))
@@ -71,6 +81,7 @@ class Case:
 
     Attributes:
       cut: a parameter that every mesh cuts.
+      masked: whether tokens were drawn from a part of the vocabulary.
     """
 
     preset: str
@@ -81,6 +92,7 @@ class Case:
     rank: int = 0
     model: ModelConfig = MODEL
     balance: float = 0.0
+    masked: bool = False
     meshes: tuple[str, ...] = MESHES
 
 
@@ -90,6 +102,7 @@ CASES = {
     "lora": Case("grpo", "q_lora_a", rank=3),
     "joined": Case("grpo", "gate_up_lora_a", rank=3, model=JOINED, meshes=("fsdp:4,tensor:2",)),
     "dpo": Case("dpo", "q", samples=2),
+    "masks": Case("grpo", "q", masked=True, meshes=("fsdp:4,tensor:2", "fsdp:2,context:4")),
     "windows": Case("grpo", "q", model=OTHER),
     "experts": Case("grpo", "expert_down", model=MIXTURE, balance=0.1, meshes=(
         "replica:4,expert:2", "fsdp:2,expert:4", "fsdp:2,expert:2,tensor:2", "expert:4,context:2",
@@ -117,7 +130,7 @@ def run(case, mesh, budget):
     trainer = update.JaxUpdate(case.model, options, mesh=mesh, source=lambda _: params)
     state = trainer.init(params)
     for seed in range(2):
-        state, metrics = trainer.update(state, groups(seed, case.samples))
+        state, metrics = trainer.update(state, groups(seed, case.samples, case.masked))
     return trainer, state, metrics
 
 

@@ -294,6 +294,7 @@ class Block(NamedTuple):
     tokens: Any  # [S, R] int32
     logprobs: Any  # [S, R] float32, nats
     counts: Any  # [S] int32, in [0, R]
+    kept: Any = None  # [S, R, W] uint8, the tokens drawn from as bits
 
 
 def decode(
@@ -304,8 +305,9 @@ def decode(
     lengths: jax.Array,
     budgets: jax.Array,
     stops: jax.Array,
-    choose: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
+    choose: Callable[[jax.Array, jax.Array], tuple[jax.Array, ...]],
     steps: int,
+    masked: bool = False,
 ) -> tuple[Block, Cache]:
     """Sample up to `steps` tokens for every slot; end early if no slot wants more.
 
@@ -315,7 +317,7 @@ def decode(
       lengths: [S] int32, tokens in the cache.
       budgets: [S] int32, tokens a slot still wants; 0 for an idle slot.
       stops: [S, M] int32, stop tokens; −1 for none.
-      choose: (logits [S, V], index) → sampled tokens and logprobs [S].
+      choose: (logits [S, V], index) → sampled tokens and logprobs [S], with `masked` also `kept`.
 
     Returns:
       Block, and new keys and values [S, …, steps] to `append` to the cache.
@@ -326,6 +328,7 @@ def decode(
         jnp.zeros((slots, steps), jnp.int32),
         jnp.zeros((slots, steps), jnp.float32),
         jnp.zeros((slots,), jnp.int32),
+        jnp.zeros((slots, steps, -(-config.vocab_size // 8)), jnp.uint8) if masked else None,
     )
 
     # Not in the loop, where XLA would compute them in every layer.
@@ -341,11 +344,16 @@ def decode(
             partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False), angles
         )
         logits, recent = step(params, config, cache, recent, index, tokens, lengths, now)
-        drawn, logprobs = choose(logits, index)
+        drawn, logprobs, *kept = choose(logits, index)
+
+        def put(columns, column):
+            return jax.lax.dynamic_update_slice_in_dim(columns, column[:, None], index, 1)
+
         block = Block(
-            jax.lax.dynamic_update_slice_in_dim(block.tokens, drawn[:, None], index, 1),
-            jax.lax.dynamic_update_slice_in_dim(block.logprobs, logprobs[:, None], index, 1),
+            put(block.tokens, drawn),
+            put(block.logprobs, logprobs),
             block.counts + alive,
+            put(block.kept, *kept) if masked else None,
         )
         stopped = jnp.any(drawn[:, None] == stops, axis=-1)
         alive = alive & ~stopped & (block.counts < budgets)

@@ -270,10 +270,13 @@ class JaxEngine(ModelEngine):
         start = self._clock()
         self._compact()
         slots = self._slots
-        shape = self._programs.choose(slots.used, slots.longest)
+        shape = self._programs.choose(slots.used, slots.longest, slots.masked)
         inputs = slots.inputs()
         block, self._cache = self._programs.decode(self._params, self._cache, shape, inputs)
-        results = slots.accept(block.tokens, block.logprobs, block.counts, self._version)
+        results = slots.accept(
+            block.tokens, block.logprobs, block.counts, self._version, block.kept,
+            self._config.vocab_size,
+        )  # fmt: skip
         self._dirty |= not np.isfinite(block.logprobs).all()
         self._generated += sum(len(chunk.tokens) for _, chunk in results)
         self._spans.append(("decode", start, self._clock()))

@@ -28,6 +28,7 @@ from rlx.engines.jax.serving_params import ServingParams
 from rlx.engines.jax.slots import (
     BUDGET,
     LENGTH,
+    MASKED,
     MINIMUM,
     TEMPERATURE,
     TOKEN,
@@ -50,6 +51,7 @@ class Shape(NamedTuple):
 
     slots: int
     length: int
+    masked: bool = False  # whether it returns the tokens drawn from
 
 
 class Programs:
@@ -79,7 +81,7 @@ class Programs:
         for key in (self.full, ("append", self.plan.slots), ("prefill", 1), ("prefill", PROMPTS)):
             self._get(key)
         self._get("take"), self._get("insert")
-        self._agreed[self.full] = TRIALS
+        self._agreed |= {self.full: TRIALS, self.full._replace(masked=True): TRIALS}
         return self._check_prefill(params, self._new_cache())
 
     def _check_prefill(self, params, cache: kv_cache.Cache) -> kv_cache.Cache:
@@ -182,21 +184,23 @@ class Programs:
         )  # fmt: skip
         return np.asarray(logprobs), cache
 
-    def choose(self, used: int, longest: int) -> Shape:
+    def choose(self, used: int, longest: int, masked: bool = False) -> Shape:
         """Return the smallest usable program for the first `used` slots, `longest` cached tokens.
 
         If a smaller one is possible, start to compile it.
         """
         slots = next(b for b in self.plan.slot_buckets if b >= used)
         length = next(n for n in self.plan.length_buckets if n >= longest)
-        best = Shape(slots, length)
-        if self._usable(best):
+        best, full = Shape(slots, length, masked), self.full._replace(masked=masked)
+        if best == full or self._usable(best):
             return best
         if best not in self._asked:
             self._asked[best] = self._background.submit(self._compile_smaller, best)
         others = [s for s in tuple(self._compiled) if isinstance(s, Shape) and self._usable(s)]
-        fitting = [s for s in others if s.slots >= used and s.length >= longest]
-        return min(fitting, key=lambda s: s.slots * (s.length + 256))
+        fitting = [
+            s for s in others if s.slots >= used and s.length >= longest and s.masked == masked
+        ]
+        return min(fitting, key=lambda s: s.slots * (s.length + 256), default=full)
 
     def decode(
         self, params: ServingParams, cache: kv_cache.Cache, shape: Shape, inputs: DecodeInputs
@@ -215,7 +219,8 @@ class Programs:
 
     def _try(self, params, cache, shape: Shape, inputs: DecodeInputs, block, recent):
         """Run the full program too; record whether the smaller one gave the same bits."""
-        full_block, full_recent = self._decode(params, cache, self.full, inputs)
+        full = self.full._replace(masked=shape.masked)
+        full_block, full_recent = self._decode(params, cache, full, inputs)
         if _same((block, recent), (full_block, full_recent), shape.slots, np.asarray(block.counts)):
             self._agreed[shape] = self._agreed.get(shape, 0) + 1
         else:
@@ -290,12 +295,13 @@ def _decode(config: ModelConfig, steps: int, shape: Shape, params, cache, inputs
         draws = jax.lax.dynamic_index_in_dim(inputs.uniforms, index, 1, keepdims=False)
         early = (index < numbers[:, MINIMUM])[:, None]
         banned = jnp.where(early, inputs.stops, -1)
-        restriction = sampling.Restriction(chances[:, TOP_P], numbers[:, TOP_K], banned)
+        masked = numbers[:, MASKED] > 0 if shape.masked else None
+        restriction = sampling.Restriction(chances[:, TOP_P], numbers[:, TOP_K], banned, masked)
         return sampling.draw(logits, draws, chances[:, TEMPERATURE], restriction)
 
     return decode.decode(
         params, config, cache, numbers[:, TOKEN], numbers[:, LENGTH], numbers[:, BUDGET],
-        inputs.stops, choose, steps,
+        inputs.stops, choose, steps, shape.masked,
     )  # fmt: skip
 
 
@@ -325,5 +331,6 @@ def _same(one, other, slots: int, counts: np.ndarray) -> bool:
     return (
         agree(block.tokens, other_block.tokens, real)
         and agree(block.logprobs, other_block.logprobs, real)
+        and (block.kept is None or agree(block.kept, other_block.kept, real[..., None]))
         and all(agree(a, b, real[:, None, :, None]) for a, b in pairs)
     )

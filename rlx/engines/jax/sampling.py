@@ -13,11 +13,13 @@ _LOWEST = jnp.iinfo(jnp.int32).min
 
 
 class Restriction(NamedTuple):
-    """Restrictions of the draws; behaviour log-probabilities are not affected."""
+    """Restrictions of the draws."""
 
     top_p: jax.Array  # [S] float32 in (0, 1]; keeps the fewest most probable tokens of this mass
     top_k: jax.Array  # [S] int32; keeps the k most probable tokens and ties of the last; 0: all
     banned: jax.Array  # [S, M] int32, excluded token ids; −1 for none
+    # [S] bool, rows whose log-probabilities are over the allowed tokens, which are then returned
+    masked: jax.Array | None = None
 
 
 def row_sum(x: jax.Array) -> jax.Array:
@@ -34,10 +36,10 @@ def draw(
     uniforms: jax.Array,
     temperature: jax.Array,
     restriction: Restriction,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Sample a token per row; return it and its behaviour log-probability.
 
-        logprob = log softmax(logits / temperature)[token]   over the whole vocabulary
+        logprob = log softmax(logits / temperature)[token]   over the whole vocabulary, or as masked
 
     Args:
       logits: [S, V] float32.
@@ -47,7 +49,8 @@ def draw(
       restriction: costs time only if some row uses it.
 
     Returns:
-      tokens [S] int32, logprobs [S] float32 (nats, ≤ 0).
+      tokens [S] int32, logprobs [S] float32 (nats, ≤ 0); with `restriction.masked` the allowed
+      tokens as bits, lowest first: [S, ⌈V / 8⌉] uint8.
     """
     greedy = temperature <= 0
     z = _blocked(logits / jnp.where(greedy, 1.0, temperature)[:, None])
@@ -74,9 +77,15 @@ def draw(
     reached = jnp.cumsum(chances, axis=-1) > goal[:, None]
     wanted = jnp.where(greedy[:, None], row == allowed.top[:, None], reached)
     place = _first(wanted, chances > 0)
-    logprobs = _pick(row, place) - full.top - jnp.log(row_sum(full.masses)[:, 0])
+    picked = _pick(row, place)
+    logprobs = picked - full.top - jnp.log(row_sum(full.masses)[:, 0])
     tokens = jnp.minimum(block * z.shape[-1] + place, logits.shape[1] - 1)
-    return tokens, logprobs
+    if restriction.masked is None:
+        return tokens, logprobs
+    own = picked - allowed.top - jnp.log(row_sum(allowed.masses)[:, 0])
+    kept = allowed.z.reshape(len(logits), -1)[:, : logits.shape[1]] > -jnp.inf
+    logprobs = jnp.where(restriction.masked, own, logprobs)
+    return tokens, logprobs, jnp.packbits(kept, axis=-1, bitorder="little")
 
 
 class _Table(NamedTuple):

@@ -9,13 +9,14 @@ import hashlib
 import heapq
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlx.fleet.requests import Chunk, Request
+from rlx.model import kept_tokens
 
 MAX_STOPS = 8  # stop tokens a slot can have
 
@@ -86,8 +87,8 @@ class SlotStart(NamedTuple):
 class DecodeInputs(NamedTuple):
     """Arrays for a decode call, one row per slot."""
 
-    # [S, 5] int32: last token, cached tokens, tokens still wanted (0 if idle), tokens before a stop
-    # token is allowed, top-k
+    # [S, 6] int32: last token, cached tokens, tokens still wanted (0 if idle), tokens before a stop
+    # token is allowed, top-k, whether masks are wanted
     numbers: np.ndarray
     chances: np.ndarray  # [S, 2] float32: temperature, top-p
     stops: np.ndarray  # [S, MAX_STOPS] int32, −1 for none
@@ -97,14 +98,14 @@ class DecodeInputs(NamedTuple):
 def idle_inputs(slots: int, steps: int) -> DecodeInputs:
     """Return the inputs of slots that want no token."""
     return DecodeInputs(
-        np.zeros((slots, 5), np.int32),
+        np.zeros((slots, 6), np.int32),
         np.ones((slots, 2), np.float32),
         np.full((slots, MAX_STOPS), -1, np.int32),
         np.zeros((slots, steps), np.float32),
     )
 
 
-TOKEN, LENGTH, BUDGET, MINIMUM, TOP_K = range(5)
+TOKEN, LENGTH, BUDGET, MINIMUM, TOP_K, MASKED = range(6)
 TEMPERATURE, TOP_P = range(2)
 
 
@@ -144,6 +145,11 @@ class Slots:
     def longest(self) -> int:
         """Largest number of cached tokens of a slot."""
         return int(self._numbers[:, LENGTH].max())
+
+    @property
+    def masked(self) -> bool:
+        """Whether some sample wants the tokens that it is drawn from."""
+        return bool(self._numbers[:, MASKED].any())
 
     def add(self, live: LiveRequest) -> None:
         """Queue a request."""
@@ -202,6 +208,7 @@ class Slots:
         minimum = sampling.min_new_tokens - request.prefix_len
         self._numbers[slot] = (
             prompt[-1], len(prompt) - 1, room, max(minimum, 0), sampling.top_k,
+            sampling.return_masks and sampling.temperature > 0,
         )  # fmt: skip
         self._chances[slot] = sampling.temperature, sampling.top_p
         self._stops[slot] = -1
@@ -216,13 +223,15 @@ class Slots:
         return DecodeInputs(self._numbers.copy(), self._chances.copy(), self._stops.copy(), draws)
 
     def accept(
-        self, tokens: np.ndarray, logprobs: np.ndarray, counts: np.ndarray, version: int
-    ) -> list[tuple[LiveRequest, Chunk]]:
+        self, tokens: np.ndarray, logprobs: np.ndarray, counts: np.ndarray, version: int,
+        kept: np.ndarray | None = None, vocab: int = 0,
+    ) -> list[tuple[LiveRequest, Chunk]]:  # fmt: skip
         """Add the results of a decode call and free the slots of samples that ended.
 
         Args:
           tokens, logprobs: [B, steps], of the first B slots.
           counts: [B], how many of each row are valid.
+          kept: [B, steps, W] uint8, of a vocabulary of `vocab`; None: no sample wants it.
 
         Returns:
           One chunk for every sample that ran.
@@ -233,18 +242,21 @@ class Slots:
             if sample is None or not count:
                 continue
             new = tokens[slot, :count].tolist()
-            kept, reason = self._kept(slot, sample, new)
-            new = new[:kept]
+            count, reason = self._kept(slot, sample, new)
+            new = new[:count]
             sample.tokens += new
-            self._positions[slot] += kept
+            self._positions[slot] += count
             row = self._numbers[slot]
             row[TOKEN] = new[-1]
-            row[LENGTH] += kept
-            row[BUDGET] -= kept
-            row[MINIMUM] = max(row[MINIMUM] - kept, 0)
+            row[LENGTH] += count
+            row[BUDGET] -= count
+            row[MINIMUM] = max(row[MINIMUM] - count, 0)
             chunk = Chunk(
-                sample.index, new, logprobs[slot, :kept].tolist(), [version] * kept, reason
+                sample.index, new, logprobs[slot, :count].tolist(), [version] * count, reason
             )
+            if kept is not None and row[MASKED]:
+                data, sizes = kept_tokens.compress(kept[slot, :count], vocab)
+                chunk = replace(chunk, kept=data, kept_sizes=sizes)
             out.append((sample.live, chunk))
             if reason:
                 sample.live.open -= 1

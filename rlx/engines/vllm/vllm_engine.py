@@ -28,6 +28,7 @@ from rlx.engines.model_engine import ModelEngine
 from rlx.engines.stop_strings import StopStrings
 from rlx.engines.vllm.vllm_start import start_llm
 from rlx.fleet.requests import Chunk, EngineStatus, Request, Sampling, ScoreRequest, Scores
+from rlx.model import kept_tokens
 from rlx.model.tensors import shards
 
 _FLUSH_SECONDS = 0.05  # interval of chunks
@@ -111,6 +112,10 @@ class VllmEngine(ModelEngine):
             _Sample(index, self._for_sample(core, request, index), wake, request.unwatched)
             for index in range(request.first_index, request.first_index + request.n)
         ]
+        sampling = request.sampling
+        if sampling.return_masks and not sampling.unscored and sampling.temperature > 0:
+            for sample in samples:
+                sample.vocab = self._config.vocab_size
         if stop_strings := await self._stop_strings(request):
             for sample in samples:
                 sample.stops = stop_strings()
@@ -405,6 +410,8 @@ class _Sample:
         self.begun = self.ended = False
         self.stop_reason: str | None = None
         self.stops: StopStrings | None = None
+        self.vocab = 0  # above 0: the tokens drawn from are wanted
+        self.masks: list[np.ndarray] = []  # of the new tokens, [tokens, bytes of bits] each
 
     def add(self, output: Any, version: int) -> int:
         """Add the tokens of one step; return how many."""
@@ -420,6 +427,8 @@ class _Sample:
             # The sampled token, then the most likely: the most that any request of the step wants.
             made, most = output.new_logprobs, self.core.sampling_params.logprobs
             nothing = [math.nan] * count
+            if self.vocab:
+                made = self._unmasked(made, count)
             self.new.logprobs.extend(nothing if most is None else made.logprobs[:count, 0].tolist())
             if most:
                 ids, values = (array[:count, 1 : 1 + most].flatten().tolist()
@@ -430,6 +439,16 @@ class _Sample:
             self.end(reason if reason in ("stop", "length") else "abort")
         return len(tokens)
 
+    def _unmasked(self, made: Any, count: int) -> Any:
+        """Keep the masks in a step's logprobs, see TemperedSampler; return these renormalised."""
+        own, ids = made.logprobs, made.logprob_token_ids[:count]
+        if ids.shape[1] == own.shape[1]:  # no request of the step has a truncated distribution
+            self.masks.append(np.full((count, -(-self.vocab // 8)), 255, np.uint8))
+            return made
+        words = np.ascontiguousarray(ids[:, own.shape[1] :], np.int32)
+        self.masks.append(words.view(np.uint8))
+        return made._replace(logprobs=np.minimum(own[:, :-1] - own[:, -1:], 0))
+
     def end(self, reason: str) -> None:
         self.stop_reason, self.ended = reason, True
         self.wake.set()
@@ -439,7 +458,10 @@ class _Sample:
         if not self.new.tokens and self.stop_reason is None:
             return None
         chunk = replace(self.new, stop_reason=self.stop_reason)
-        self.new, self.stop_reason = Chunk(chunk.index), None
+        if self.masks:
+            data, sizes = kept_tokens.compress(np.concatenate(self.masks), self.vocab)
+            chunk = replace(chunk, kept=data, kept_sizes=sizes)
+        self.new, self.stop_reason, self.masks = Chunk(chunk.index), None, []
         return chunk
 
 

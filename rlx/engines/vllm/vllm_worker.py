@@ -37,10 +37,13 @@ _ROWS = 256  # tokens of a prompt with logits at a time
 class TemperedSampler(Sampler):
     """Sampler whose logprobs are log softmax(logits / temperature), whole vocabulary, float32.
 
-    vLLM has them only before the temperature, or after top-p, top-k and the minimum length.
+    vLLM has them only before the temperature, or after top-p, top-k and the minimum length. If a
+    step's draws are truncated, a row's logprobs end with the log of the probability that was kept.
+    Its ids end with −1 and the kept tokens as 32-bit words, lowest bit first.
     """
 
     _temperature: torch.Tensor | None = None
+    _kept: torch.Tensor | None = None  # [rows, V] bool, of this step
 
     def forward(self, logits, sampling_metadata, *args: Any, **kwargs: Any):
         with self.at(sampling_metadata.temperature):
@@ -55,12 +58,45 @@ class TemperedSampler(Sampler):
         finally:
             self._temperature = None
 
+    def sample(self, logits, sampling_metadata, *args: Any, **kwargs: Any):
+        given, drawer, self._kept = sampling_metadata, self.topk_topp_sampler, None
+        if given.all_greedy or given.max_num_logprobs is None or not truncates(given):
+            return super().sample(logits, given, *args, **kwargs)
+        plain, mode = drawer.forward, drawer.logprobs_mode
+        if logits.device.type != "cpu":  # FlashInfer does not return what it kept
+            drawer.forward = drawer.forward_native
+        drawer.logprobs_mode = "processed_logits"
+        try:
+            sampled, processed = super().sample(logits, given, *args, **kwargs)
+        finally:
+            drawer.forward, drawer.logprobs_mode = plain, mode
+        self._kept = processed > -torch.inf
+        return sampled, None
+
+    def gather_logprobs(self, logprobs, *args: Any, **kwargs: Any):  # type: ignore[override]
+        found = super().gather_logprobs(logprobs, *args, **kwargs)
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return found
+        mass = logprobs.masked_fill(~kept, -torch.inf).logsumexp(-1, keepdim=True)
+        bits = torch.nn.functional.pad(kept, (0, -kept.shape[1] % 32)).unflatten(1, (-1, 32))
+        words = (bits.int() << torch.arange(32, device=bits.device, dtype=torch.int32)).sum(-1)
+        ids = found.logprob_token_ids
+        more = torch.cat([ids, torch.full_like(ids[:, :1], -1), words.to(ids.dtype)], 1)
+        return found._replace(logprob_token_ids=more, logprobs=torch.cat([found.logprobs, mass], 1))
+
     def compute_logprobs(self, logits):  # type: ignore[override]
         temperature = self._temperature
         if temperature is not None and len(temperature) in (1, len(logits)):
             greedy = temperature < 1e-5
             logits = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
         return logits.log_softmax(dim=-1, dtype=torch.float32)
+
+
+def truncates(given: Any) -> bool:
+    """Return whether top-p, top-k or a minimum length excludes tokens of a step, by metadata."""
+    limits = (getattr(each, "min_toks", None) for each in given.logitsprocs.non_argmax_invariant)
+    return given.top_p is not None or given.top_k is not None or any(limits)
 
 
 def prompt_logprobs(
