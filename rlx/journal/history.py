@@ -99,7 +99,7 @@ def _extend(samples: dict[int, Samples], record: Record) -> None:
     ends = np.append(0, np.cumsum(sizes))
     for group_id, call, index, at, count, stop_reason in record.fields["pieces"]:
         part = slice(begin, end := begin + count)
-        columns = {
+        columns: dict[str, Any] = {
             "tokens": t.tokens[part], "logprobs": t.behaviour_logprobs[part],
             "versions": t.versions[part],
         }  # fmt: skip
