@@ -61,7 +61,8 @@ SECTIONS = {
         remat=option("none", "recomputed in the backward pass. dots: all except products; "
                      "attention: all except qkv and attention; full: everything",
                      ("none", "dots", "attention", "full")),
-        logprob_chunk=option(1024, "tokens whose logits exist at one time", "1"),
+        logprob_chunk=option(0, "tokens whose logits exist at one time; 0: 1024, or on a GPU the "
+                             "model's width if it is more", "0"),
     ),
     "data": _section(
         "The rows: questions with answers, demonstrations or pairs.",

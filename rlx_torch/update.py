@@ -24,7 +24,7 @@ from rlx.base import UserError
 from rlx.model import lora_config
 from rlx.model import params as parameters
 from rlx.model.lora_config import LoraConfig
-from rlx.model.model_config import ModelConfig
+from rlx.model.model_config import CHUNK, ModelConfig
 from rlx.model.tensors import BUCKET, Buckets, open_tensors
 from rlx.train import objective
 from rlx.train.batch_update import BatchUpdate, require_same
@@ -284,7 +284,7 @@ class TorchUpdate(BatchUpdate):
     def _logprobs(self, model: Any, batch: dict) -> tuple[Tensor, Tensor]:
         o, algorithm = self._options, self._algorithm
         asked = partial(
-            packed_model.logprobs, model, batch, temperature=o.temperature, chunk=o.chunk,
+            packed_model.logprobs, model, batch, temperature=o.temperature, chunk=o.chunk or CHUNK,
             entropy_gradient=algorithm.entropy_coefficient > 0 or bool(algorithm.loss_function),
         )  # fmt: skip
         with self._precision():

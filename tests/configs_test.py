@@ -101,11 +101,12 @@ def test_a_step_of_a_large_model_fits_the_gpus_that_its_config_names(name):
     print(f"{name}: {sum(pieces.values()) / 1e9:.0f} GB: {memory.listed(pieces)}")
     assert sum(pieces.values()) < 0.75 * 80e9
     row = next(x for x in (ROOT / "docs" / "scale.md").read_text().splitlines() if f"[{name}]" in x)
-    *_, told, mesh, remat, tokens, gigabytes, _ = map(str.strip, row.split("|"))
+    *_, told, mesh, remat, tokens, planned, most, _ = map(str.strip, row.split("|"))
     train = config.train
     assert (int(told), mesh) == (gpus, f"`{train.mesh}`")
     assert (remat, tokens) == (config.model.remat, f"{train.max_tokens_per_microbatch:,}")
-    assert sum(pieces.values()) / 1e9 == pytest.approx(float(gigabytes), rel=0.1), "docs/scale.md"
+    assert sum(pieces.values()) / 1e9 == pytest.approx(float(most), abs=1), "docs/scale.md"
+    assert float(planned) < float(most), "docs/scale.md"
     assert model.num_heads % axes["tensor"] == model.num_kv_heads % axes["tensor"] == 0
     trajectories = config.rollout.batch_prompts // config.train.minibatches
     assert trajectories * config.sampling.n_samples >= 2 * num_row_shards(axes)

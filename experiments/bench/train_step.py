@@ -25,7 +25,7 @@ import sys
 
 from experiments.bench.process import cores_of, median_spread
 from experiments.bench.train_step_workers import MODELS, make_lengths
-from rlx.doctor.machine import peak_flops
+from rlx.doctor.gpu_cards import peak_flops
 from rlx.model.params import forward_flops
 
 SEQUENCES = {"tiny": 64, "25m": 32, "135m": 16}

@@ -9,21 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# By a part of the device's name, first match: bf16 dense FLOP/s, bytes/s of its memory.
-PEAKS = {
-    "H100 PCIe": (756e12, 2.0e12),
-    "H200": (989e12, 4.8e12),
-    "H100": (989e12, 3.35e12),
-    "H800": (989e12, 3.35e12),
-    "A100": (312e12, 2.0e12),
-}
+from rlx.doctor.gpu_cards import CARDS, peak_flops
 
 
 def device() -> dict[str, Any]:
     """Return the device's name, its peaks (FLOP/s, bytes/s) and their source."""
     first = jax.devices()[0]
-    found = next((peak for name, peak in PEAKS.items() if name in first.device_kind), None)
-    flops, bytes_per_second = found or _measured()
+    peak = peak_flops(first.device_kind, "bfloat16")
+    alike = (card for name, card in CARDS.items() if name.upper() in first.device_kind)
+    found = next((card for card in alike if card.flops == peak), None)  # no other form of it
+    flops, bytes_per_second = (peak, found.bandwidth) if found else _measured()
     return {
         "kind": first.device_kind,
         "platform": first.platform,

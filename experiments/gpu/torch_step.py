@@ -16,7 +16,7 @@ import torch
 
 from experiments.bench.plain_torch import init
 from experiments.bench.train_step_workers import MODELS, make_config, make_groups, qwen2
-from rlx.doctor.machine import peak_flops
+from rlx.doctor.gpu_cards import peak_flops
 from rlx.train.train_options import TrainOptions
 from rlx_torch.update import TorchUpdate
 

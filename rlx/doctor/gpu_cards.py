@@ -5,6 +5,19 @@ from typing import Any
 
 from rlx.base import UserError, unknown
 
+# By a part of a GPU's name, first match: dense bfloat16 FLOP/s by its data sheet.
+PEAKS = {
+    "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "H20": 148e12,
+    "A100": 312e12, "A800": 312e12, "B200": 2250e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12,
+    "3090": 71e12,
+}  # fmt: skip
+
+
+def peak_flops(kind: str, dtype: str) -> float:
+    """Return the FLOP/s of a GPU by its data sheet, float32 as TF32; 0: unknown."""
+    found = next((peak for name, peak in PEAKS.items() if name in kind), 0.0)
+    return found / 2 if dtype == "float32" else found
+
 
 @dataclass(frozen=True)
 class Card:
@@ -16,7 +29,6 @@ class Card:
       cores: streaming multiprocessors. shared: their shared memory, bytes. lanes: float32 units.
       clock: GHz.
       memory, cache: bytes. bandwidth: of the memory, bytes/s.
-      flops: dense peak in bfloat16, FLOP/s.
       link: to the other GPUs of a host, bytes/s in one direction; network: to other hosts.
     """
 
@@ -29,9 +41,13 @@ class Card:
     memory: int
     cache: int
     bandwidth: float
-    flops: float
     link: float
     network: float = 50e9
+
+    @property
+    def flops(self) -> float:
+        """Dense peak in bfloat16, FLOP/s."""
+        return peak_flops(self.kind, "bfloat16")
 
     def target(self) -> str:
         """Return the card as text of XLA's GpuTargetConfigProto."""
@@ -57,15 +73,15 @@ device_description_str: "{self.kind}"
 
 _HOPPER: dict[str, Any] = {
     "capability": (9, 0), "cores": 132, "shared": 233472, "lanes": 128, "clock": 1.98,
-    "cache": 50 << 20, "flops": 989e12, "link": 450e9,
+    "cache": 50 << 20, "link": 450e9,
 }  # fmt: skip
 CARDS = {
     "a100": Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 167936, 64, 1.41, 85_100_068_864, 40 << 20,
-                 2.039e12, 312e12, 300e9),
+                 2.039e12, 300e9),
     "h100": Card("NVIDIA H100 80GB HBM3", memory=84_942_979_072, bandwidth=3.352e12, **_HOPPER),
     "h200": Card("NVIDIA H200 141GB HBM3e", memory=151_397_597_184, bandwidth=4.8e12, **_HOPPER),
     "b200": Card("NVIDIA B200", (10, 0), 148, 233472, 128, 1.965, 191_514_411_008, 132_644_864,
-                 7.672e12, 2250e12, 900e9),
+                 7.672e12, 900e9),
 }  # fmt: skip
 
 

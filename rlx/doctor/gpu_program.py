@@ -269,10 +269,11 @@ def _moved(
     Slices of stacked arrays, read or written inside a fusion, count by the slice.
     """
     inner = computations.get(one.called, {}) if "fusion" in one.opcode else {}
-    users: dict[str, list[Instruction]] = {}
-    for each in inner.values():
-        for operand in each.operands:
-            users.setdefault(operand, []).append(each)
+    users: dict[str, list[tuple[Instruction, int]]] = {}  # with the place of the operand
+    for each in reversed([*inner.values()]):
+        for place, operand in enumerate(each.operands):
+            through = users.get(each.name, []) if each.opcode == "bitcast" else [(each, place)]
+            users.setdefault(operand, []).extend(through)
     given = {
         int(each.attribute(r"parameter\((\d+)\)") or 0): each
         for each in inner.values()
@@ -282,9 +283,9 @@ def _moved(
     for index, name in enumerate(one.operands):
         whole = size(computation[name].shape) if name in computation else 0
         own = given[index].name if index in given else ""
-        readers = users.get(own, [])
-        if readers and all(r.operands[0] == own for r in readers):
-            if all(r.opcode == "dynamic-slice" for r in readers):
+        readers = [reader for reader, _ in users.get(own, [])]
+        if readers and not any(place for _, place in users[own]):
+            if all(r.opcode in ("dynamic-slice", "gather") for r in readers):
                 whole = sum(size(r.shape) for r in readers)
             elif all(r.opcode == "dynamic-update-slice" for r in readers):
                 whole = 0
@@ -326,13 +327,23 @@ def _read_collective(
 
 def _crosses(line: str, per_host: int) -> bool:
     """Return whether a replica group has devices of several hosts."""
+    return any(len({device // per_host for device in group}) > 1 for group in _groups(line))
+
+
+def _groups(line: str) -> list[list[int]]:
+    """Return the devices of each replica group, in any of the forms in which XLA writes them."""
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
     if iota:
         devices = np.arange(prod(_numbers(iota[2]))).reshape(_numbers(iota[2]))
         if iota[3]:
             devices = devices.transpose(_numbers(iota[3]))
-        groups = devices.reshape(_numbers(iota[1])).tolist()
-    else:
-        listed = re.search(r"replica_groups=\{(\{.*?\})\}", line)
-        groups = [_numbers(g) for g in re.findall(r"\{([\d,]*)\}", listed[1])] if listed else []
-    return any(len({device // per_host for device in group}) > 1 for group in groups)
+        return devices.reshape(_numbers(iota[1])).tolist()
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
+        axes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+        devices = np.arange(prod(map(int, axes.values()))).reshape([*map(int, axes.values())])
+        grouped = [list(axes).index(name) for name in re.findall(r"'(\w+)'", mesh[2])]
+        last = range(-len(grouped), 0)
+        size = prod(devices.shape[axis] for axis in grouped)
+        return np.moveaxis(devices, grouped, last).reshape(-1, size).tolist()
+    listed = re.search(r"replica_groups=\{(\{.*?\})\}", line)
+    return [_numbers(group) for group in re.findall(r"\{([\d,]*)\}", listed[1])] if listed else []

@@ -32,18 +32,6 @@ print(json.dumps({"platform": jax.default_backend(), "kind": devices[0].device_k
     "capability": str(getattr(devices[0], "compute_capability", ""))}))
 """
 BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16", "bf16"})  # CPUs' flags
-# By a part of a GPU's name, first match: dense bfloat16 FLOP/s by its data sheet.
-PEAKS = {
-    "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "H20": 148e12,
-    "A100": 312e12, "A800": 312e12, "B200": 2250e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12,
-    "3090": 71e12,
-}  # fmt: skip
-
-
-def peak_flops(kind: str, dtype: str) -> float:
-    """Return the FLOP/s of a GPU by its data sheet, float32 as TF32; 0: unknown."""
-    found = next((peak for name, peak in PEAKS.items() if name in kind), 0.0)
-    return found / 2 if dtype == "float32" else found
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,13 @@
 """Estimate the memory and disk of a run from its settings and the model's shape.
 
-State (parameters, moments, critic, reference) is counted exactly. The rest of a step is fitted to
-`compiled.memory_analysis()` of small models on a CPU. tests/doctor/memory_test.py compares both:
-they agree within a sixth on one device and on meshes of every axis, up to 32B on 64 devices.
+State (parameters, moments, critic, reference) is counted exactly. The rest of a step is a coarse
+bound by the sizes of its arrays. `run/compile_for.py` has XLA's own plan, for a GPU.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import ml_dtypes as ml_dtypes  # numpy knows the name bfloat16 by it
 import numpy as np
@@ -21,15 +19,13 @@ from rlx.engines.kv_memory import make_plan
 from rlx.model import lora_config, remat
 from rlx.model import params as parameters
 from rlx.model.mesh import WEIGHTS, mesh_axes, num_row_shards, share
-from rlx.model.model_config import ModelConfig, kernel_fits
+from rlx.model.model_config import CHUNK, ModelConfig, kernel_fits
 from rlx.system.available_memory import MemoryLimit
 from rlx.train.train_options import OPTIMIZERS, TrainOptions
 
 Bytes = dict[str, int]
 ONE_CPU = Devices()
 
-_UPDATE = 2.6  # float32 copies of the parameters at an optimizer update, in addition to the state
-_GPU_SEGMENTS = 16  # segments of a row, see packing.segment_sizes
 _VLLM_CPU_KV = 4 << 30  # limit in rlx.engines.vllm.vllm_start
 
 
@@ -113,14 +109,20 @@ def state(sizes: RunSizes) -> Bytes:
 
 
 def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
-    """Return the peak memory of a train step on one device: name → bytes, adding up to the peak.
+    """Return a bound of a train step's memory on one device: name → bytes, which add up.
+
+    State and gradients are exact. The rest is what a step holds at most, in arrays of XLA's size:
+
+    - activations: those that `remat` keeps of every layer, and twice all of one, see remat.py
+    - logits: of a chunk, their exponentials and gradient
+    - gathered weights: a layer's, embedding and head, with a float32 gradient
+    - optimizer update: three float32 copies of the parameters, where that is more than the others
 
     Args:
       devices: the trainer's devices on all its hosts, arranged by `sizes.train.mesh`.
     """
     train, model = sizes.train, sizes.model
     axes = mesh_axes(train.mesh, devices.count)
-    shards, tensor = num_row_shards(axes), axes["tensor"]
     part = share(model, parameters.table(model), axes)
     own = share(model, lora_config.table(model, train.lora), axes) if train.lora else part
     held = state(sizes)
@@ -132,100 +134,47 @@ def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
     trained = ("parameters", "optimizer")
     out = {name: size * (own if name in trained else part) for name, size in held.items()}
     numbers = own * sizes.trained
-    out["gradients"] = numbers * width
     # The peak occurs when all trajectories have their maximum length.
-    whole = math.ceil(sizes.minibatch / shards) * math.ceil(sizes.longest / axes["context"])
+    rows = math.ceil(sizes.minibatch / num_row_shards(axes))
+    whole = rows * math.ceil(sizes.longest / axes["context"])
     tokens = min(train.token_budget, whole)
-    if whole > train.token_budget:
-        out["gradients"] += 4 * numbers  # the accumulator
-    if devices.platform == "cpu" and width < 4:
-        out["gradients"] += 4 * numbers  # computed in float32
-    kept, layer = _activations(sizes, tokens, devices.platform, axes)
-    logits, head = _logits(sizes, tokens) / tensor
-    cut = math.prod(axes[name] for name in WEIGHTS) > 1
-    gathered = _gathered(sizes, devices.platform, axes["expert"]) / tensor if cut else 0
-    out |= {"gathered weights": gathered, "activations": kept + layer}
-    out["logits"] = logits + max(head - layer, 0)
-    passing = kept + logits + max(layer, head) + gathered + numbers * width
-    out["optimizer update"] = max(_UPDATE * 4 * numbers - passing, 0)
-    return {name: int(part) for name, part in out.items() if part >= 1}
+    out["gradients"] = numbers * (width + 4 * (whole > train.token_budget))  # accumulated
+    # A CPU computes half precision in float32.
+    narrow = 4 if devices.platform == "cpu" else np.dtype(train.compute_dtype).itemsize
+    chunk = train.chunk or max(CHUNK, model.model_dim * (devices.platform == "gpu"))
+    passing = {
+        "activations": tokens * narrow * _floats(sizes, devices.platform, axes),
+        "logits": 12 * min(chunk, tokens) * model.vocab_size * (not model.value_head),
+    }
+    if math.prod(axes[name] for name in WEIGHTS) > 1:
+        weights = 2 * model.vocab_size * model.model_dim  # a tied one is gathered twice
+        for row in (row for row in parameters.table(model) if row.stacked):
+            weights += math.prod(row.shape[1:]) // (axes["expert"] if "experts" in row.axes else 1)
+        passing["gathered weights"] = (narrow + 4) * weights
+    out |= {name: size / axes["tensor"] for name, size in passing.items()}
+    out["optimizer update"] = max(12 * numbers - sum(passing.values()) / axes["tensor"], 0)
+    return {name: int(size) for name, size in out.items() if size >= 1}
 
 
-def _gathered(sizes: RunSizes, platform: str, expert: int) -> float:
-    """Return bytes of the weights gathered on a device: a layer, embedding and head.
-
-    Each counts in its compute dtype plus a float32 gradient. A device gathers only its own experts
-    of a layer: one of `expert` parts.
-    """
-    model = sizes.model
-    half = platform != "cpu" and np.dtype(sizes.train.compute_dtype).itemsize == 2
-    rows = [row for row in parameters.table(model) if row.stacked]
-    layer = sum(math.prod(x.shape[1:]) // (expert if "experts" in x.axes else 1) for x in rows)
-    tables = 2 * model.vocab_size * model.model_dim  # a tied one is gathered twice
-    return ((2 if half else 4) + 4) * (layer + tables)
-
-
-def _activations(
-    sizes: RunSizes, tokens: float, platform: str, axes: Mapping[str, int]
-) -> tuple[float, float]:
-    """Return bytes (kept for the backward pass, of the layer being computed).
-
-    Coefficients are floats a token, fitted to XLA's memory analysis on a CPU. The inputs and
-    outputs of a block are replicated over `tensor` devices; its inner activations are split.
-    """
-    model, tensor = sizes.model, axes["tensor"]
-    wide, mlp, layers = model.model_dim, model.mlp_dim / tensor, model.num_layers
-    rows = (
-        model.experts_per_token * axes["expert"]
-    )  # of a token, with those gathered from other devices
-    if rows:
-        mlp = rows * model.expert_dim / tensor
+def _floats(sizes: RunSizes, platform: str, axes: Mapping[str, int]) -> float:
+    """Return the numbers a token that all layers keep, and those of the layer being computed."""
+    model, kind = sizes.model, sizes.train.remat
+    rows = model.experts_per_token * axes["expert"]  # of a token, with those of other devices
+    mlp = rows * model.expert_dim or model.mlp_dim
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    half = np.dtype(sizes.train.compute_dtype).itemsize == 2
-    width = 2.0 if half else 4.0
-    if platform == "cpu":  # computes half precision in float32, and keeps the casts
-        width = 4.4 if half else 4
-    length = sizes.row_length
-    block = max(256, length // 16)
-    scores = model.num_heads * block * (length / block + 1) * 2 / 3  # float32, see attention.py
-    normalisers = 4 * model.num_heads / width
-    if platform == "gpu" and half and kernel_fits(model.head_dim, model.attention_softcap):
-        # cuDNN's kernel keeps no scores, only normalisers per segment
-        scores, normalisers = 0.0, normalisers * _GPU_SEGMENTS
-    if sizes.train.remat == "none":
-        cut = (5.5 * wide + 4.5 * q + 2 * kv) / tensor
-        # Norms of a block's output keep it; layers of two kinds keep the union of both.
-        cut += 2 * wide * (model.norms == "both") + q / tensor * (len(set(model.windows)) > 1)
-        kept = layers * (2 * wide + cut + 3 * mlp) * width
-        working = (4 * wide + 5 * mlp) * width
-    else:
-        named = {
-            "qkv": q + 2 * kv,
-            "attention": q + normalisers,
-            "o": wide,
-            "mlp": 2 * mlp * tensor,
-        }
-        cut = 2 * wide + sum(named[name] for name in remat.KEPT[sizes.train.remat])
-        kept = layers * cut / tensor * width
-        working = (3.5 * wide + 6.5 * mlp) * width + 4 * scores / tensor
-    if rows:
-        kept += layers * (3 * rows * wide * width) * (sizes.train.remat == "none")
-        copies = (
-            2.4 if sizes.train.remat == "none" else 4
-        )  # of the arrays that a CPU expands, see experts.py
-        expanded = copies * model.num_experts / axes["expert"] if platform == "cpu" else 0
-        working += rows * (5 + expanded) * (wide + model.expert_dim / tensor) * width
-    return tokens * kept, tokens * working
-
-
-def _logits(sizes: RunSizes, tokens: float) -> np.ndarray:
-    """Return bytes (kept for the backward pass, of the chunk being computed), see cross_entropy.
-
-    A single chunk keeps its logits. With several, one chunk has logits, weights and gradient.
-    """
-    chunk = sizes.train.chunk
-    whole = 0 if sizes.model.value_head else 4 * min(chunk, tokens) * sizes.model.vocab_size
-    return np.array([whole, whole] if chunk >= tokens else [0, 3 * whole])
+    named = {"qkv": q + 2 * kv, "attention": q, "o": model.model_dim, "mlp": 2 * mlp}
+    every = 7 * model.model_dim + 4 * q + 2 * kv + 3 * mlp + 3 * rows * model.model_dim
+    kept = every
+    if kind != "none":
+        kept = model.model_dim + sum(named[name] for name in remat.KEPT[kind])
+    working = 2 * every
+    if rows:  # XLA multiplies all rows with all experts of a device, see experts.py
+        working += 4 * rows * model.num_experts // axes["expert"] * (model.model_dim + mlp // rows)
+    half = sizes.train.compute_dtype != "float32"
+    if not (platform == "gpu" and half and kernel_fits(model.head_dim, model.attention_softcap)):
+        # scores of a block of queries, see attention.py
+        working += 3 * model.num_heads * max(256, sizes.row_length // 16)
+    return model.num_layers * kept + working
 
 
 def server(sizes: RunSizes) -> Bytes:
@@ -262,25 +211,18 @@ def exported(sizes: RunSizes) -> int:
 
 
 def remedy(sizes: RunSizes, devices: Devices = ONE_CPU) -> str:
-    """Return the settings that lower the memory of a train step by 2 % or more."""
-    train = sizes.train
+    """Return the settings that lower the memory of a train step."""
+    train, on_cpu = sizes.train, devices.platform == "cpu"
     least = math.ceil(sizes.longest * train.token_budget / train.row_budget)
-    changes: dict[str, dict[str, Any]] = {
-        "train.max_tokens_per_microbatch": {"token_budget": max(train.token_budget // 2, least)},
-        "model.remat": {"remat": "full"},
-        "model.logprob_chunk": {"chunk": min(256, train.chunk)},
-        "model.compute_dtype": {"compute_dtype": "bfloat16"},
+    tokens = max(train.token_budget // 2, least)
+    helps = {
+        f"train.max_tokens_per_microbatch={tokens}": tokens < train.token_budget,
+        "model.remat=full": train.remat != "full",
+        "model.compute_dtype=bfloat16": train.compute_dtype == "float32" and not on_cpu,
     }
-
-    def need(**options: Any) -> int:
-        changed = dataclasses.replace(sizes, train=dataclasses.replace(train, **options))
-        return sum(trainer(changed, devices).values())
-
-    most = 0.98 * need()
-    found = [f"{key}={v}" for key, option in changes.items()
-             for v in option.values() if need(**option) <= most]  # fmt: skip
-    more = ", or give train.mesh more devices" if devices.platform != "cpu" else ""
-    return (f"set {' or '.join(found)}" if found else "use a smaller model or lora.rank") + more
+    found = " or ".join(setting for setting, lowers in helps.items() if lowers)
+    more = "" if on_cpu else ", or give train.mesh more devices"
+    return (f"set {found}" if found else "use a smaller model or lora.rank") + more
 
 
 def listed(pieces: Mapping[str, int]) -> str:
@@ -293,7 +235,7 @@ def listed(pieces: Mapping[str, int]) -> str:
 def estimate(pieces: Mapping[str, int], mesh: str = "") -> str:
     """Return a sentence about the memory of a train step on one device of a mesh."""
     each = f" on each device of {mesh}" if mesh else ""
-    return f"a step is estimated at {size(sum(pieces.values()))}{each} ({listed(pieces)})"
+    return f"a step takes at most about {size(sum(pieces.values()))}{each} ({listed(pieces)})"
 
 
 def advice(sizes: RunSizes, find: Callable[[], Devices], *, started: bool = True) -> str:

@@ -168,7 +168,7 @@ class TrainerScorer:
     temperature: float
     row_length: int
     compute_dtype: str = "float32"
-    chunk: int = 1024
+    chunk: int = 0
 
     def logprobs(self, params: Params, samples: Sequence[EngineSample]) -> list[np.ndarray]:
         """Return each completion's log-probabilities, [T] float32, nats. Waits for the device."""

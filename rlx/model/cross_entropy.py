@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rlx.model import kept_tokens, sharding
-from rlx.model.ops import product, softcap_slope, softcapped, weight_gradient
+from rlx.model.model_config import CHUNK
+from rlx.model.ops import on_cpu, product, softcap_slope, softcapped, weight_gradient
 from rlx.model.sharding import Placement
 
 SMALLEST_CHUNK = 128  # asked tokens; smaller ones make the head's products slow
@@ -25,7 +26,7 @@ def target_logprobs(
     *,
     temperature: float = 1.0,
     softcap: float = 0.0,
-    chunk: int = 1024,
+    chunk: int = 0,
     asked: Array | None = None,
     place: Placement | None = None,
     kept: tuple[Array, Array, Array] | None = None,
@@ -36,8 +37,8 @@ def target_logprobs(
       x: [N, D] hidden states; head: [V, D]; targets: [N] int32 in [0, V).
       temperature: > 0.
       softcap: c where logits are c · tanh(head·x / c) before the temperature; 0: not.
-      chunk: tokens whose logits exist at one time; with N or more, the logits are kept for the
-        backward pass.
+      chunk: tokens whose logits exist at one time; 0: CHUNK, and on a GPU at least D. With N or
+        more, the logits are kept for the backward pass.
       asked: [N] bool, the tokens to score; None: all of them.
       place: of the head on a mesh; it is gathered once for all chunks, in each pass.
       kept: the tokens that each target was drawn from, over which the distribution is renormalised.
@@ -47,12 +48,16 @@ def target_logprobs(
     Returns:
       Two [N] float32, nats; 0 for tokens that are not asked for.
     """
+    if not chunk:
+        # The head's gradient, V · D numbers, is read and written for each chunk's V · chunk.
+        chunk = CHUNK if on_cpu() else max(CHUNK, x.shape[1])
     tokens, how = len(x), (temperature, softcap, chunk >= len(x), place)
     chunk = min(chunk, tokens)
     if asked is not None:
         chunk = min(chunk, max(SMALLEST_CHUNK, -(-tokens // 8)))
     pieces = -(-tokens // chunk)
     size = -(-tokens // pieces)
+    size += 0 if on_cpu() else -size % 16  # cuBLAS would pad other sizes, in a pass over the logits
 
     def cut(x: Array) -> Array:
         padding = ((0, pieces * size - tokens), *[(0, 0)] * (x.ndim - 1))
@@ -97,7 +102,10 @@ def _reduce(logits, targets):
     weights = jnp.exp(logits - highest)
     total = jnp.sum(weights, axis=-1)
     normaliser = highest[:, 0] + jnp.log(total)
-    mean = jnp.sum(lax.optimization_barrier(weights * logits), axis=-1) / total
+    weighted = weights * logits
+    if on_cpu():  # the sum stays out of the loop that makes its terms; a GPU reads logits once
+        weighted = lax.optimization_barrier(weighted)
+    mean = jnp.sum(weighted, axis=-1) / total
     picked = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
     return picked - normaliser, normaliser - mean, normaliser
 

@@ -31,9 +31,12 @@ def embed(
     params: Params, tokens: jax.Array, compute_dtype: Any, layout: Layout = ONE_DEVICE
 ) -> jax.Array:
     """Return token embeddings: [...] int32 → [..., D] compute_dtype."""
-    flat = layout.flat(tokens[..., None])[..., 0]
-    rows = lookup(params["embed"], flat, compute_dtype, layout.place("embed"))
-    return layout.rows(layout.unflat(rows, tokens.shape))
+    place = layout.place("embed")
+
+    def rows(table, tokens):
+        return lookup(table, tokens, compute_dtype, place)
+
+    return layout.rows(layout.per_shard(rows, params["embed"], place, tokens))
 
 
 def embed_scale(config: ModelConfig, x: jax.Array) -> jax.Array:
@@ -236,7 +239,7 @@ def logprobs(
     *,
     x: jax.Array | None = None,
     temperature: float = 1.0,
-    chunk: int = 1024,
+    chunk: int = 0,
     asked: jax.Array | None = None,
     layout: Layout = ONE_DEVICE,
     **how: Any,
@@ -251,7 +254,7 @@ def logprobs(
     Args:
       batch, how: as of `states`. x: its hidden states, if already computed.
       temperature: > 0; the one the tokens were sampled with.
-      chunk: tokens whose logits exist at one time on a device.
+      chunk: tokens whose logits exist at one time on a device; 0: as of `target_logprobs`.
       asked: [B, T] bool, tokens to score; None: all. Ignored on a mesh.
 
     Returns:
@@ -262,11 +265,10 @@ def logprobs(
     x = states(params, config, batch, layout=layout, **how)[0] if x is None else x
     targets = layout.balanced(jnp.roll(tokens, -1, axis=1))
     place = layout.place("embed" if config.tie_embeddings else "lm_head")
-    weights = scattered_gradient(head(params, config), place)
 
     kept = _kept(batch, layout) if "kept_ids" in batch else ()
 
-    def score(x, targets, *more):
+    def score(weights, x, targets, *more):
         own, some = more[: len(kept)], more[len(kept) :]
         return target_logprobs(
             x, weights, targets, temperature=temperature, softcap=config.logit_softcap,
@@ -276,7 +278,8 @@ def logprobs(
     # On a mesh, the loops of all devices would wait for the one with most asked tokens.
     some = () if asked is None or layout.mesh is not None else (jnp.roll(asked, -1, axis=1),)
     # A chunk holds one device's tokens; otherwise each device would compute everybody's logits.
-    logprob, entropy = map(layout.in_order, layout.per_shard(score, x, targets, *kept, *some))
+    both = layout.per_shard(score, head(params, config), place, x, targets, *kept, *some)
+    logprob, entropy = map(layout.in_order, both)
     return shift(logprob, segments), shift(entropy, segments)
 
 

@@ -68,6 +68,7 @@ TRAITS: dict[str, dict[str, Any]] = {
 _SCORED = ("ForCausalLM", "ForSequenceClassification")
 _SCORED_NAMES = {"Gemma3ForCausalLM": "Gemma3TextForSequenceClassification"}
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+CHUNK = 1024  # tokens whose logits exist at one time, unless set
 # Keys whose null switches something off. For other keys null means HF's default.
 _NULL_IS_OFF = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 

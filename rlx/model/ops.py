@@ -19,7 +19,8 @@ from rlx.model.sharding import Placement
 LIBRARY = 1 << 23  # multiplications of the smallest product that XLA gives to oneDNN
 
 
-def _on_cpu() -> bool:
+def on_cpu() -> bool:
+    """Return whether programs are traced for a CPU."""
     return sharding.target_device().platform == "cpu"
 
 
@@ -36,7 +37,7 @@ def compiler_options() -> dict[str, bool | str]:
 def _rounds() -> bool:
     """Return whether XLA has fast bfloat16 products with bfloat16 results on this CPU."""
     known = platform.machine() == "x86_64" and jax.__version_info__ >= (0, 12)
-    return known and _on_cpu()
+    return known and on_cpu()
 
 
 def result_dtype(dtype: Any, multiplications: int) -> Any:
@@ -52,7 +53,7 @@ def product(x: Array, matrix: Array, axis: int, other: int) -> Array:
     """Contract `axis` of x with axis `other` of a matrix; return the product in x's dtype."""
     over = (((axis,), (other,)), ((), ()))
     wide = x.dtype
-    if _on_cpu():
+    if on_cpu():
         wide = result_dtype(x.dtype, x.size * matrix.shape[1 - other])
     return lax.dot_general(x, matrix, over, preferred_element_type=wide).astype(x.dtype)
 
@@ -82,11 +83,11 @@ def _matmul_backward(place, kept, grad):
 def weight_gradient(x: Array, grad: Array, dtype: Any, place: Placement | None = None) -> Array:
     """Return xᵀ·grad: [..., D] and [..., F] → [D, F], summed in `dtype`, laid out by `place`."""
     # On a CPU the narrower operand first is up to twice as fast; the barrier keeps the order.
-    if _on_cpu() and place is None and x.dtype == jnp.bfloat16:
+    if on_cpu() and place is None and x.dtype == jnp.bfloat16:
         return _rows_first(x, grad).astype(dtype)
     tokens = tuple(range(x.ndim - 1))
     summed = partial(lax.dot_general, dimension_numbers=((tokens, tokens), ((), ())))
-    if x.shape[-1] <= grad.shape[-1] or not _on_cpu():
+    if x.shape[-1] <= grad.shape[-1] or not on_cpu():
         return sharding.scattered(summed(x, grad, preferred_element_type=dtype), place)
     swapped = summed(grad, x, preferred_element_type=dtype)
     return lax.optimization_barrier(sharding.scattered(swapped, place and place.transposed)).T
@@ -106,7 +107,7 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def lookup(table: Array, tokens: Array, dtype: Any, place: Placement | None = None) -> Array:
-    """Return table[tokens] in `dtype`, [..., D]; the gradient has the table's dtype and `place`."""
+    """Return table[tokens] in `dtype`, [..., D]; the gradient has the table's dtype."""
     if place is None:  # cast only the rows that are looked up
         return table[tokens].astype(dtype)
     return sharding.used(table, dtype, place)[tokens]
@@ -118,9 +119,7 @@ def _lookup_forward(table, tokens, dtype, place):
 
 def _lookup_backward(dtype, place, kept, grad):
     table, tokens = kept
-    total = jnp.zeros(table.shape, table.dtype).at[tokens].add(grad.astype(table.dtype))
-    # Whole rows first: otherwise every device would receive its columns of all tokens.
-    return sharding.scattered(sharding.full(total, place), place), None
+    return jnp.zeros(table.shape, table.dtype).at[tokens].add(grad.astype(table.dtype)), None
 
 
 lookup.defvjp(_lookup_forward, _lookup_backward)
@@ -155,7 +154,7 @@ def _rms_norm_backward(eps, offset, kept, grad):
     along = jnp.mean(scaled * wide, axis=-1, keepdims=True)
     grad_x = inverse * (scaled - wide * (inverse * inverse * along))
     terms = grad * wide * inverse
-    if _on_cpu():  # the sum over rows stays out of the loop that makes its terms
+    if on_cpu():  # the sum over rows stays out of the loop that makes its terms
         terms = lax.optimization_barrier(terms)
     grad_scale = jnp.sum(terms, axis=tuple(range(x.ndim - 1)))
     return grad_x.astype(x.dtype), grad_scale.astype(scale.dtype)

@@ -131,7 +131,8 @@ def scattered_gradient(weight: Array, place: Placement | None) -> Array:
 
 
 scattered_gradient.defvjp(
-    lambda weight, place: (weight, None), lambda place, _, grad: (scattered(grad, place),)
+    lambda weight, place: (weight, None),
+    lambda place, _, grad: (scattered(grad, place),),
 )
 
 
@@ -245,19 +246,32 @@ class Layout:
         """Return the product's rows as [*shape, F]."""
         return self._joined(x, shape) if self.context > 1 else x.reshape(*shape, x.shape[-1])
 
-    def per_shard(self, function: Callable[..., Any], *arrays: Array) -> Any:
-        """Return function(*arrays), computed separately for the tokens of each shard.
+    def per_shard(
+        self, function: Callable[..., Any], weight: Array, place: Placement | None, *arrays: Array
+    ) -> Any:
+        """Return function(weight, *arrays), computed separately for the tokens of each shard.
+
+        The weight's gradient is summed and cut within a replica, and its parts over replicas.
 
         Args:
-          function: of arrays [N, …], N tokens, to a pytree of [N] arrays, returned as [B, T].
+          function: of the weight and arrays [N, …], N tokens, to a pytree of [N, …] arrays,
+            returned as [B, T, …].
+          place: of the weight.
           arrays: [B, T, …] each.
         """
         shape = arrays[0].shape[:2]
         if self.mesh is None:
-            out = function(*(x.reshape(-1, *x.shape[2:]) for x in arrays))
-            return jax.tree.map(lambda x: x.reshape(shape), out)
-        out = jax.vmap(function)(*map(self._split, arrays))
-        return jax.tree.map(lambda x: self._joined(x, shape), out)
+            out = function(weight, *(x.reshape(-1, *x.shape[2:]) for x in arrays))
+            return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), out)
+        replicas = self.mesh.shape["replica"]
+
+        def of_replica(weight: Array, *arrays: Array) -> Any:
+            return jax.vmap(partial(function, scattered_gradient(weight, place)))(*arrays)
+
+        copies = jnp.broadcast_to(weight, (replicas, *weight.shape))
+        parts = (x.reshape(replicas, -1, *x.shape[1:]) for x in map(self._split, arrays))
+        out = jax.vmap(of_replica, spmd_axis_name="replica")(copies, *parts)
+        return jax.tree.map(lambda x: self._joined(x.reshape(-1, *x.shape[2:]), shape), out)
 
     def _split(self, x: Array) -> Array:
         """Return [B, T, …] as [shards, N, …], N tokens of each shard."""

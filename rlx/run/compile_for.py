@@ -115,8 +115,8 @@ def scan(config: ConfigDict, text: str) -> Iterator[Finding]:
                 trainer = device_programs.ShapesUpdate(run.model, options, devices)
                 program = next(trainer.lowered(run.row_length, accumulates=run.accumulates))[1]
                 compiled = program.compile()
-            except Exception as error:  # XLA's errors have no common class
-                yield Finding("scan", name, "warning", f"{str(error).splitlines()[0][:200]}")
+            except (RuntimeError, UserError) as error:  # JAX's errors of XLA are RuntimeErrors
+                yield Finding("scan", name, "warning", str(error).partition("\n")[0][:200])
                 continue
             planned = _planned(compiled.memory_analysis())
             reading = gpu_program.read(compiled.as_text(), run.each)
@@ -157,7 +157,7 @@ class _Target:
     @classmethod
     def of(cls, config: ConfigDict, text: str) -> "_Target":
         card, hosts, each = gpu_cards.parse(text)
-        config = apply_allocation(config)
+        config = apply_allocation(config).copy_and_resolve_references()
         if config.trainer != "jax":
             raise UserError(
                 f"--compile-for with trainer={config.trainer}: PyTorch cannot compile for a GPU "
@@ -242,7 +242,11 @@ def _collective_rows(name: str, reading: Reading, card: Card) -> Iterator[Findin
         for c in sorted(reading.collectives, key=lambda c: -c.waiting(card))
         if c.waiting(card) > 0.01 * reading.waiting(card)
     ]
-    what = f"{size(int(total))} a GPU, {hidden / total:.0%} of it hidden by products"
+    kinds: dict[str, float] = {}
+    for one in reading.collectives:
+        kinds[one.kind] = kinds.get(one.kind, 0.0) + one.bytes
+    each = ", ".join(f"{kind} {size(int(part))}" for kind, part in kinds.items())
+    what = f"{size(int(total))} a GPU ({each}), {hidden / total:.0%} of it hidden by products"
     if waited:
         what += "; waits for " + ", ".join(waited[:SHOWN])
     yield Finding("compiled", f"{name} sent", "ok", what)

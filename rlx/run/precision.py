@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from rlx.doctor.machine import Devices, peak_flops
+from rlx.doctor.gpu_cards import peak_flops
+from rlx.doctor.machine import Devices
 from rlx.model.model_config import ModelConfig
 from rlx.run import trainers
 from rlx.train.train_options import AUTO

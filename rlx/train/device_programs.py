@@ -149,4 +149,5 @@ def _placed(leaf: Any, place: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
 
 
 def _lower(program: Any, *arguments: Any) -> Any:
-    return program.trace(*arguments).lower(lowering_platforms=("cuda",))
+    platform = sharding.target_device().platform.replace("gpu", "cuda")
+    return program.trace(*arguments).lower(lowering_platforms=(platform,))

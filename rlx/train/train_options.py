@@ -76,7 +76,7 @@ class TrainOptions:
       row_buckets: row lengths, tokens.
       dtype, compute_dtype, publish_dtype: of parameters, of activations, of exported weights.
         Without a run that decides it, `auto` is float32.
-      chunk: model.logprob_chunk; tokens whose logits exist at one time.
+      chunk: model.logprob_chunk; tokens whose logits exist at one time, 0: by the device.
       temperature: > 0, the one the tokens were sampled with.
       critic_warmup: train batches in which only the critic learns.
       lora: the adapters; None: the whole model is trained.
@@ -98,7 +98,7 @@ class TrainOptions:
     dtype: str = "float32"
     compute_dtype: str = "float32"
     remat: str = "none"
-    chunk: int = 1024
+    chunk: int = 0
     temperature: float = 1.0
     reference_mode: str = "frozen"
     reference_every: int = 1

@@ -74,7 +74,7 @@ def test_a_trainer_out_of_memory_says_how_much_and_what_to_lower():
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "out of memory (train step 1): " in line
     assert " GB more wanted" in line
-    assert "a step is estimated at " in line
+    assert "a step takes at most about " in line
     assert "activations" in line
     for setting in ("model.remat=full", "train.max_tokens_per_microbatch=32768"):
         assert setting in line

@@ -21,6 +21,13 @@ MODULE = f"""HloModule step, is_scheduled=true
   ROOT %slice = f32[64,32]{{1,0}} dynamic-slice(%p0, %p1), dynamic_slice_sizes={{1,64,32}}
 }}
 
+%picked (p0.1: f32[5,64,32], p1.1: s32[3,2]) -> f32[3,32] {{
+  %p0.1 = f32[5,64,32]{{2,1,0}} parameter(0)
+  %p1.1 = s32[3,2]{{1,0}} parameter(1)
+  %rows = f32[320,32]{{1,0}} bitcast(%p0.1)
+  ROOT %gather = f32[3,32]{{1,0}} gather(%rows, %p1.1), offset_dims={{1}}, slice_sizes={{1,32}}
+}}
+
 %body (state: (s32[], bf16[16,64], bf16[64,32])) -> (s32[], bf16[16,64], bf16[64,32]) {{
   %state = (s32[], bf16[16,64]{{1,0}}, bf16[64,32]{{1,0}}) parameter(0)
   %x = bf16[16,64]{{1,0}} get-tuple-element(%state), index=1
@@ -39,6 +46,8 @@ ENTRY %main (a: bf16[16,64], w: bf16[64,32], stack: f32[5,64,32]) -> f32[64,32] 
   %n = s32[] constant(0)
   %init = (s32[], bf16[16,64]{{1,0}}, bf16[64,32]{{1,0}}) tuple(%n, %a, %w.1)
   %loop = (s32[], bf16[16,64]{{1,0}}, bf16[64,32]{{1,0}}) while(%init), {TRIPS}
+  %index = s32[3,2]{{1,0}} parameter(3)
+  %few = f32[3,32]{{1,0}} fusion(%stack, %index), kind=kLoop, calls=%picked
   ROOT %part = f32[64,32]{{1,0}} fusion(%stack, %n), kind=kLoop, calls=%sliced
 }}
 """
@@ -50,7 +59,8 @@ def test_products_and_bytes_of_a_loop_count_as_often_as_it_runs():
     assert (reading.flops, reading.attention_flops) == (3 * product, 0)
     assert reading.calls == {"__cublas$gemm": 3}
     assert reading.product_bytes == 3 * 2 * (16 * 64 + 64 * 32 + 16 * 32)
-    assert reading.bytes == 2 * 4 * 64 * 32 + 4, "a slice of the stack, not all five"
+    picked = 2 * 4 * 3 * 32 + 4 * 3 * 2
+    assert reading.bytes == 2 * 4 * 64 * 32 + 4 + picked, "a slice and rows of the stack, not all"
 
 
 def test_a_collective_is_hidden_by_the_products_between_its_start_and_end():
@@ -64,6 +74,24 @@ def test_a_collective_is_hidden_by_the_products_between_its_start_and_end():
     sent = gather.bytes / card.network - gather.covered / (gpu_program.PRODUCTS * card.flops)
     assert reading.waiting(card) == pytest.approx(max(sent, 0) + reduced.bytes / card.link)
     assert not gpu_program.read(MODULE, per_host=16).collectives[0].between_hosts
+
+
+MESH = "replica_groups=mesh['replica'=2,'fsdp'=8,'tensor'=1] "
+
+
+@pytest.mark.parametrize(
+    ("groups", "crosses"),
+    [
+        ("replica_groups=[4,4]<=[4,4]T(1,0)", True),
+        ("replica_groups={{0,1,2,3,4,5,6,7},{8,9,10,11,12,13,14,15}}", False),
+        (MESH + "{'fsdp'}", False),
+        (MESH + "{'replica'}", True),
+        (MESH + "{'replica','fsdp'}", True),
+    ],
+)
+def test_groups_of_several_hosts_are_found_in_each_form(groups, crosses):
+    text = MODULE.replace(GROUPS, f"{groups}, dimensions={{1}}")
+    assert gpu_program.read(text).collectives[0].between_hosts == crosses
 
 
 def test_a_roofline_adds_products_and_other_kernels():

@@ -1,14 +1,9 @@
 """The memory estimate against the compiler's own account of the same step."""
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from rlx.base import DiskFull
@@ -20,6 +15,7 @@ from rlx.model import lora, params
 from rlx.model.model_config import TRAITS, ModelConfig
 from rlx.run.room_options import sizes_of
 from rlx.system.available_memory import MemoryLimit
+from rlx.train.device_programs import ShapesUpdate
 from rlx.train.train_options import TrainOptions
 from rlx.train.update import JaxUpdate
 
@@ -48,23 +44,11 @@ def config_of(**values):
     return c
 
 
-def compiled_peak(config, tokens, model=MODEL):
-    """Bytes that XLA plans for one train step of `tokens` tokens in rows of 512."""
-    trainer = JaxUpdate(model, TrainOptions.of(config))
-    shape = (tokens // ROW, ROW)
-
-    def of(dtype, shape=shape):
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    floats = ("advantages", "loss_weights", "behaviour_logprobs", "proximal_logprobs")
-    batch = {name: of(np.float32) for name in floats}
-    batch |= {n: of(np.int32) for n in ("positions", "tokens", "segment_ids", "versions")}
-    batch |= {name: of(np.float32, ()) for name in ("target_version", "kl_coefficient")}
-    batch["loss_mask"] = of(bool)
-    state = jax.eval_shape(trainer.first_state, params.shapes(model, jnp.dtype(config.model.dtype)))
-    step = jax.jit(trainer.learner.step, donate_argnums=0)
-    done = step.lower(state, None, batch, of(np.float32, ()), of(bool, ())).compile()
-    m = done.memory_analysis()
+def compiled_peak(config, model=MODEL):
+    """Bytes that XLA plans for one train step of microbatches in rows of 512."""
+    trainer = ShapesUpdate(model, TrainOptions.of(config), jax.devices()[:1])
+    _, program = next(trainer.lowered(ROW, accumulates=False))
+    m = program.compile().memory_analysis()
     results = m.output_size_in_bytes - m.alias_size_in_bytes
     return m.argument_size_in_bytes + m.temp_size_in_bytes + results
 
@@ -84,16 +68,13 @@ def compiled_peak(config, tokens, model=MODEL):
         (512, {"model__dtype": "bfloat16", "model__remat": "full"}, MODEL),
     ],
 )
-def test_the_estimate_is_what_the_compiler_plans(tokens, values, model):
+def test_a_step_needs_no_more_than_the_bound(tokens, values, model):
     config = config_of(train__max_tokens_per_microbatch=tokens, **values)
     config.rollout.batch_prompts, config.sampling.n_samples = 1, tokens // ROW
     config.algorithm.reward_mean = "batch"  # which a single sample can have
-    planned = compiled_peak(config, tokens, model)
-    estimate = sum(memory.trainer(sizes_of(config, model)).values())
-    # From JAX 0.12 a CPU's products of bfloat16 need no float32 copies; the estimate counts them.
-    half = config.model.compute_dtype == "bfloat16" and jax.__version_info__ >= (0, 12)
-    most = 1.6 if half else 1.35
-    assert 0.85 * planned < estimate < most * planned, f"{estimate / planned:.2f}"
+    planned = compiled_peak(config, model)
+    bound = sum(memory.trainer(sizes_of(config, model)).values())
+    assert planned < bound < 2 * planned, f"{bound / planned:.2f}"
 
 
 def test_scores_that_no_kernel_makes_are_counted_on_a_gpu():
@@ -163,37 +144,6 @@ def test_of_experts_a_device_gathers_its_own_alone():
     assert saved == experts * 3 / 4 * 8, "float32 weights and gradients"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "cases",
-    [
-        [
-            ["wide", "fsdp:8", "full", 2048, ROW],
-            ["wide", "fsdp:2,tensor:4", "full", 8192, ROW],
-            ["wide", "fsdp:2,context:4", "full", 2048, ROW],
-            ["deep", "fsdp:8", "full", 512, ROW],
-            ["deep", "replica:2,fsdp:2,tensor:2", "full", 1024, ROW],
-        ],
-        [["math_7b"], ["math_32b"]],
-    ],
-    ids=["small", "large"],
-)
-def test_the_estimate_on_a_mesh_is_what_the_compiler_plans(cases):
-    """Within 15 %: of each axis, and of 7B on 16 devices and 32B on 64, as configs/ has them."""
-    environment = {k: v for k, v in os.environ.items() if k != "JAX_DISABLE_MOST_OPTIMIZATIONS"}
-    flags = f"{environment.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=64"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.doctor.mesh_memory", json.dumps(cases)],
-        env={**environment, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        check=True, capture_output=True, text=True, timeout=1800,
-    )  # fmt: skip
-    for case, line in zip(cases, done.stdout.splitlines(), strict=True):
-        found = json.loads(line)
-        ratio = sum(found["estimate"].values()) / found["planned"]
-        print(f"{case}: {ratio:.2f} of {found['planned'] / 1e9:.2f} GB, {found['estimate']}")
-        assert 0.85 < ratio < 1.15, (case, ratio)
-
-
 def test_the_remedy_names_settings_that_lower_the_estimate():
     config = config_of(train__max_tokens_per_microbatch=8192, model__remat="none")
     now = sum(memory.trainer(sizes_of(config, MODEL)).values())
@@ -219,7 +169,7 @@ def test_a_run_that_may_be_killed_is_told_before():
     need = sum(memory.trainer(sizes).values())
     much = MemoryLimit(4 * need, 2 * need, "on this machine")
     assert memory.low_memory_warning(sizes, much) == ""
-    assert "a step is estimated at " in memory.low_memory_warning(sizes, much, always=True)
+    assert "a step takes at most about " in memory.low_memory_warning(sizes, much, always=True)
     text = memory.low_memory_warning(sizes, much._replace(free=need // 2))
     assert text.startswith("may run out of memory: ")
     assert "; set " in text

@@ -79,6 +79,12 @@ def test_gradients_are_those_of_autograd(few, rows, chunk, remat):
     check_gradients(*few, rows, chunk, remat)
 
 
+def test_gradients_of_a_gpus_chunks_are_those_of_autograd(few, rows, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "on_cpu", lambda: False)
+    monkeypatch.setattr(cross_entropy, "CHUNK", 20)
+    check_gradients(*few, rows, 0, "none")
+
+
 def test_gradients_of_each_family_are_those_of_autograd(family, rows):
     """With windows shorter than the packed segments, and chunks of capped logits."""
     check_gradients(*family, rows, 25, "attention")

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import pytest
@@ -31,6 +32,55 @@ def qwen2(layers, width, heads, kv, mlp, vocab=152_064, tied=False):
 
 
 SMALL = qwen2(28, 1536, 12, 2, 8960, 151_936, True)
+FEW = qwen2(4, 1536, 12, 2, 8960, 151_936, True)
+SEVEN = qwen2(28, 3584, 28, 4, 18_944)
+GEMMA3 = {  # five layers with a window and one without
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32768, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+    "hidden_activation": "gelu_pytorch_tanh", "num_hidden_layers": 6, "hidden_size": 1152,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 6912,
+    "vocab_size": 262_144, "sliding_window": 512, "sliding_window_pattern": 6,
+    "query_pre_attn_scalar": 256, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run, and what XLA makes of each program that trains: GB, and calls of cuDNN each way.
+
+    `planned` has no room for scores of a row with itself, 10 GB and more.
+    """
+
+    model: dict
+    config: str
+    gpus: str
+    planned: dict
+    attends: int
+    scattered: float
+    reduced: float = 0.0
+    keys: tuple = ()
+
+
+CASES = {
+    "1.5b": Case(SMALL, "math_1_5b", "h100:4", {"microbatch": 21}, 28, 6.2),
+    "7b": Case(SEVEN, "math_7b", "h100:16", {"microbatch": 33}, 28, 30, 7.6),
+    "32b, 6 layers": Case(
+        qwen2(6, 5120, 40, 8, 27_648), "math_32b", "h100:64", {"microbatch": 9.8}, 6, 15, 0.358
+    ),
+    "lora": Case(
+        SEVEN, "math_7b", "h100:16", {"microbatch": 23}, 28, 0.045, 0.244,
+        ("--config.lora.rank=16",),
+    ),
+    "critic": Case(
+        FEW, "math_1_5b", "h100:4", {"microbatch": 8.4, "critic microbatch": 7.7}, 4, 1.7,
+        keys=("--config.algorithm.preset=ppo",),
+    ),
+    "context": Case(
+        FEW, "math_1_5b", "h100:4", {"microbatch": 8.2}, 0, 2.8,
+        keys=("--config.train.mesh=context:4",),
+    ),
+    "windows": Case(GEMMA3, "math_1_5b", "h100:4", {"microbatch": 9.3}, 0, 1.9),
+}  # fmt: skip
 
 
 def compiled(tmp_path, model, config, gpus, *keys):
@@ -52,32 +102,26 @@ def gigabytes(found):
     return float(number) * {"GB": 1, "MB": 1e-3}[unit]
 
 
-@pytest.mark.parametrize(
-    ("model", "config", "gpus", "keys", "planned", "layers"),
-    [
-        pytest.param(SMALL, "math_1_5b", "h100:4", [], 21, 28, id="1.5b"),
-        pytest.param(
-            qwen2(28, 3584, 28, 4, 18_944), "math_7b", "h100:16", [], 33, 28, id="7b"
-        ),
-        pytest.param(
-            qwen2(6, 5120, 40, 8, 27_648), "math_32b", "h100:64", [], 9.8, 6, id="32b, 6 layers"
-        ),
-        pytest.param(
-            qwen2(28, 3584, 28, 4, 18_944), "math_7b", "h100:16", ["--config.lora.rank=16"], 23, 28,
-            id="lora",
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.deviceless
 @pytest.mark.skipif(not HERE, reason="needs Python 3.12 and jax-cuda13-plugin")
-def test_a_large_run_fits_and_attends_by_cudnn(
-    tmp_path, model, config, gpus, keys, planned, layers
-):
-    rows = compiled(tmp_path, model, f"configs/{config}.py", gpus, *keys)
-    level, found = rows["microbatch"]
-    assert level == "ok", found
-    assert gigabytes(found) == pytest.approx(planned, rel=0.06), found
-    calls = rows["microbatch time"][1]
-    for call in ("cudnn$fmhaSoftmax", "cudnn$fmhaSoftmaxBackward"):
-        assert f"{layers} {call}" in calls, "each layer once, and none computed again"
-    assert "× all-gather of f32" not in rows["microbatch sent"][1], "weights travel in bfloat16"
+def test_a_large_run_fits_and_sends_each_weight_and_gradient_once(tmp_path, name):
+    """Gradients are scattered within a replica, and their parts reduced over replicas."""
+    case = CASES[name]
+    rows = compiled(tmp_path, case.model, f"configs/{case.config}.py", case.gpus, *case.keys)
+    for program, planned in case.planned.items():
+        level, found = rows[program]
+        assert level == "ok", found
+        assert gigabytes(found) == pytest.approx(planned, rel=0.06), found
+        calls = rows[f"{program} time"][1]
+        for call in ("cudnn$fmhaSoftmax", "cudnn$fmhaSoftmaxBackward"):
+            found = re.findall(rf"(\d+) {re.escape(call)}(?:,|$)", calls)
+            assert found == [str(case.attends)] * (case.attends > 0), "each layer once"
+        sent = rows[f"{program} sent"][1]
+        assert "× all-gather of f32" not in sent, "weights travel in bfloat16"
+        kinds = dict(re.findall(r"([a-z-]+) ([\d.]+ [MG]?B)[,)]", sent))
+        scattered, reduced = (
+            gigabytes(kinds.get(k, "0 GB")) for k in ("reduce-scatter", "all-reduce")
+        )
+        assert scattered == pytest.approx(case.scattered, rel=0.06), sent
+        assert reduced == pytest.approx(case.reduced, rel=0.06, abs=0.02), sent

@@ -7,7 +7,8 @@ import pytest
 
 from configs import arithmetic
 from rlx.doctor import machine
-from rlx.doctor.machine import Devices, peak_flops
+from rlx.doctor.gpu_cards import peak_flops
+from rlx.doctor.machine import Devices
 from rlx.model import hf
 from rlx.run import config_checks, jax_trainer, precision
 from rlx.run.precision import Precision, choose, decide

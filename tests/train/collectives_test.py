@@ -30,9 +30,12 @@ def sent(mesh, remat="full", chunk=1024, *experts):
 
 
 def shapes(found, kind, loop=None):
-    """Shapes of what the collectives of a kind carry, in the loop over layers or beside it."""
+    """Shapes of what the collectives of a kind carry, in the loop over layers or beside it.
+
+    Without a first axis of size 1, which is a device's part of the replicas.
+    """
     return Counter(
-        tuple(shape)
+        tuple(shape[1:] if shape[:1] == [1] else shape)
         for one in found["collectives"]
         if one["kind"] == kind and loop in (None, one["loop"])
         for shape in one["shapes"]
@@ -88,7 +91,7 @@ def test_weights_are_gathered_and_their_gradients_reduced_once(mesh, remat, chun
     own = Counter(tuple(sorted(s)) for s in found["weights"].values())
     of_arrays = Counter({s: n for s, n in _merged(reduced + scattered).items() if s})
     # Replicas add up what each device keeps of a gradient that is reduced within them.
-    kept = {tuple(sorted((WIDTH // 4, s[0] * s[1] // WIDTH))) for s in layers}
+    kept = {tuple(sorted((WIDTH // 4, s[0] * s[1] // WIDTH))) for s in matrices(found)}
     assert not of_arrays.keys() - own.keys() - (kept if "replica" in mesh else set())
     for shape, count in own.items():
         # Rows and tokens of a norm's gradient are two sums, of one number a column.
