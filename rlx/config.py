@@ -61,8 +61,8 @@ SECTIONS = {
         remat=option("none", "recomputed in the backward pass. dots: all except products; "
                      "attention: all except qkv and attention; full: everything",
                      ("none", "dots", "attention", "full")),
-        logprob_chunk=option(0, "tokens whose logits exist at one time; 0: 1024, or on a GPU the "
-                             "model's width if it is more", "0"),
+        logprob_chunk=option(0, "tokens whose logits exist at one time; 0: 1024, or the model's "
+                             "width if it is more, with trainer=jax on a GPU", "0"),
     ),
     "data": _section(
         "The rows: questions with answers, demonstrations or pairs.",
@@ -237,7 +237,7 @@ SECTIONS = {
     ),
     "journal": _section(
         "WORKDIR/journal: the record of the run, to resume and to replay it.",
-        keep=option(1_000_000_000, "bytes to keep, 3 to 22 for each token; 0: none", "0"),
+        keep=option(1_000_000_000, "bytes to keep, 3 to 22 a token, more with top_p; 0: none", "0"),
     ),
     "eval": _section(
         "Held-out questions for the policy, always before the first and after the last step.",

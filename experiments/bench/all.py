@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 RECORDS = ROOT / "experiments/2026-11-benchmarks"
-BEGIN, END = "<!-- speeds: python -m experiments.bench.all -->\n", "<!-- /speeds -->\n"
+BEGIN, END = "## Speed\n\n", "\n[Benchmarks]"  # around README's table
 SPREAD = r"([\d.,]+ \[[\d., ]+\])"  # a median and its range
 
 
@@ -152,7 +152,9 @@ def main() -> None:
     cpu = cpu_name()
     path = RECORDS / f"cpu-{re.sub(r'[^a-z0-9]+', '-', cpu.lower()).strip('-')}.json"
     record = json.loads(path.read_text()) if path.exists() else {"cpu": cpu, "rows": {}}
-    failed = []
+    readme, failed = ROOT / "README.md", []
+    before, rest = readme.read_text().split(BEGIN)
+    after = rest[rest.index(END) :]
     for n, name in enumerate(names, 1):
         try:
             found = measure(ROWS[name], {"jax": a.jax_python, "vllm": a.vllm_python})
@@ -163,9 +165,8 @@ def main() -> None:
         record["rows"][name] = found
         path.write_text(json.dumps(record, indent=1) + "\n")
         print(f"{n}/{len(names)} {name}: {found}", flush=True)
-    readme = ROOT / "README.md"
-    before, rest = readme.read_text().split(BEGIN)
-    readme.write_text(before + BEGIN + table() + END + rest.split(END)[1])
+    if record["rows"]:
+        readme.write_text(before + BEGIN + table() + after)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

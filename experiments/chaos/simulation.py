@@ -187,7 +187,7 @@ class World:
         executor = Executor(
             self, Cursor(ROWS, plan.seed), plan.limits, fleet, seed=plan.seed,
             patience=Patience(attempts=2, rate=1.0, pause=0.1), loop=thread, clock=self.loop.time,
-            request_timeout=None, note=partial(self.note, records, set()),
+            request_timeout=None, keep_tokens=True, note=partial(self.note, records, set()),
             on_skip=lambda skipped: self.skipped.add(skipped.group_id),
         )  # fmt: skip
         step, publishing = 0, None
@@ -217,6 +217,8 @@ class World:
                 channel.there.queue.clear()  # a start takes longer than a message
             for task in (*executor._tasks, *([publishing] if publishing else [])):
                 task.cancel()
+            if timer := executor.unfinished._timer:
+                timer.cancel()
             await fleet.close()
             records.close()
 
@@ -234,7 +236,7 @@ class World:
         found, at = saved or executor.state(), history.position(saved)
         read = (record for record, _ in journal.read(records._directory, at[0] if at else 0))
         recovered = history.recover(found, at, read)
-        executor.restore(recovered.host, recovered.groups)
+        executor.restore(recovered.host, recovered.groups, samples=recovered.samples)
         step, again = recovered.host["step"], executor.num_repeated
         about = {"step": step, "order": step + again, "whole": recovered.whole}
         records.append("start", about | {"rows": recovered.host["cursor"]["digest"]})

@@ -321,7 +321,7 @@ class Executor:
             self._means = dict(host.get("means", {}))
             if host.get("best_reward") is not None:
                 self._best = float(host["best_reward"])
-            samples = samples or {}
+            samples = samples if samples and self._keep_tokens else {}
             versions = self._kept_versions(host, step_after, samples)
             # A sample that continues after a prefill has logprobs with other last bits, and
             # synchronous batches must be bitwise those of an undisturbed run.
@@ -433,7 +433,7 @@ class Executor:
         rewards = {r for t in group.trajectories for r in t.turn_rewards or (t.reward,)}
         rejected = self._drop_equal_rewards and len(rewards) == 1
         with self._changed:
-            self._leave(ticket)
+            self._leave(ticket, finished=True)
             first, now = ticket.attempt == 0, self._clock()
             message = self._failures.add(ticket.group_id, False, first, begun, now)
             self._best = max([self._best, *map(float, rewards)])
@@ -497,7 +497,10 @@ class Executor:
         now, index = self._clock(), self._rows.index(ticket.group_id)
         about = attempts.describe(row)
         name = f"row {index}" if about in str(error) else f"row {index} {about}"
+        unavailable = isinstance(error, Unavailable)
         with self._changed:
+            if unavailable:  # the next start continues what this attempt has
+                self.unfinished.write()
             self._leave(ticket)
             self._buffer = buffers.withdraw(self._buffer, ticket.version)
             message = self._failures.add(ticket.group_id, True, ticket.attempt == 0, begun, now)
@@ -505,14 +508,15 @@ class Executor:
             failed = 0 if lasted is not None else ticket.attempt + 1  # counted against the prompt
             again = Ticket(ticket.group_id, failed or ticket.attempt)
             ended: BaseException | None = self._error
-            if isinstance(error, Unavailable):
+            if unavailable:
                 ended = ended or error
             ended = ended or self._failures.verdict(error, name, now)
             skipped = ended is None and self._patience.over(failed, error)
             self._staleness = staleness.end(self._staleness, "skipped" if skipped else "failed")
             left = again if ended is None else Ticket(ticket.group_id, ticket.attempt)
-            about_it = {"group_id": left.group_id, "attempt": left.attempt}
-            self._note("skip" if skipped else "fail", about_it)
+            if not unavailable:
+                about_it = {"group_id": left.group_id, "attempt": left.attempt}
+                self._note("skip" if skipped else "fail", about_it)
             if ended is not None:
                 heapq.heappush(self._retry, left)
                 self._stop(ended)
@@ -528,8 +532,8 @@ class Executor:
             self._on_skip(gone)
             self._on_drop(again.group_id, f"its group failed: {gone}")
 
-    def _leave(self, ticket: Ticket) -> None:
-        self.unfinished.end(ticket.group_id)
+    def _leave(self, ticket: Ticket, finished: bool = False) -> None:
+        self.unfinished.end(ticket.group_id, finished)
         del self._live[ticket.group_id]
         self._numbers.pop(ticket.group_id, None)
         if not self._live:

@@ -98,10 +98,13 @@ class Unfinished:
             self.write()
         return found
 
-    def end(self, group_id: int) -> None:
+    def end(self, group_id: int, finished: bool = True) -> None:
         """Forget an attempt that has ended."""
         if attempt := self._live.pop(group_id, None):
-            self.continued += attempt.continued
+            if finished:
+                self.continued += attempt.continued
+            else:  # the next attempt begins again
+                self.repeated += attempt.continued
             self.repeated += sum(pieces[-1].end for pieces in attempt.kept.values())
 
     def write(self) -> None:

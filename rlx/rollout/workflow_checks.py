@@ -19,7 +19,7 @@ from rlx.system.loop_thread import run_alone
 
 DRY_SECONDS = 60.0  # of a dry run, which waits for no model
 _ARRAYS = ("tokens", "loss_mask", "behaviour_logprobs", "versions")
-_OPTIONAL = ("turn_ids", "reference_logprobs")
+_OPTIONAL = ("turn_ids", "reference_logprobs", "kept_sizes", "kept")
 _TEXTS = ("stop_reason", "trajectory_id", "agent", "prompt", "completion")
 
 

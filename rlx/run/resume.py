@@ -121,7 +121,7 @@ def continuation(found: Recovered, last: Mapping[str, Any], kept: Mapping[str, i
         had += f"; continued: {kept['tokens']} tokens of {kept['samples']} samples"
     if kept["repeated_tokens"]:
         had += f"; {kept['repeated_tokens']} tokens are made again"
-    if not steps and not prompts:
+    if not (steps or prompts or kept["repeated_tokens"]):
         return f"resuming after step {step}; nothing is repeated{had}"
     return (
         f"resuming after step {step}; repeated: {steps} step{'s' * (steps != 1)}, "

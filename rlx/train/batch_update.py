@@ -43,6 +43,7 @@ class BatchUpdate:
         self._algorithm: Algorithm = options.algorithm
         self._row_shards, self._token_budget = row_shards, options.token_budget * context
         self._attention_cost = 0.0  # as of `packing.plan`
+        self._kept_times = 1  # ids of sampling masks in a row, times its length
         self._reference: Any = None  # the frozen one; None with LoRA: the base without adapters
 
     # The primitives, which each trainer defines.
@@ -81,7 +82,10 @@ class BatchUpdate:
         parts = packing.microbatches(flat, ids, plan)
         for part in parts if flat.masks else ():
             own, vocab = part["flat_index"], self.model.vocab_size
-            part |= kept_tokens.batch_arrays(**flat.masks, index_BT=own, vocab=vocab)
+            least = self._kept_times
+            part |= kept_tokens.batch_arrays(**flat.masks, index_BT=own, vocab=vocab, least=least)
+            # It never shrinks: each new shape compiles the train step again.
+            self._kept_times = part["kept_ids"].shape[1] // own.shape[1]
         return plan, [self._put_rows(part) for part in parts]
 
     def _on_flat_axis(

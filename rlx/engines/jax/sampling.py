@@ -39,7 +39,8 @@ def draw(
 ) -> tuple[jax.Array, ...]:
     """Sample a token per row; return it and its behaviour log-probability.
 
-        logprob = log softmax(logits / temperature)[token]   over the whole vocabulary, or as masked
+        logprob = log softmax(logits / temperature)[token]   over all tokens;
+            in masked rows over the allowed ones
 
     Args:
       logits: [S, V] float32.
