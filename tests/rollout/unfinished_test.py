@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlx.base import Group
+from rlx.base import Group, Unavailable
 from rlx.engines import service
 from rlx.fleet.requests import Chunk, Sampling
 from rlx.journal import history, records
@@ -288,6 +288,41 @@ def test_tokens_of_weights_that_do_not_come_back_begin_again(live):
 def test_samples_that_have_no_batch_within_the_bound_begin_again(live, limits, fit):
     with live(Notes(), limits) as run:
         assert with_samples(run.executor, [0, 0, 0]) == ((9, 0) if fit else (0, 9))
+
+
+def test_without_tokens_in_the_journal_nothing_counts_as_continued(live):
+    with live(Notes(), Limits(2, 2, 4, 1)) as run:
+        run.executor._keep_tokens = False
+        assert with_samples(run.executor, [0, 0]) == (0, 0)
+
+
+class Outage(Talk):
+    async def run(self, fleet, task):
+        await super().run(fleet, task)
+        raise Unavailable("no rollout server alive")
+
+
+def test_an_outage_that_ends_the_run_keeps_the_samples(live):
+    notes, limits = Notes(), Limits(2, 2, 4)
+    with live(notes, limits, workflow=Outage()) as run:
+        host = run.executor.state()
+        run.publish(0)
+        with pytest.raises(Unavailable):
+            run.collect()
+        run.executor.loop.run(asyncio.sleep(0.1))
+    found = history.recover(host, (0, -1), notes.records)
+    ended = [all(p[-1].stop_reason for p in own.values()) for own in found.samples.values()]
+    assert any(ended)
+    assert len(found.host["pending"]) == 4
+
+
+def test_a_continued_attempt_that_fails_is_repeated():
+    made = Unfinished(Notes())
+    for finished, group_id in ((True, 0), (False, 1)):
+        attempt = made._live[group_id] = unfinished.Attempt(None, 0, {})
+        attempt.continued = 5
+        made.end(group_id, finished)
+    assert (made.continued, made.repeated) == (5, 5)
 
 
 class Made:
