@@ -34,14 +34,6 @@ def qwen2(layers, width, heads, kv, mlp, vocab=152_064, tied=False):
 SMALL = qwen2(28, 1536, 12, 2, 8960, 151_936, True)
 FEW = qwen2(4, 1536, 12, 2, 8960, 151_936, True)
 SEVEN = qwen2(28, 3584, 28, 4, 18_944)
-GEMMA3 = {  # five layers with a window and one without
-    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 32768, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
-    "hidden_activation": "gelu_pytorch_tanh", "num_hidden_layers": 6, "hidden_size": 1152,
-    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 6912,
-    "vocab_size": 262_144, "sliding_window": 512, "sliding_window_pattern": 6,
-    "query_pre_attn_scalar": 256, "tie_word_embeddings": True,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,7 +71,6 @@ CASES = {
         FEW, "math_1_5b", "h100:4", {"microbatch": 8.2}, 0, 2.8,
         keys=("--config.train.mesh=context:4",),
     ),
-    "windows": Case(GEMMA3, "math_1_5b", "h100:4", {"microbatch": 9.3}, 0, 1.9),
 }  # fmt: skip
 
 
@@ -116,7 +107,7 @@ def test_a_large_run_fits_and_sends_each_weight_and_gradient_once(tmp_path, name
         calls = rows[f"{program} time"][1]
         for call in ("cudnn$fmhaSoftmax", "cudnn$fmhaSoftmaxBackward"):
             found = re.findall(rf"(\d+) {re.escape(call)}(?:,|$)", calls)
-            assert found == [str(case.attends)] * (case.attends > 0), "each layer once"
+            assert found == [str(case.attends)], "each layer once"
         sent = rows[f"{program} sent"][1]
         assert "× all-gather of f32" not in sent, "weights travel in bfloat16"
         kinds = dict(re.findall(r"([a-z-]+) ([\d.]+ [MG]?B)[,)]", sent))
