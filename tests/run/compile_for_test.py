@@ -107,7 +107,7 @@ def test_a_large_run_fits_and_sends_each_weight_and_gradient_once(tmp_path, name
         calls = rows[f"{program} time"][1]
         for call in ("cudnn$fmhaSoftmax", "cudnn$fmhaSoftmaxBackward"):
             found = re.findall(rf"(\d+) {re.escape(call)}(?:,|$)", calls)
-            assert found == [str(case.attends)], "each layer once"
+            assert found == [str(case.attends)] * (case.attends > 0), "each layer once"
         sent = rows[f"{program} sent"][1]
         assert "× all-gather of f32" not in sent, "weights travel in bfloat16"
         kinds = dict(re.findall(r"([a-z-]+) ([\d.]+ [MG]?B)[,)]", sent))
