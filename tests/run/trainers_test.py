@@ -86,7 +86,7 @@ from rlx.train.hosts import Cluster, join
 config, (trainer, address, index) = default(), sys.argv[1:]
 config.trainer = trainer
 hosts = join(Cluster(address, 2, int(index), join=200), {})
-trainers.library(config).join(config, hosts)
+trainers.library(config).join(hosts)
 own = psutil.Process().net_connections("inet")
 listening = [c.laddr.ip for c in own if c.status == psutil.CONN_LISTEN]
 print({address.removeprefix("::ffff:") for address in listening}, flush=True)
