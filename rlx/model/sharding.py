@@ -131,8 +131,7 @@ def scattered_gradient(weight: Array, place: Placement | None) -> Array:
 
 
 scattered_gradient.defvjp(
-    lambda weight, place: (weight, None),
-    lambda place, _, grad: (scattered(grad, place),),
+    lambda weight, place: (weight, None), lambda place, _, grad: (scattered(grad, place),)
 )
 
 

@@ -342,7 +342,7 @@ class Made:
 
 
 def resumed(calls, again, sampling=SEEDED):
-    """What the fleet is asked by calls of a resumed attempt, and the attempt."""
+    """Return the lengths that a resumed attempt's calls begin with, its state, its requests."""
 
     async def main():
         notes, fleet = Notes(), Made()
