@@ -1,4 +1,4 @@
-"""Estimate the memory and disk of a run from its settings and the model's shape.
+"""Bound the memory and disk of a run by its settings and the model's shape.
 
 State (parameters, moments, critic, reference) is counted exactly. The rest of a step is a coarse
 bound by the sizes of its arrays. `run/compile_for.py` has XLA's own plan, for a GPU.
