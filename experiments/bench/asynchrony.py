@@ -35,7 +35,7 @@ def main() -> None:
     rate = {k: len(v) / sum(r["step_seconds"] for r in v) for k, v in rows.items()}
     for staleness, records in rows.items():
         total = sum(r["step_seconds"] for r in records)
-        waits = sum(r["seconds"]["wait"] for r in records) / total
+        waits = sum(r["seconds"].get("wait", 0.0) for r in records) / total
         idle = 1 - sum(r["server_busy_seconds"] for r in records) / total
         print(
             f"{staleness:>13}  {median_spread([r['step_seconds'] for r in records]):>25}  "

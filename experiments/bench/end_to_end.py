@@ -10,7 +10,8 @@ r"""Compare steps per second of the whole system with TRL's synchronous GRPOTrai
 yours. With yours the prompts are word problems, and TRL trains in microbatches of 8. Flags of the
 config go to rlx; `--bf16` gives TRL autocast. `--jax-python` runs rlx by another interpreter, and
 so by another JAX. Both sides get the same two cores, in alternating rounds. The first quarter of
-each run's steps is left out, because it compiles and fills the pipeline.
+each run's steps is left out, because it compiles and fills the pipeline. The last lines say where
+rlx's seconds go; its trainer and its server work at the same time.
 """
 
 import argparse
@@ -40,7 +41,7 @@ def main() -> None:
     parser.add_argument("--jax-python", default=sys.executable, help="interpreter of rlx's side")
     a, flags = parser.parse_known_args()
     flags += REAL if a.model else []
-    ours, theirs, dropped = [], [], 0
+    ours, theirs, kept = [], [], []
     with tempfile.TemporaryDirectory() as scratch:
         directory = workload.make(Path(scratch), a.model)
         config = f"experiments/bench/workload.py:{directory}"
@@ -48,8 +49,8 @@ def main() -> None:
             steps = f"--config.total_steps={a.steps}"
             place = directory / f"run{n}"
             records = rlx_run(config, place, a.cores, steps, *flags, python=a.jax_python)
-            ours += [r["step_seconds"] for r in records[a.steps // 4 :]]
-            dropped += records[-1]["dropped"]
+            kept += records[a.steps // 4 :]
+            ours = [r["step_seconds"] for r in kept]
             trl = ["-m", "experiments.bench.end_to_end_trl", str(directory), str(a.steps // 2)]
             trl += [f"--microbatch={8 if a.model else 64}", *["--bf16"] * a.bf16]
             seconds = json.loads(pinned(trl, a.cores).splitlines()[-1])["seconds"]
@@ -62,8 +63,15 @@ def main() -> None:
         f"seconds a step, median [quartiles]: rlx {median_spread(ours)}, "
         f"TRL {median_spread(theirs)}; "
         f"mean {mean[0]:.3f} and {mean[1]:.3f}; rlx is {mean[1] / mean[0]:.2f} times as fast "
-        f"(means); dropped trajectories: {dropped}"
+        f"(means); dropped trajectories: {max(r['dropped'] for r in kept)}"
     )
+    phases = {f"trainer: {name}": 0.0 for r in kept for name in r["seconds"]} | {"server busy": 0.0}
+    for record in kept:
+        phases["server busy"] += record["server_busy_seconds"] / len(kept)
+        for name, seconds in record["seconds"].items():
+            phases[f"trainer: {name}"] += seconds / len(kept)
+    for name, seconds in phases.items():
+        print(f"{name:>20}  {seconds:.3f} s a step  {seconds / mean[0]:.0%}")
 
 
 if __name__ == "__main__":
