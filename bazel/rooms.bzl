@@ -24,6 +24,7 @@ ROOMS = [
     "mismatch",
     "evaluation",
     "doctor",
+    "plan",
     "debugger",
     "config",
     "areal",

@@ -23,6 +23,7 @@ COMMANDS = {  # module, what it does
     "configs": ("rlx.configs", "list the configs that come with rlx, for --config=rlx:NAME"),
     "replay": ("rlx.replay", "train a run's recorded batches again, and compare bit for bit"),
     "report": ("rlx.report", "write a run's report again"),
+    "plan": ("rlx.plan", "find the split of GPUs, the seconds and the memory of a run"),
     "doctor": ("rlx.doctor", "find problems that would stop rlx, or a run"),
     "debug-workflow": ("rlx.debug_workflow", "debug an agent with any OpenAI-compatible server"),
 }

@@ -25,7 +25,7 @@ COMMANDS = (
 ORDER = (
     "", "base", "system", "option", "journal", "algorithms", "cli", "model", "train", "observe",
     "fleet", "engines", "sandbox", "workers", "rewards", "rollout", "agents", "launch", "mismatch",
-    "evaluation", "plan", "doctor", "debugger", "config", "areal", "run",
+    "evaluation", "doctor", "plan", "debugger", "config", "areal", "run",
 )  # fmt: skip
 LEVEL = {room: level for level, room in enumerate(ORDER)} | dict.fromkeys(
     (*COMMANDS, "commands"), 99
@@ -33,7 +33,7 @@ LEVEL = {room: level for level, room in enumerate(ORDER)} | dict.fromkeys(
 LIGHT_ROOMS = (
     "", "base", "system", "option", "journal", "config", "cli", "observe", "fleet", "engines",
     "sandbox", "workers", "rewards", "rollout", "agents", "debugger", "launch", "evaluation",
-    "plan", "areal",
+    "areal",
 )  # fmt: skip
 LIGHT_FILES = (
     "algorithms/algorithm.py", "algorithms/presets.py",
@@ -77,9 +77,9 @@ FILES = sorted(p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*.py"))
 def room_of(path: str) -> str:
     """The room of a file given relative to the package, `fleet/client.py` → `fleet`.
 
-    `python -m rlx.doctor` and `python -m rlx.areal` are commands, in the directories of rooms.
+    `python -m rlx.doctor`, `rlx.areal` and `rlx.plan` are commands, in the directories of rooms.
     """
-    if path in ("doctor/__main__.py", "areal/__main__.py"):
+    if path in ("doctor/__main__.py", "areal/__main__.py", "plan/__main__.py"):
         return "commands"
     first = path.split("/")[0].removesuffix(".py")
     return "" if first == "__init__" else first
@@ -206,7 +206,7 @@ def test_a_trainer_does_not_know_the_other_ones_library():
 
 def test_every_command_is_one_of_the_program_rlx():
     named = {name for name, _ in rlx.__main__.COMMANDS.values()}
-    assert named == {f"rlx.{name}" for name in (*COMMANDS, "doctor", "areal")} - {"rlx.__main__"}
+    assert named == {f"rlx.{name}" for name in (*COMMANDS, "doctor", "areal", "plan")} - {"rlx.__main__"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -72,14 +72,19 @@ device_description_str: "{self.kind}"
 
 
 _HOPPER: dict[str, Any] = {
-    "capability": (9, 0), "cores": 132, "shared": 233472, "lanes": 128, "clock": 1.98,
-    "cache": 50 << 20, "link": 450e9,
+    "capability": (9, 0), "shared": 233472, "lanes": 128, "clock": 1.98, "cache": 50 << 20,
 }  # fmt: skip
 CARDS = {
     "a100": Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 167936, 64, 1.41, 85_100_068_864, 40 << 20,
                  2.039e12, 300e9),
-    "h100": Card("NVIDIA H100 80GB HBM3", memory=84_942_979_072, bandwidth=3.352e12, **_HOPPER),
-    "h200": Card("NVIDIA H200 141GB HBM3e", memory=151_397_597_184, bandwidth=4.8e12, **_HOPPER),
+    "h100": Card("NVIDIA H100 80GB HBM3", cores=132, memory=84_942_979_072, bandwidth=3.352e12,
+                 link=450e9, **_HOPPER),
+    "h200": Card("NVIDIA H200 141GB HBM3e", cores=132, memory=151_397_597_184, bandwidth=4.8e12,
+                 link=450e9, **_HOPPER),
+    "h800": Card("NVIDIA H800", cores=132, memory=84_942_979_072, bandwidth=3.352e12, link=200e9,
+                 **_HOPPER),
+    "h20": Card("NVIDIA H20", cores=78, memory=102_625_181_696, bandwidth=4.0e12, link=450e9,
+                **_HOPPER),
     "b200": Card("NVIDIA B200", (10, 0), 148, 233472, 128, 1.965, 191_514_411_008, 132_644_864,
                  7.672e12, 900e9),
 }  # fmt: skip

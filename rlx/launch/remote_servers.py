@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import rlx
 from rlx.base import UserError
+from rlx.cli.text import aligned
 from rlx.fleet import wire
 from rlx.fleet.addresses import Joining, bracketed, split_address
 from rlx.launch import run_secrets
@@ -162,12 +163,6 @@ def table(checks: Sequence[Check]) -> str:
     rows = [[host, *(cells.get((host, name), "–") for name in CHECKS)] for host in hosts]
     wrong = [f"✗ {c.host}: {c.name}: {c.found} → {c.remedy}" for c in checks if not c.ok]
     return "\n".join([*aligned([["host", *CHECKS], *rows]), *wrong])
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as lines with columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
 
 
 def _run(*command: str) -> str:

@@ -1,0 +1,1 @@
+"""Plan a run before GPUs are rented: which split, which staleness, how long, how much memory."""

@@ -1,0 +1,53 @@
+"""`python -m rlx.plan --config=FILE --gpus=128 --gpu=h800`: plan a run before GPUs are rented.
+
+Prints the fastest splits between servers and trainer, as strings for `allocation_mode`. Nothing is
+started, and no GPU is needed. In the place of --config, --run=WORKDIR takes the config of a run,
+the lengths of its answers, and its measured seconds for comparison.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from rlx.base import UserError, unknown
+from rlx.cli import command
+from rlx.doctor import failures
+from rlx.doctor.gpu_cards import CARDS
+from rlx.run import flags, plan_run
+
+
+def main() -> int:
+    """Print the plans; return 0."""
+    config, values = flags.parse(
+        sys.argv, config_needed=False,
+        switches={"explain": "show the terms that a step's seconds are made of"},
+        gpus="number of GPUs, of servers and trainer together",
+        gpu=f"their kind: {', '.join(CARDS)}",
+        run="directory of a run to take config and lengths from",
+        answer_tokens="mean length of answers; default: half of sampling.max_new_tokens",
+        cut_share="share of answers that reach sampling.max_new_tokens; default: 0.1",
+        prompt_tokens="mean length of prompts; default: half of data.max_prompt_tokens",
+        tool_seconds="time of an answer outside the model; default: 0",
+        allocation="predict for this allocation only",
+        what_if="rollout.max_staleness=0,1,2,4: the best plan for each value of a key",
+        timeline="write the best plan's simulated timeline for Perfetto to this file",
+        dollars="price of a GPU for an hour",
+    )  # fmt: skip
+    if values.gpu not in CARDS:
+        raise (
+            unknown("--gpu", values.gpu, CARDS)
+            if values.gpu
+            else UserError(f"--gpu is not given; choose one of {', '.join(CARDS)}")
+        )
+    if not values.run and config is None:
+        raise UserError("neither --config nor --run; give --config=FILE, or --run=WORKDIR")
+    if not values.gpus.isdigit() or not int(values.gpus):
+        raise UserError(f"--gpus={values.gpus!r} is not a number from 1; give --gpus=8")
+    asked = plan_run.PlanRequest.of(config, values, Path(values.run) if values.run else None)
+    command.say("\n".join([*plan_run.lines(asked)]))
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    command.run(main, explain=failures.explain)

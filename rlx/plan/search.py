@@ -1,0 +1,169 @@
+"""Find the split of GPUs between servers and trainer that trains fastest."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from rlx.base import UserError
+from rlx.cli.text import size
+from rlx.doctor import memory
+from rlx.doctor.gpu_cards import Card
+from rlx.doctor.machine import Devices
+from rlx.doctor.memory import RunSizes
+from rlx.launch.allocation import Allocation, Part
+from rlx.plan.lengths import Lengths
+from rlx.plan.simulate import Prediction, Setup, simulate
+from rlx.plan.speeds import Calibration, ServerSpeed, TrainerSpeed
+from rlx.rollout.staleness import Limits
+
+HOST = 8  # GPUs of a host
+SIMULATED = 6  # allocations that look best by arithmetic are simulated
+_FSDP = 64  # GPUs that one copy of the trained weights is cut over at most
+_SHARED = 0.4  # a GPU's memory for a server that shares it with the trainer, see run.allocate
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A run, on GPUs of one kind.
+
+    Attributes:
+      sizes: of its trainer and servers, for memory.
+      forwards: passes of the proximal and the reference policy.
+      trainer: jax | torch.
+    """
+
+    sizes: RunSizes
+    card: Card
+    limits: Limits
+    lengths: Lengths
+    prompt_tokens: float
+    slots: int
+    forwards: float
+    trainer: str = "jax"
+    tool_seconds: float = 0.0
+    recompute: bool = False
+    calibration: Calibration = Calibration()  # noqa: RUF009
+
+    @cached_property
+    def recomputed(self) -> float:
+        """Share of the forward pass that the backward pass repeats."""
+        return {"none": 0.0, "full": 1.0}.get(self.sizes.train.remat, 0.3)
+
+    def setup(self, found: Allocation) -> Setup:
+        """Return what to simulate for an allocation."""
+        serves, trains = found.parts
+        share = _SHARED if found.shared else 0.85
+        model, card, fitted = self.sizes.model, self.card, self.calibration
+        return Setup(
+            self.limits, self.sizes.n_samples, serves.sizes.get("d", 1), self.slots,
+            ServerSpeed(model, card, serves.each, fitted, share),
+            TrainerSpeed(model, card, trains.gpus, fitted, self.forwards, self.recomputed,
+                     self.sizes.train.minibatches),
+            self.lengths, self.prompt_tokens, self.tool_seconds, found.shared, self.recompute,
+        )  # fmt: skip
+
+    def trainer_bytes(self, trains: Part) -> int:
+        """Return a bound of the bytes on each of the trainer's GPUs."""
+        names = {"f": "fsdp", "d": "replica"}
+        mesh = ",".join(f"{names[x]}:{n}" for x, n in trains.sizes.items()) or "fsdp:1"
+        sizes = replace(self.sizes, train=replace(self.sizes.train, mesh=mesh))
+        devices = Devices("gpu", self.card.kind, trains.gpus, self.card.memory, "9.0")
+        return sum(memory.trainer(sizes, devices).values())
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """An allocation, and what is expected of it."""
+
+    allocation: Allocation
+    prediction: Prediction
+    trainer_bytes: int
+
+    @property
+    def tokens_per_gpu(self) -> float:
+        """Trained tokens a second and GPU."""
+        return self.prediction.tokens / self.prediction.step_seconds / self.allocation.gpus
+
+
+def best(work: Workload, gpus: int) -> list[SplitPlan]:
+    """Return the simulated plans for `gpus` GPUs, fastest first; UserError if none fits."""
+    fitting = list(_fitting(work, gpus))
+    if not fitting:
+        raise _nothing_fits(work, gpus)
+    fitting.sort(key=lambda found: _arithmetic(work.setup(found)))
+    plans = [plan(work, found) for found in fitting[:SIMULATED]]
+    return sorted(plans, key=lambda p: p.prediction.step_seconds)
+
+
+def plan(work: Workload, found: Allocation) -> SplitPlan:
+    """Return what is expected of one allocation."""
+    return SplitPlan(found, simulate(work.setup(found)), work.trainer_bytes(found.parts[1]))
+
+
+def _fitting(work: Workload, gpus: int) -> Iterator[Allocation]:
+    """Yield the allocations of all `gpus` GPUs whose weights, state and caches fit."""
+    for tensor in (1, 2, 4, 8):
+        for own in _trainer_sizes(gpus):
+            found = allocation(work.trainer, gpus - own, tensor, own)
+            if found and fits(work, found):
+                yield found
+        if work.limits.max_staleness == 0:  # then trainer and servers never work together
+            found = allocation(work.trainer, gpus, tensor, gpus, shared=True)
+            if found and fits(work, found):
+                yield found
+
+
+def allocation(
+    trainer: str, serving: int, tensor: int, own: int, shared: bool = False
+) -> Allocation | None:
+    """Return servers of `tensor` GPUs and a trainer; None if the numbers do not divide."""
+    servers, cut = serving // tensor, min(own, _FSDP)
+    if not servers or serving % tensor or own % cut:
+        return None
+    letters = {"d": own // cut, "f": cut}
+    trains = {x: n for x, n in letters.items() if n > 1}
+    serves = {x: n for x, n in {"d": servers, "t": tensor}.items() if n > 1}
+    return Allocation((Part("vllm", False, serves), Part(trainer, True, trains)), shared)
+
+
+def fits(work: Workload, found: Allocation) -> bool:
+    """Return whether an allocation's weights and state fit, with room for one longest answer."""
+    server = work.setup(found).server
+    own = work.trainer_bytes(found.parts[1]) + (server.weights if found.shared else 0)
+    return server.kv_tokens > work.sizes.longest and own < 0.92 * work.card.memory
+
+
+def _trainer_sizes(gpus: int) -> range:
+    """Return the numbers of GPUs that a trainer may have: whole hosts, if there are several."""
+    return range(HOST, gpus, HOST) if gpus > HOST else range(1, gpus)
+
+
+def _arithmetic(setup: Setup) -> float:
+    """Return the seconds of a step without tails and waiting, to sort allocations by."""
+    limits, mean = setup.limits, setup.lengths.mean
+    live = min(max(1, limits.concurrency), (limits.max_staleness + 1) * limits.batch_prompts)
+    context = setup.prompt_tokens + mean / 2
+    room = setup.server.kv_tokens / context
+    running = max(min(live * setup.samples / setup.servers, setup.slots, room), 1e-3)
+    speed = running / setup.server.decode_seconds(running, running * context) * setup.servers
+    trajectories = limits.batch_prompts * setup.samples
+    lengths = np.full(trajectories, setup.prompt_tokens + mean)
+    generating, training = trajectories * mean / speed, setup.training.seconds(lengths)
+    # Synchronous, they wait for each other.
+    return generating + training if not limits.max_staleness else max(generating, training)
+
+
+def _nothing_fits(work: Workload, gpus: int) -> UserError:
+    """Return the error with the fewest GPUs that would do."""
+    for more in (n for n in (2, 4, 8, *range(16, 1025, 8)) if n > gpus):
+        if found := next(_fitting(work, more), None):
+            return UserError(
+                f"a model of {size(memory.exported(work.sizes))} and its training do not fit "
+                f"{gpus} × {work.card.kind}; {more} do: --gpus={more}, {found}"
+            )
+    return UserError(
+        f"neither servers nor trainer of this model fit any number of {work.card.kind}; give a "
+        "larger --gpu, lora.rank, or a smaller train.max_tokens_per_microbatch"
+    )

@@ -1,0 +1,314 @@
+"""A run under a virtual clock: admission by the run's own state machines, servers and a trainer.
+
+`rlx.rollout.staleness` and `rlx.rollout.buffer` decide what is admitted and trained, as in a run.
+Only seconds are computed, by `speeds`, and lengths are drawn.
+"""
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rlx.plan.lengths import Lengths
+from rlx.plan.speeds import ServerSpeed, TrainerSpeed
+from rlx.rollout import buffer as buffers
+from rlx.rollout import staleness
+from rlx.rollout.staleness import Limits, Staleness
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run to simulate.
+
+    Attributes:
+      samples: answers of a prompt, which one server makes.
+      slots: most sequences that a server decodes together.
+      prompt_tokens: of every prompt. tool_seconds: an answer's time outside the model.
+      shared: whether the trainer runs on the servers' GPUs, so that these wait for it.
+      recompute: whether a server computes its KV caches again after an update.
+    """
+
+    limits: Limits
+    samples: int
+    servers: int
+    slots: int
+    server: ServerSpeed
+    training: TrainerSpeed
+    lengths: Lengths
+    prompt_tokens: float
+    tool_seconds: float = 0.0
+    shared: bool = False
+    recompute: bool = False
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Prediction:
+    """Means over the steps after warm-up.
+
+    Attributes:
+      step_seconds: from one batch to the next. trainer_idle, servers_idle: shares of that time.
+      tokens: prompt and answer tokens of a batch.
+      lags: versions between a group's oldest token and its batch → share of groups.
+      preempted: sequences that lost their KV cache when memory was full, a step.
+      running: sequences that a server decodes together, mean over busy time.
+      spans: (process, name, start, end) in seconds, for a timeline.
+    """
+
+    step_seconds: float = 0.0
+    trainer_idle: float = 0.0
+    servers_idle: float = 0.0
+    tokens: float = 0.0
+    lags: dict[int, float] = field(default_factory=dict)
+    preempted: float = 0.0
+    running: float = 0.0
+    spans: list[tuple[str, str, float, float]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """A prompt under way, with what `buffer` reads of a group."""
+
+    group_id: int
+    admitted: int  # version
+    left: int  # answers
+    oldest_version: int
+    lengths: list[float] = field(default_factory=list)
+    trajectories: tuple[()] = ()
+
+
+_Waiting = tuple[float, float, _Group]  # tokens to make, tokens before them, group
+
+
+class _Engine:
+    """One server. Between two events all its sequences advance at the same speed."""
+
+    def __init__(self, setup: Setup):
+        self._setup, self._server = setup, setup.server
+        self.now = self.busy = self.sequence_seconds = 0.0
+        self.preempted = 0
+        self.version = 0
+        self._made = 0.0  # tokens of a sequence that had run all the time
+        self._offset = 0.0  # Σ context − tokens made, of the running sequences
+        self._debt = 0.0  # seconds of prefill and pauses before decoding goes on
+        self._step = 1.0  # seconds of a decode step until the next event
+        self._running: list[tuple[float, int, float, _Group]] = []  # ends at, number, before, group
+        self._number = 0
+        self.waiting: deque[_Waiting] = deque()
+
+    @property
+    def load(self) -> int:
+        return len(self._running) + len(self.waiting)
+
+    def advance(self, now: float) -> None:
+        elapsed = now - self.now
+        self.now = now
+        paid = min(elapsed, self._debt)
+        self._debt -= paid
+        if self._running:
+            self._made += (elapsed - paid) / self._step
+            self.busy += elapsed
+            self.sequence_seconds += elapsed * len(self._running)
+
+    def stop(self, seconds: float, again: bool) -> None:
+        """Pause decoding; `again`: then compute the caches again."""
+        self._debt += seconds
+        if again:
+            self._debt += self._server.prefill_seconds(self._context)
+
+    @property
+    def _context(self) -> float:
+        return self._offset + len(self._running) * self._made
+
+    def finished(self) -> Iterator[_Group]:
+        """Remove the sequences that have ended; yield their groups."""
+        while self._running and self._running[0][0] <= self._made + 1e-6:
+            _, _, before, group = heapq.heappop(self._running)
+            self._offset -= before
+            yield group
+
+    def fill(self) -> float:
+        """Start waiting sequences while there is room; return the time of the next event."""
+        room = self._server.kv_tokens
+        while self._running and self._context > room:
+            self._preempt()
+        prefilled: _Group | None = None
+        while self.waiting and len(self._running) < self._setup.slots:
+            left, context, group = self.waiting[0]
+            if self._running and self._context + context > 0.95 * room:
+                break
+            self.waiting.popleft()
+            fresh = context == self._setup.prompt_tokens
+            if not (fresh and prefilled is group):  # a group's prompt is computed once
+                self._debt += self._server.prefill_seconds(context)
+            prefilled = group
+            group.oldest_version = min(group.oldest_version, self.version)
+            self._number += 1
+            before = context - self._made
+            self._offset += before
+            heapq.heappush(self._running, (self._made + left, self._number, before, group))
+        if not self._running:
+            return float("inf")
+        count = len(self._running)
+        tokens = max(self._running[0][0] - self._made, 0.0)
+        tokens = min(tokens, max((room - self._context) / count, 1.0))
+        self._step = self._server.decode_seconds(count, self._context + count * tokens / 2)
+        return self.now + self._debt + tokens * self._step
+
+    def _preempt(self) -> None:
+        """Stop the newest sequence, as vLLM does; it continues when there is room."""
+        index = max(range(len(self._running)), key=lambda i: self._running[i][1])
+        end, _, before, group = self._running.pop(index)
+        heapq.heapify(self._running)
+        self._offset -= before
+        self.preempted += 1
+        self.waiting.appendleft((end - self._made, before + self._made, group))
+
+
+class _Run:
+    """State of the simulation, and one method for each kind of event."""
+
+    def __init__(self, setup: Setup):
+        self.setup, self.limits = setup, setup.limits
+        self.random = random.Random(setup.seed)
+        self.engines = [_Engine(setup) for _ in range(setup.servers)]
+        self.state, self.buffer = Staleness(), buffers.Buffer()
+        self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.order = self.groups = 0
+        self.planned = [float("inf")] * setup.servers  # time of each engine's next event
+        self.loads = [(0, i) for i in range(setup.servers)]
+        self.now, self.training = 0.0, False
+        self.taken: list[tuple[float, float, list[_Group]]] = []  # start, seconds, groups
+        self.spans: list[tuple[str, str, float, float]] = []
+
+    def at(self, time: float, what: Callable[..., None], *args: Any) -> None:
+        self.order += 1
+        heapq.heappush(self.events, (time, self.order, what, args))
+
+    def run(self, steps: int) -> None:
+        self.admit()
+        while len(self.taken) < steps and self.events:
+            self.now, _, what, args = heapq.heappop(self.events)
+            what(*args)
+
+    def admit(self) -> None:
+        changed = set()
+        for _ in range(staleness.capacity(self.state, self.limits)):
+            self.state = staleness.admit(self.state, self.limits)
+            self.buffer = buffers.admit(self.buffer, self.state.version)
+            index = self.least_loaded()
+            group = _Group(self.groups, self.state.version, self.setup.samples, 1 << 60)
+            self.groups += 1
+            for _ in range(self.setup.samples):
+                length = self.setup.lengths.draw(self.random)
+                group.lengths.append(length)
+                self.engines[index].waiting.append((length, self.setup.prompt_tokens, group))
+            heapq.heappush(self.loads, (self.engines[index].load, index))
+            changed.add(index)
+        for index in changed:
+            self.engines[index].advance(self.now)
+            self.plan(index)
+
+    def least_loaded(self) -> int:
+        while True:
+            load, index = heapq.heappop(self.loads)
+            if load == self.engines[index].load:
+                return index
+
+    def plan(self, index: int) -> None:
+        self.planned[index] = self.engines[index].fill()
+        if self.planned[index] < float("inf"):
+            self.at(self.planned[index], self.decoded, index, self.planned[index])
+
+    def decoded(self, index: int, planned: float) -> None:
+        if planned != self.planned[index]:
+            return  # something happened in between, and a later event stands for this one
+        engine = self.engines[index]
+        engine.advance(self.now)
+        for group in engine.finished():
+            group.left -= 1
+            if not group.left:
+                self.at(self.now + self.setup.tool_seconds, self.accepted, group)
+        heapq.heappush(self.loads, (engine.load, index))
+        self.plan(index)
+
+    def accepted(self, group: _Group) -> None:
+        self.buffer = buffers.finish(self.buffer, group.admitted, group)  # type: ignore[arg-type]
+        self.state = staleness.end(self.state, "accepted")
+        self.train()
+        self.admit()
+
+    def train(self) -> None:
+        step = self.state.consumed
+        if self.training or not buffers.ready(self.buffer, step, self.limits):
+            return
+        self.buffer, batch = buffers.take(self.buffer, step, self.limits)
+        self.state = staleness.consume(self.state, self.limits)
+        groups: list[_Group] = batch  # type: ignore[assignment]
+        lengths = np.array([n + self.setup.prompt_tokens for g in groups for n in g.lengths])
+        seconds = self.setup.training.seconds(lengths)
+        self.taken.append((self.now, seconds, groups))
+        self.training = True
+        self.spans.append(("trainer", f"train {step + 1}", self.now, self.now + seconds))
+        if self.setup.shared:
+            self.pause(seconds, False)
+        publish = self.setup.training.publish_seconds(self.setup.servers)
+        self.spans.append(("trainer", "publish", self.now + seconds, self.now + seconds + publish))
+        self.at(self.now + seconds + publish, self.published)
+
+    def pause(self, seconds: float, again: bool) -> None:
+        for index, engine in enumerate(self.engines):
+            engine.advance(self.now)
+            engine.stop(seconds, again)
+            self.plan(index)
+
+    def published(self) -> None:
+        self.training = False
+        self.state = staleness.publish(self.state, self.state.consumed)
+        for engine in self.engines:
+            engine.version = self.state.version
+        self.pause(self.setup.server.load_seconds(), self.setup.recompute)
+        self.train()
+        self.admit()
+
+
+def simulate(setup: Setup, steps: int = 0) -> Prediction:
+    """Return the prediction for a run.
+
+    Args:
+      steps: batches that are simulated after warm-up; 0: six, and more with a large bound.
+    """
+    eta = int(setup.limits.max_staleness)
+    warm, steps = eta + 2, steps or 6 + eta // 2
+    run = _Run(setup)
+    run.run(warm)
+    begun = run.now
+    before = [(e.busy, e.sequence_seconds, e.preempted) for e in run.engines]
+    run.run(warm + steps)
+    seconds = max(run.now - begun, 1e-9)
+    busy = sum(e.busy - b[0] for e, b in zip(run.engines, before, strict=True))
+    decoded = sum(e.sequence_seconds - b[1] for e, b in zip(run.engines, before, strict=True))
+    taken = list(enumerate(run.taken))[warm:]
+    lags: dict[int, float] = {}
+    for step, (_, _, groups) in taken:
+        for group in groups:
+            lag = step - group.oldest_version
+            lags[lag] = lags.get(lag, 0.0) + 1 / (len(taken) * len(groups))
+    tokens = sum(sum(g.lengths) + setup.samples * setup.prompt_tokens
+                 for _, (_, _, groups) in taken for g in groups)  # fmt: skip
+    # The last batch was only taken: its training is outside the time that was measured.
+    trained = sum(seconds for _, seconds, _ in run.taken[warm - 1 : -1])
+    return Prediction(
+        step_seconds=seconds / steps,
+        trainer_idle=max(0.0, 1 - trained / seconds),
+        servers_idle=max(0.0, 1 - busy / seconds / setup.servers),
+        tokens=tokens / steps,
+        lags=dict(sorted(lags.items())),
+        preempted=(sum(e.preempted for e in run.engines) - sum(b[2] for b in before)) / steps,
+        running=decoded / max(busy, 1e-9),
+        spans=run.spans,
+    )

@@ -1,0 +1,145 @@
+"""Seconds of each part of a run on a GPU, by its data sheet and a few calibrated constants.
+
+Sources: appendix B of PaLM (arXiv 2204.02311) for FLOPs; "How to scale your model" (inference) for
+the bytes that a decode step moves.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from rlx.doctor.gpu_cards import Card
+from rlx.model import params
+from rlx.model.model_config import ModelConfig
+
+WIDTH = 2  # bytes of a weight and of a number of the KV cache, bfloat16
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Constants fitted once to published runs, see experiments/2026-12-planner.
+
+    Attributes:
+      bandwidth: share of the memory's bandwidth that decoding reaches.
+      flops: share of the peak FLOP/s that prefill, and decoding with many sequences, reaches.
+      step: seconds of a decode step whatever its size. sequence: seconds more for each sequence.
+      reduce: seconds of one all-reduce between the GPUs of a server.
+      mfu: share of the peak that training reaches with many tokens a GPU; with `half` tokens a GPU
+        and update it reaches half of that.
+      update: seconds of an update whatever its size.
+      error: typical relative error of a step's seconds, leaving the predicted run out of the fit.
+    """
+
+    bandwidth: float = 0.6
+    flops: float = 0.5
+    step: float = 4e-3
+    sequence: float = 1e-4
+    reduce: float = 2e-5
+    mfu: float = 0.45
+    half: float = 85_000.0
+    update: float = 1.0
+    error: float = 0.3
+
+
+@dataclass(frozen=True)
+class ServerSpeed:
+    """An engine on `tensor` GPUs of one kind.
+
+    Attributes:
+      memory: share of a GPU's memory for weights and KV cache.
+    """
+
+    model: ModelConfig
+    card: Card
+    tensor: int
+    calibration: Calibration
+    memory: float = 0.85
+
+    @cached_property
+    def weights(self) -> int:
+        """Bytes of the weights, on all GPUs of the server."""
+        return params.count(self.model) * WIDTH
+
+    @cached_property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV cache for one token, on all GPUs of the server."""
+        model = self.model
+        return 2 * model.num_layers * model.num_kv_heads * model.head_dim * WIDTH
+
+    @cached_property
+    def kv_tokens(self) -> float:
+        """Tokens that the KV cache holds; 0 or less: the weights do not fit."""
+        room = self.memory * self.card.memory * self.tensor - self.weights
+        return room / self.kv_bytes
+
+    @cached_property
+    def _token_flops(self) -> float:
+        return params.forward_flops(self.model, np.array([1]))
+
+    @cached_property
+    def _read(self) -> float:
+        """Share of the weights that a token's products read: idle experts are not."""
+        return min(1.0, self._token_flops / (2 * params.count(self.model)))
+
+    def decode_seconds(self, running: float, context: float) -> float:
+        """Return seconds of a decode step: one token for each of `running` sequences.
+
+        Args:
+          context: tokens of all their contexts together.
+        """
+        c = self.calibration
+        compute = self._token_flops * running / (self.card.flops * c.flops)
+        # Sequences choose their experts independently; together they read more of them.
+        read = 1 - (1 - self._read) ** running
+        moved = (self.weights * read + context * self.kv_bytes) / (
+            self.card.bandwidth * c.bandwidth
+        )
+        reduced = 2 * self.model.num_layers * c.reduce * (self.tensor > 1)
+        return max(compute, moved) / self.tensor + c.step + c.sequence * running + reduced
+
+    def prefill_seconds(self, tokens: float) -> float:
+        """Return seconds to compute the KV cache of `tokens` tokens."""
+        return tokens * self._token_flops / (self.card.flops * self.calibration.flops * self.tensor)
+
+    def load_seconds(self) -> float:
+        """Return seconds for which a server stops to take new weights that lie in host memory."""
+        return self.weights / self.tensor / (self.card.network / 2)
+
+
+@dataclass(frozen=True)
+class TrainerSpeed:
+    """The trainer: `gpus` of one kind.
+
+    Attributes:
+      forwards: forward passes for each update, without the update's own: 1 for the proximal
+        policy, 1 for a reference.
+      recomputed: share of the forward pass that the backward pass computes again.
+      updates: optimizer steps of a batch.
+    """
+
+    model: ModelConfig
+    card: Card
+    gpus: int
+    calibration: Calibration
+    forwards: float = 1.0
+    recomputed: float = 1.0
+    updates: int = 1
+
+    def seconds(self, lengths: np.ndarray) -> float:
+        """Return seconds of a batch of trajectories; lengths: [N], prompt and answer, tokens."""
+        c = self.calibration
+        each = float(lengths.sum()) / self.gpus / self.updates  # tokens a GPU and update
+        reached = c.mfu * each / (each + c.half)
+        passes = 3 + self.forwards + self.recomputed
+        flops = passes * params.forward_flops(self.model, lengths)
+        return flops / (self.gpus * self.card.flops * reached) + self.updates * c.update
+
+    def publish_seconds(self, servers: int) -> float:
+        """Return seconds from a finished update to the last server's confirmation.
+
+        The trainer's hosts send their shards; a server receives at the speed of its network.
+        """
+        size = params.count(self.model) * WIDTH
+        hosts = max(self.gpus // 8, 1)
+        return size * max(1.0, servers / hosts) / self.card.network
