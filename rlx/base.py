@@ -66,6 +66,13 @@ def unknown(kind: str, name: str, choices: Iterable[str]) -> UserError:
     return UserError(f"unknown {kind} {name!r}; choose one of {', '.join(names)}")
 
 
+def refuse(rules: Iterable[tuple[object, str]]) -> None:
+    """Raise UserError with the message of the first rule that is broken: (is broken, message)."""
+    for broken, message in rules:
+        if broken:
+            raise UserError(message)
+
+
 def install(extra: str) -> str:
     """Return the command that installs an extra, from a clone or a wheel: rlx is on no index."""
     source = "'FILE.whl" if "-packages/" in __file__ else "-e '."

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict, config_dict
 
 from rlx.agents.agent_options import AgentOptions
 from rlx.algorithms.algorithm import FIELDS, Algorithm
-from rlx.base import UserError
+from rlx.base import UserError, refuse
 from rlx.engines.engine import EngineOptions
 from rlx.fleet.requests import Sampling
 from rlx.fleet.timeouts import Timeouts
@@ -293,101 +293,78 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
     for key, field in OPTIONS.items():
         if not key.startswith("algorithm."):  # `presets.resolve` knows the preset and own functions
             check_value(key, _get(config, key), field.metadata["values"])
-    if config.trainer == "torch" and config.model.dtype != "float32":
-        raise UserError(
-            f"trainer=torch does not take model.dtype={config.model.dtype!r}; set it to 'float32', "
-            "or trainer=jax"
-        )
-    if (config.scheduler.container != "none") != bool(config.scheduler.image):
-        raise UserError(
-            f"scheduler.container={config.scheduler.container} and image="
-            f"{config.scheduler.image!r}: a container needs an image, and none has no use for one"
-        )
     for key in ("compile", "offload_optimizer") if config.trainer != "torch" else ():
         if config.train[key]:
             raise UserError(f"train.{key} works only with trainer=torch; unset it or set that")
-    if config.train.balance_coefficient and config.trainer != "jax":
-        raise UserError(
-            "train.balance_coefficient works only with trainer=jax; set it to 0 or set that"
-        )
     for entry in config.data.mix:
         kinds = [type(part) for part in entry] if isinstance(entry, tuple | list) else []
         if kinds not in ([str, float], [str, int]) or not 0 < entry[1] < float("inf"):
             wanted = "(source, weight above 0) pairs, as (('a.jsonl', 0.7), ('b.csv', 0.3))"
             raise UserError(f"data.mix has {entry!r}; write {wanted}")
-    _check_lora(config)
-    if trains and config.model.dtype == "bfloat16" and not config.lora.rank:
-        raise UserError(
-            "model.dtype=bfloat16 without lora.rank: small updates would be rounded away; set "
-            "model.dtype=float32, and model.compute_dtype=bfloat16 to compute in it"
-        )
+    lora_targets(config.lora.targets)
     if config.reference.mode == "copy":
         check_value("reference.every_steps", config.reference.every_steps, "1")
-    if config.fleet.tensor_parallel > 1 and config.fleet.engine != "vllm":
-        raise UserError(
-            f"fleet.tensor_parallel={config.fleet.tensor_parallel} with fleet.engine="
-            f"{config.fleet.engine}: only vLLM cuts a model over GPUs; set fleet.engine=vllm, or 1"
-        )
     for key in ("reward.environment", "agents.environment"):
         if isinstance(_get(config, key), str):
             raise UserError(f"{key}={_get(config, key)!r} is one text; give a tuple of names")
-    if config.sampling.temperature <= 0:
-        raise UserError(
-            f"sampling.temperature={config.sampling.temperature} must be above 0: the loss divides "
-            "logits by it; evaluation is greedy by itself"
-        )
-    if config.sampling.min_new_tokens > config.sampling.max_new_tokens:
-        raise UserError(
-            f"sampling.min_new_tokens={config.sampling.min_new_tokens} is above "
-            f"sampling.max_new_tokens={config.sampling.max_new_tokens}; lower the minimum"
-        )
-    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-    if trains and longest > max(config.train.row_buckets):
-        raise UserError(
-            f"data.max_prompt_tokens + sampling.max_new_tokens = {longest} exceeds the longest "
-            f"train.row_buckets entry {max(config.train.row_buckets)}; add a bucket or lower them"
-        )
-    one_device = "context" not in config.train.mesh  # else model.mesh.check_rows knows
-    if trains and one_device and longest > config.train.max_tokens_per_microbatch:
-        raise UserError(
-            f"train.max_tokens_per_microbatch={config.train.max_tokens_per_microbatch} is below "
-            f"the longest possible trajectory ({longest} tokens); raise it or lower "
-            "sampling.max_new_tokens or data.max_prompt_tokens"
-        )
-    new_tokens = max(config.sampling.max_new_tokens, config.eval.max_new_tokens)
-    if 0 < config.fleet.max_model_len < config.data.max_prompt_tokens + new_tokens:
-        raise UserError(
-            f"fleet.max_model_len={config.fleet.max_model_len} is below the longest prompt and "
-            f"completion ({config.data.max_prompt_tokens + new_tokens} tokens); raise it or set "
-            "it to 0"
-        )
-    if config.train.minibatches > config.rollout.batch_prompts:
-        raise UserError(
-            f"train.minibatches={config.train.minibatches} exceeds rollout.batch_prompts="
-            f"{config.rollout.batch_prompts}; a minibatch needs at least one prompt"
-        )
-    others = config.fleet.addresses or config.fleet.join
-    if not trains and not others and config.fleet.num_servers < 1:
-        raise UserError("fleet.num_servers=0 without fleet.addresses; give one of them")
-    if config.fleet.tls.ca and not others:
-        raise UserError(
-            f"fleet.tls.ca={config.fleet.tls.ca} without fleet.addresses or fleet.join: local "
-            "servers listen on loopback and need no TLS; give addresses or leave fleet.tls empty"
-        )
+    refuse(_rules(config, trains))
 
 
-def _check_lora(config: ConfigDict) -> None:
-    lora_targets(config.lora.targets)
-    if config.lora.rank and config.reference.mode == "ema":
-        raise UserError(
-            "reference.mode=ema does not go with lora.rank: an average of adapters is not the "
-            "adapter of an average; use frozen or copy"
-        )
-    if config.fleet.publish == "adapter" and not config.lora.rank:
-        raise UserError(
-            "fleet.publish=adapter needs adapters and lora.rank=0; set lora.rank, or publish by "
-            "path, stream or delta"
-        )
+def _rules(config: ConfigDict, trains: bool) -> tuple[tuple[object, str], ...]:
+    """Return the rules between values of keys, as of `refuse`."""
+    train, fleet, sampling, scheduler = (
+        config[name] for name in ("train", "fleet", "sampling", "scheduler")
+    )
+    prompt, answer = config.data.max_prompt_tokens, sampling.max_new_tokens
+    longest, served = prompt + answer, prompt + max(answer, config.eval.max_new_tokens)
+    one_device = "context" not in train.mesh  # else model.mesh.check_rows knows
+    others = fleet.addresses or fleet.join
+    return (
+        (config.trainer == "torch" and config.model.dtype != "float32",
+         f"trainer=torch does not take model.dtype={config.model.dtype!r}; set it to 'float32', or "
+         "trainer=jax"),
+        ((scheduler.container != "none") != bool(scheduler.image),
+         f"scheduler.container={scheduler.container} and image={scheduler.image!r}: a container "
+         "needs an image, and none has no use for one"),
+        (train.balance_coefficient and config.trainer != "jax",
+         "train.balance_coefficient works only with trainer=jax; set it to 0 or set that"),
+        (config.lora.rank and config.reference.mode == "ema",
+         "reference.mode=ema does not go with lora.rank: an average of adapters is not the adapter "
+         "of an average; use frozen or copy"),
+        (fleet.publish == "adapter" and not config.lora.rank,
+         "fleet.publish=adapter needs adapters and lora.rank=0; set lora.rank, or publish by path, "
+         "stream or delta"),
+        (trains and config.model.dtype == "bfloat16" and not config.lora.rank,
+         "model.dtype=bfloat16 without lora.rank: small updates would be rounded away; set "
+         "model.dtype=float32, and model.compute_dtype=bfloat16 to compute in it"),
+        (fleet.tensor_parallel > 1 and fleet.engine != "vllm",
+         f"fleet.tensor_parallel={fleet.tensor_parallel} with fleet.engine={fleet.engine}: only "
+         "vLLM cuts a model over GPUs; set fleet.engine=vllm, or 1"),
+        (sampling.temperature <= 0,
+         f"sampling.temperature={sampling.temperature} must be above 0: the loss divides logits by "
+         "it; evaluation is greedy by itself"),
+        (sampling.min_new_tokens > answer,
+         f"sampling.min_new_tokens={sampling.min_new_tokens} is above sampling.max_new_tokens="
+         f"{answer}; lower the minimum"),
+        (trains and longest > max(train.row_buckets),
+         f"data.max_prompt_tokens + sampling.max_new_tokens = {longest} exceeds the longest "
+         f"train.row_buckets entry {max(train.row_buckets)}; add a bucket or lower them"),
+        (trains and one_device and longest > train.max_tokens_per_microbatch,
+         f"train.max_tokens_per_microbatch={train.max_tokens_per_microbatch} is below the longest "
+         f"possible trajectory ({longest} tokens); raise it or lower sampling.max_new_tokens or "
+         "data.max_prompt_tokens"),
+        (0 < fleet.max_model_len < served,
+         f"fleet.max_model_len={fleet.max_model_len} is below the longest prompt and completion "
+         f"({served} tokens); raise it or set it to 0"),
+        (train.minibatches > config.rollout.batch_prompts,
+         f"train.minibatches={train.minibatches} exceeds rollout.batch_prompts="
+         f"{config.rollout.batch_prompts}; a minibatch needs at least one prompt"),
+        (not trains and not others and fleet.num_servers < 1,
+         "fleet.num_servers=0 without fleet.addresses; give one of them"),
+        (fleet.tls.ca and not others,
+         f"fleet.tls.ca={fleet.tls.ca} without fleet.addresses or fleet.join: local servers listen "
+         "on loopback and need no TLS; give addresses or leave fleet.tls empty"),
+    )  # fmt: skip
 
 
 def _get(config: ConfigDict, key: str):

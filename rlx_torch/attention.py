@@ -47,19 +47,13 @@ def kernel(device: str, compute_dtype: str, model_type: str = "") -> str:
 
 
 class Block(NamedTuple):
-    """Consecutive segments that one call computes.
+    """Consecutive segments that one call computes."""
 
-    Attributes:
-      tokens: number of all tokens. shape: S segments of at most L tokens.
-      places: [S, L] int64, indices of the tokens; shorter segments are padded with their first
-        token, which no earlier token sees. None if all have L.
-      back: [tokens] int64, the index of each token in the padded block; None if all have L.
-    """
-
-    tokens: int
-    shape: tuple[int, int]
+    tokens: int  # number of all tokens
+    shape: tuple[int, int]  # S segments of at most L tokens
+    # [S, L] int64, indices of tokens, None if all have L; a shorter segment repeats its first.
     places: Tensor | None
-    back: Tensor | None
+    back: Tensor | None  # [tokens] int64, each token's index in the block; None if all have L
 
 
 class Blocks(NamedTuple):
@@ -122,30 +116,21 @@ class _Collect(torch.autograd.Function):
 @torch.compiler.disable  # else one program for each number of blocks
 def segments(
     module: torch.nn.Module,
-    query: Tensor,
+    query: Tensor,  # [1, heads, N, H]; key and value may have fewer heads
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
     blocks: Blocks | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,  # keys that a query sees, its own included
+    softcap: float | None = None,  # bound of scores, by tanh
+    s_aux: Tensor | None = None,  # sinks, [heads]: a score of each head that no value belongs to
     **_,
 ) -> tuple[Tensor, None]:
     """Attend within each segment by torch's fused causal attention, a call for each block.
 
-    Args:
-      query: [1, heads, N, H]; key and value may have fewer heads.
-      sliding_window: keys that a query sees, its own included. softcap: bound of scores, by tanh.
-      s_aux: sinks, [heads]: a score of each head that no value belongs to.
-
-    Returns:
-      [1, N, heads, H].
-
-    Raises:
-      UserError: the model does not pass its keyword arguments to attention.
+    Returns [1, N, heads, H]. UserError if the model does not pass its arguments to attention.
     """
     if blocks is None:
         raise UserError(

@@ -46,8 +46,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer of parameters, with learning rate 0; only matrices decay.
 
-    Args:
-      offloaded: its moments are in the host's memory, for `step_offloaded`.
+    The moments of an `offloaded` one are in the host's memory, for `step_offloaded`.
     """
     trained = list(parameters)
     alike: dict[Any, list[nn.Parameter]] = {}  # parameters of one call of the optimizer

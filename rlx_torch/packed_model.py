@@ -58,9 +58,8 @@ class Valued(nn.Module):
 def load(path: str | Path, device: str, compute_dtype: str, remat: bool = False) -> Any:
     """Return the causal language model of an HF directory, its parameters float32 on `device`.
 
-    Args:
-      compute_dtype: of its products, by autocast.
-      remat: keep only each layer's input and recompute the rest in the backward pass.
+    Autocast computes products in `compute_dtype`. `remat` keeps only each layer's input and
+    recomputes the rest in the backward pass.
     """
     logging.disable_progress_bar()
     attention = kernel(device, compute_dtype, known(path).model_type)

@@ -31,6 +31,7 @@ from rlx.base import UserError
 from rlx.model.lora_config import LoraConfig
 from rlx.model.mesh import check_devices, mesh_axes, num_row_shards
 from rlx.model.tensors import LazyTensors, open_tensors
+from rlx.system.host_port import split_address
 from rlx.train.packing import Arrays
 from rlx_torch import attention, packed_model
 from rlx_torch.packed_model import Valued
@@ -58,8 +59,7 @@ def join(service: str, index: int, count: int, seconds: float) -> None:
       index, count: of this process, from 0; number of processes.
       seconds: limit of waiting for the others.
     """
-    host, _, port = service.rpartition(":")
-    host, listening = host.strip("[]"), None
+    (host, port), listening = split_address(service), None
     near = host in ("localhost", "127.0.0.1", "::1")
     if not index:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -121,21 +121,16 @@ def check_plan(model: Any) -> dict[str, str]:
 class Ranks:
     """The mesh of processes: rows of this process, sharded models, collectives.
 
-    Args:
-      text: train.mesh; "": all processes on fsdp.
-
-    Attributes:
-      count: number of processes. row_shards: parts into which they cut a microbatch's rows.
-      files: a gloo group for collectives in another thread; None for a single process.
+    `text` is train.mesh; "" puts all processes on fsdp.
     """
 
     def __init__(self, text: str):
-        self.count = processes()
+        self.count = processes()  # number of processes
         check_devices(text, self.count)
         axes = mesh_axes(text, self.count)
-        self.row_shards, self._row = num_row_shards(axes), 0
+        self.row_shards, self._row = num_row_shards(axes), 0  # parts of a microbatch's rows
         self._mesh: Any = None
-        self.files: Any = None
+        self.files: Any = None  # a gloo group for another thread; None for one process
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         if self.count > 1:
             sizes = tuple(axes[name] for name in AXES)
@@ -174,9 +169,7 @@ class Ranks:
         """Shard a model's parameters over the mesh, also on the device `meta`.
 
         Afterwards the model's `forward` calls its argument inside FSDP's hooks; see `within`.
-
-        Raises:
-          UserError: `tensor` asks for a plan that transformers or torch does not have.
+        UserError if `tensor` asks for a plan that transformers or torch does not have.
         """
         if self._mesh["tensor"].size() > 1:
             self._cut_heads(model)
@@ -219,10 +212,8 @@ class Ranks:
     ) -> Any:  # fmt: skip
         """Return the sharded model of an HF directory; each process reads its own slices.
 
-        Args:
-          compute_dtype, remat: as of `packed_model.load`.
-          valued: add a value head, of zeros if the directory has none.
-          lora: add uninitialised adapters; see `begin_adapters`.
+        The first arguments are as of `packed_model.load`. A `valued` one has a value head, of zeros
+        if the directory has none; with `lora` come uninitialised adapters; see `begin_adapters`.
         """
         with torch.device("meta"):
             model: Any = packed_model.empty(path, attention.kernel(self.device, compute_dtype))

@@ -50,17 +50,12 @@ class Learned:
 
 @dataclasses.dataclass
 class TorchState:
-    """The state that an update changes in place and a checkpoint holds.
-
-    Attributes:
-      step: train batches done. kl_coefficient: β of the KL term, which may adapt.
-      reference: a reference policy that follows the trained one; None: frozen.
-    """
+    """The state that an update changes in place and a checkpoint holds."""
 
     policy: Learned
-    step: int
-    kl_coefficient: float
-    reference: Any = None
+    step: int  # train batches done
+    kl_coefficient: float  # β of the KL term, which may adapt
+    reference: Any = None  # a policy that follows the trained one; None: frozen
     critic: Learned | None = None
 
     def tree(self) -> dict[str, Any]:
@@ -140,7 +135,6 @@ class TorchUpdate(BatchUpdate):
     # The state as a whole.
 
     def init(self) -> TorchState:
-        """Return the state before the first update, with the weights that the run begins with."""
         o = self._options
         model = self._load(self._algorithm.kind.scores, o.lora)
         reference = self._load() if o.reference_moves and not o.lora else None
@@ -170,7 +164,6 @@ class TorchUpdate(BatchUpdate):
         return self._writer.submit(self._run_dcp, dcp.save, tree, path)
 
     def restore(self, path: Path) -> TorchState:
-        """Return the state of a checkpoint; UserError where it belongs to another model."""
         state = self.init()
         tree = state.tree()
         reader = Reader(path)
@@ -183,7 +176,6 @@ class TorchUpdate(BatchUpdate):
         return state
 
     def weights(self, state: TorchState, adapters: bool = False) -> Buckets:
-        """Return the policy with HF's names, copying each tensor for its bucket."""
         model, tensors = state.policy.model, packed_model.published(state.policy.model, adapters)
         mixture = self.model.num_experts > 0  # transformers joins a layer's experts
         foreign = (mixture or bool(self.model.foreign)) and not adapters
@@ -215,7 +207,6 @@ class TorchUpdate(BatchUpdate):
                        buckets())  # fmt: skip
 
     def _run_dcp(self, save_or_load: Callable, tree: dict[str, Any], path: Path) -> None:
-        """Save or load on all processes."""
         with warnings.catch_warnings():  # for a single process torch warns each time
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             single, group = self._ranks.count == 1, self._ranks.files
@@ -295,7 +286,6 @@ class TorchUpdate(BatchUpdate):
             return self._ranks.within(model, partial(packed_model.values, model, batch))
 
     def _loss(self, model: Any, batch: dict) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the microbatch's summed loss and its summed stats."""
         return objective.loss(
             batch, self._algorithm,
             logprobs=lambda: self._logprobs(model, batch),
@@ -360,7 +350,6 @@ class TorchUpdate(BatchUpdate):
 
 
 def _learned(model: Any, options: OptimizerOptions, total: int, offloaded: bool = False) -> Learned:
-    """Return a model with the optimizer of its trained parameters."""
     trained = (p for p in model.parameters() if p.requires_grad)
     optimizer = make_optimizer(trained, options, offloaded)
     return Learned(model, optimizer, options, total, offloaded=offloaded)
@@ -383,7 +372,6 @@ def _described(part: Any, name: str = "") -> dict[str, str]:
 
 
 def _host(tensor: Tensor) -> np.ndarray:
-    """Return a tensor as a numpy array."""
     tensor = tensor.cpu().contiguous()
     if tensor.dtype is torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)

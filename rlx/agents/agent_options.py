@@ -15,14 +15,7 @@ EXPORTS = ("tree", "concat", "individual")  # see trajectories.py
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """Settings of agents' processes and rewards.
-
-    Attributes:
-      system_prompt, question_key: of `data["messages"]`, for rows that have no messages.
-      workers: number of processes; one serves many runs as long as they wait rather than compute.
-      limits: of each process. start: starts one, here or elsewhere.
-      host, tls: of the gateway that they ask.
-    """
+    """Settings of agents' processes and rewards."""
 
     turn_discount: float = option(
         1.0, "share of the next completion's return that counts", "[0, 1]"
@@ -33,12 +26,12 @@ class AgentOptions:
         300.0, "longest time an agent may block its event loop", "(0, inf)"
     )
     process_per_run: bool = option(False, "hide each run's key from others; reward.workers at once")
-    system_prompt: str = ""
+    system_prompt: str = ""  # system_prompt, question_key: of rows that have no `messages`
     question_key: str = "question"
-    workers: int = 1
-    limits: WorkerLimits = NO_LIMITS
-    start: StartWorker = start_worker
-    host: str = "127.0.0.1"
+    workers: int = 1  # processes; one serves many runs as long as they wait rather than compute
+    limits: WorkerLimits = NO_LIMITS  # of each process
+    start: StartWorker = start_worker  # starts one, here or elsewhere
+    host: str = "127.0.0.1"  # host, tls: of the gateway that they ask
     tls: "Tls | None" = None
 
     @classmethod

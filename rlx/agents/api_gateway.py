@@ -45,6 +45,7 @@ from rlx.fleet.sample import Completion
 from rlx.fleet.tls import Tls
 from rlx.rollout import workflows
 from rlx.rollout.control_tokens import controls, own_text, plain, shielded
+from rlx.system.host_port import bracketed
 from rlx.system.threads import DaemonThreads, in_thread
 
 MAX_BODY = 16 << 20  # bytes of a request
@@ -65,52 +66,32 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request ready for the fleet.
-
-    Attributes:
-      text: the rendered prompt; `tokens`: [P] int32.
-      forced: start of a tool call at the end of the prompt, or "".
-      parent: number of the session's interaction whose tokens the prompt begins with.
-      place: its place in the session's conversations.
-      retry: whether the client resent it after losing an answer.
-    """
+    """A request ready for the fleet."""
 
     session: Session
     chat: ChatRequest
-    text: str
-    tokens: np.ndarray
-    forced: str
-    parent: int | None
-    place: TurnPlace
-    retry: bool = False
+    text: str  # the rendered prompt
+    tokens: np.ndarray  # [P] int32
+    forced: str  # start of a tool call at the end of the prompt, or ""
+    parent: int | None  # number of the session's interaction whose tokens the prompt begins with
+    place: TurnPlace  # its place in the session's conversations
+    retry: bool = False  # whether the client resent it after losing an answer
     began: float = field(default_factory=time.monotonic)
 
 
 @dataclass(eq=False)
 class Gateway:
-    """HTTP server on the running event loop, from `start` to `stop`.
+    """HTTP server on the running loop, from `start` to `stop`; UserError for invalid TLS files."""
 
-    Attributes:
-      fleet: generates on the same loop.
-      tokenizer: the served model's, with its chat template.
-      name: the model's name in /v1/models.
-      tool_format: see `Reader`; "" derives it from the chat template.
-      host, port: listen address; port 0 takes a free one.
-      online: sessions of outside applications, closed by `stop`.
-
-    Raises:
-      UserError: invalid TLS files.
-    """
-
-    fleet: Fleet
-    tokenizer: Any
+    fleet: Fleet  # generates on the same loop
+    tokenizer: Any  # the served model's, with its chat template
     _: KW_ONLY
-    name: str = "default"
-    tool_format: str = ""
-    host: str = "127.0.0.1"
+    name: str = "default"  # the model's name in /v1/models
+    tool_format: str = ""  # see `Reader`; "" derives it from the chat template
+    host: str = "127.0.0.1"  # host, port: listen address; port 0 takes a free one
     port: int = 0
     tls: Tls | None = None
-    online: OnlineSessions | None = None
+    online: OnlineSessions | None = None  # sessions of outside applications, closed by `stop`
 
     def __post_init__(self) -> None:
         tokenizer = self.tokenizer
@@ -182,13 +163,11 @@ class Gateway:
     def base_url(self, session: Session | None = None) -> str:
         """Return the address for clients; a session's address works with any API key."""
         key = f"/{session.key}" if session else ""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http{'s' if self._tls else ''}://{host}:{self.port}{key}/v1"
+        return f"http{'s' if self._tls else ''}://{bracketed(self.host, self.port)}{key}/v1"
 
     # The calls.
 
     async def _health(self, request: web.Request) -> web.Response:
-        """Answer 503 if no server is live."""
         if self.fleet and not self.fleet.live:
             raise ApiError(503, "no server is live; look at the servers' logs", code="no_server")
         return web.json_response({"status": "ok"})
@@ -240,7 +219,6 @@ class Gateway:
         return web.json_response({"completions": len(ids)})
 
     async def _count(self, request: web.Request) -> web.Response:
-        """Answer the number of prompt tokens of a request."""
         dialect = self._modules["/v1/messages"]
         with self._request_session(request, dialect) as session:
             p = await self._read(request, session, dialect.to_chat)
@@ -481,7 +459,6 @@ def _sse(events: Sequence[Event]) -> bytes:
 
 @web.middleware
 async def _errors_as_json(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Answer every error with an error object."""
     try:
         return await handler(request)
     except ApiError as refused:

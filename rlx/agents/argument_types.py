@@ -17,10 +17,8 @@ _COMBINED = ("anyOf", "oneOf", "allOf")
 def coerce(text: str, schema: Any, root: Any) -> Any:
     """Return an argument as text if its schema allows text, else as JSON of an allowed type.
 
-    Text that is a valid array, object or null becomes that if the schema allows it.
-
-    Args:
-      schema: the argument's schema. root: schema of all arguments, which `$ref` points into.
+    Text that is a valid array, object or null becomes that if the schema allows it. `root` is the
+    schema of all arguments, which `$ref` points into.
     """
     kinds, word = _kinds(schema, root), text.strip().lower()
     try:

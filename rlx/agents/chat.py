@@ -64,15 +64,10 @@ def to_chat(data: Any) -> Any:
 
 
 def read(data: Any, defaults: Sampling, *, temperature_fixed: bool = False) -> ChatRequest:
-    """Check a request's JSON and return it.
+    """Check a request's JSON and return it; raise ApiError (400), which names the field.
 
-    Args:
-      defaults: sampling of the session; its `max_new_tokens` is also the upper limit.
-      temperature_fixed: whether the answer is trained on. If so, another temperature and
-        `response_format` are refused, because losses assume logprobs without them.
-
-    Raises:
-      ApiError: 400, naming the field.
+    `defaults.max_new_tokens` is also the upper limit. With `temperature_fixed`, for training,
+    another temperature and `response_format` are refused; losses assume logprobs without them.
     """
     given = dialects.checked(data, SCHEMA, IGNORED, _KNOWN)
     if not (messages := given.get("messages")):

@@ -64,27 +64,18 @@ class TooLong(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A checked request.
+    """A checked request."""
 
-    Attributes:
-      model: name that the answer repeats; every name means the served model.
-      messages: for the chat template: `content` is text, `arguments` of tool calls are objects.
-      sampling: the session's defaults with the request's changes; `seed` is None without one.
-      tools: as OpenAI describes them; empty if none may be called.
-      forced: name of the tool that the answer must call, "" for any tool, None for no need.
-      parallel: whether the answer may have several calls.
-    """
-
-    model: str
-    messages: tuple[Mapping[str, Any], ...]
-    sampling: Sampling
+    model: str  # the answer repeats it; every name means the served model
+    messages: tuple[Mapping[str, Any], ...]  # `content` is text, `arguments` of calls are objects
+    sampling: Sampling  # the session's with the request's changes; `seed` is None without one
     n: int = 1
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
-    tools: tuple[Mapping[str, Any], ...] = ()
-    forced: str | None = None
-    parallel: bool = True
+    tools: tuple[Mapping[str, Any], ...] = ()  # as OpenAI describes them; those that may be called
+    forced: str | None = None  # tool that the answer must call, "" for any tool, None for no need
+    parallel: bool = True  # whether the answer may have several calls
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -99,24 +90,15 @@ class ReplyHeader(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One choice of an answer.
+    """One choice of an answer."""
 
-    Attributes:
-      content: text; None if there are only tool calls.
-      calls, logprobs: in the form of chat completions.
-      reason: stop | length | tool_calls.
-      stop: the stop string that ended the text, or "".
-      tokens: number of sampled tokens.
-      thoughts: text between the reasoning tags.
-    """
-
-    content: str | None
-    calls: Sequence[Mapping[str, Any]]
-    reason: str
-    stop: str
-    tokens: int
+    content: str | None  # text; None if there are only tool calls
+    calls: Sequence[Mapping[str, Any]]  # calls, logprobs: in the form of chat completions
+    reason: str  # stop | length | tool_calls
+    stop: str  # the stop string that ended the text, or ""
+    tokens: int  # number of sampled tokens
     logprobs: Sequence[Mapping[str, Any]]
-    thoughts: str = ""
+    thoughts: str = ""  # text between the reasoning tags
 
 
 class Reply(Protocol):
@@ -143,11 +125,7 @@ class Reply(Protocol):
 
 
 def parse(body: bytes) -> Any:
-    """Return the JSON of an HTTP body.
-
-    Raises:
-      ApiError: 400, invalid JSON, or text that is not valid Unicode.
-    """
+    """Return the JSON of an HTTP body; ApiError (400) if it is invalid, or no valid Unicode."""
     try:
         text = str(
             body, json.detect_encoding(body)
@@ -167,12 +145,8 @@ def checked(
 ) -> dict[str, Any]:
     """Return the fields of `data` that a schema has, without those that are null.
 
-    Args:
-      ignored: fields that cannot change the answer.
-      known: all fields of the API; those outside of schema and `ignored` must be empty.
-
-    Raises:
-      ApiError: 400, naming the field and, for an unknown one, the nearest name.
+    ApiError (400) names the field and, for an unknown one, the nearest name. Fields that are
+    `ignored` cannot change the answer; others that the API has (`known`) must be empty.
     """
     if not isinstance(data, dict):
         raise invalid("the body", data, "a JSON object")

@@ -30,11 +30,7 @@ def load_class(name: str, key: str = "workflow", table: Mapping[str, type] = _NO
 
 
 def kind(cls: type) -> Literal["agent", "workflow"]:
-    """Return whether `cls` is an agent or a workflow, by the parameters of its `run`.
-
-    Raises:
-      UserError: `cls` is neither.
-    """
+    """Return whether `cls` is an agent or a workflow, by its `run`; UserError if it is neither."""
     run = getattr(cls, "run", None)
     if run is None:
         near = nearest("run", [n for n in dir(cls) if n[0] != "_"])
@@ -103,7 +99,6 @@ def workflow_of(flags: Any, rollout: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _callable(run: Any, *positional: Any, **named: Any) -> bool:
-    """Return whether an instance's `run` accepts these arguments."""
     try:
         inspect.signature(run).bind(None, *positional, **named)
     except TypeError:

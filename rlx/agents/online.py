@@ -63,25 +63,15 @@ _ARRAYS = {
 
 @dataclass(frozen=True, slots=True)
 class OnlineOptions:
-    """Admission and end of applications' sessions.
+    """Admission and end of applications' sessions."""
 
-    Attributes:
-      admin_key: API key that opens, lists and exports sessions.
-      idle_seconds: seconds without a request that end a session.
-      most: limit of open sessions.
-    """
-
-    admin_key: str
-    idle_seconds: float = 3600.0
-    most: int = 1024
+    admin_key: str  # API key that opens, lists and exports sessions
+    idle_seconds: float = 3600.0  # seconds without a request that end a session
+    most: int = 1024  # limit of open sessions
 
     @classmethod
     def from_flags(cls, flags: Any) -> "OnlineOptions | None":
-        """Return options with the key in the file `admin_key` or $RLX_ADMIN_KEY, None without one.
-
-        Raises:
-          UserError: the key cannot be read or is too short, or `idle_seconds` is not positive.
-        """
+        """Return options with the key of `admin_key` or $RLX_ADMIN_KEY, or None; or UserError."""
         path = flags.admin_key
         try:
             key = Path(path).read_text() if path else os.environ.get(ADMIN_VARIABLE, "")
@@ -98,40 +88,26 @@ class OnlineOptions:
 
 
 class OnlineSessions:
-    """All sessions, by id and by key.
-
-    Args:
-      directory: private directory of the database, locked by this process.
-      defaults: sampling of requests, except for the seed, a hash of the session's id.
-      temperature_fixed: see `chat.read`.
-      clock: seconds, monotonic.
-
-    Attributes:
-      states: by id, in order of opening.
-      live: requests and answers, by id.
-      admit: returns the slot of a new session of a task, −1 for none; may raise Denied.
-      changed: called with the time after each opening, reward and end, and at every sweep.
-      covered: whether a taken session may be deleted.
-
-    Raises:
-      UserError: the database is unreadable, unwritable, damaged or in use.
-    """
+    """All sessions, by id and by key; UserError if their database is damaged or cannot be used."""
 
     def __init__(
         self,
-        directory: Path,
+        directory: Path,  # private directory of the database, locked by this process
         options: OnlineOptions,
-        defaults: Sampling,
+        defaults: Sampling,  # sampling of requests, except for the seed, a hash of the session's id
         *,
-        temperature_fixed: bool = False,
-        clock: Callable[[], float] = time.monotonic,
+        temperature_fixed: bool = False,  # see `chat.read`
+        clock: Callable[[], float] = time.monotonic,  # seconds, monotonic
     ):
         self.options, self._defaults = options, defaults
         self._temperature_fixed = temperature_fixed
-        self.states: dict[str, SessionState] = {}
-        self.live: dict[str, Session] = {}
+        self.states: dict[str, SessionState] = {}  # by id, in order of opening
+        self.live: dict[str, Session] = {}  # requests and answers, by id
+        # Returns the slot of a new session of a task, −1 for none; may raise Denied.
         self.admit: Callable[[str], int] = lambda task: -1
+        # Gets the time after each opening, reward and end, and at every sweep.
         self.changed: Callable[[float], None] = lambda now: None
+        # Whether a taken session may be deleted.
         self.covered: Callable[[SessionState], bool] = lambda state: True
         self._path = directory / FILE
         if (old := directory / _OLD_FILE).exists():
@@ -187,8 +163,7 @@ class OnlineSessions:
     def open(self, task: str = "", key: str = "") -> tuple[SessionState, str]:
         """Open a session; return it and its API key, `key` or a new one.
 
-        Raises:
-          Denied: the key is too short or in use, or no more sessions are admitted.
+        Denied if the key is too short or in use, or no more sessions are admitted.
         """
         if key and len(key) < _SHORTEST:
             raise Denied("short", f"api_key needs {_SHORTEST} characters or more")
@@ -209,8 +184,7 @@ class OnlineSessions:
     def refresh(self, key: str) -> SessionState | None:
         """End a key's session if open, and open the next one; return None for an unknown key.
 
-        Raises:
-          Denied: no more sessions are admitted; the old session has ended then.
+        Denied if no more sessions are admitted; the old session has ended then.
         """
         if (known := self.known(key)) is None:
             return None
@@ -399,7 +373,6 @@ def _prefix(parent: int | None, before: Sequence[Interaction]) -> tuple[str, np.
 
 
 def _digest(key: str) -> str:
-    """Return the hash of an API key that the database stores."""
     return hashlib.blake2b(_bytes(key), digest_size=16).hexdigest()
 
 

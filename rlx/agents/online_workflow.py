@@ -35,24 +35,14 @@ from rlx.rollout.workflows import Generator, Task, Workflow
 
 @dataclass(frozen=True)
 class RunContext:
-    """A run's directory of sessions, its versions and its limits.
+    """A run's directory of sessions, its versions and its limits."""
 
-    Attributes:
-      directory: of the database.
-      first_group: id of the run's next group; open sessions of later slots are ended, because a
-        kill lost those slots.
-      version: returns the servers' newest version.
-      needed: returns the oldest version whose tokens a restart may still need.
-      max_tokens: limit of a row's length; 0 for none.
-      say: prints a line.
-    """
-
-    directory: Path
-    first_group: int
-    version: Callable[[], int]
-    needed: Callable[[], int]
-    max_tokens: int
-    say: Callable[[str], None]
+    directory: Path  # of the database
+    first_group: int  # the run's next; a kill lost later slots, whose open sessions are ended
+    version: Callable[[], int]  # returns the servers' newest version
+    needed: Callable[[], int]  # returns the oldest version whose tokens a restart may still need
+    max_tokens: int  # limit of a row's length; 0 for none
+    say: Callable[[str], None]  # prints a line
 
 
 @dataclass(eq=False)
@@ -66,28 +56,16 @@ class _Slot:
 
 @dataclass(eq=False)
 class OnlineWorkflow:
-    """Returns groups of finished sessions.
+    """Returns groups of finished sessions; UserError if its gateway needs TLS and has none."""
 
-    Attributes:
-      options: of the sessions.
-      agents: discount, export and delay of rewards.
-      listen: host, port, tls_cert and tls_key of the gateway.
-      n: sessions of one task that make a group.
-      held_out: workflow for held-out questions.
-      context: set before the first `run`.
-
-    Raises:
-      UserError: the gateway would listen beyond this machine without TLS.
-    """
-
-    options: OnlineOptions
-    agents: AgentOptions
-    listen: Any
+    options: OnlineOptions  # of the sessions
+    agents: AgentOptions  # discount, export and delay of rewards
+    listen: Any  # host, port, tls_cert and tls_key of the gateway
     tokenizer: Any
     sampling: Sampling
-    n: int
-    held_out: Workflow
-    context: RunContext = field(init=False)
+    n: int  # sessions of one task that make a group
+    held_out: Workflow  # workflow for held-out questions
+    context: RunContext = field(init=False)  # set before the first `run`
     name: ClassVar[str] = "online"
 
     def __post_init__(self) -> None:
@@ -176,7 +154,6 @@ class OnlineWorkflow:
             return self._gateway.online
 
     def _covered(self, online: OnlineSessions, state: SessionState) -> bool:
-        """Return whether a taken session may be deleted."""
         if state.why:  # rewarded but not trained on: kept until exported
             return state.reward is None or state.taken == "exported"
         return _oldest(online, state.id) < self.context.needed()
@@ -244,10 +221,8 @@ def expected_wait(admitted: Sequence[float], now: float) -> float:
     """Return the expected seconds until the next slot, 0 if unknown.
 
     This is the mean interval between steps that admit slots, minus the time since the last one.
-    After a longer wait, the wait so far is expected again.
-
-    Args:
-      admitted: start times of slots in seconds, ascending. now: time of the same clock.
+    After a longer wait, the wait so far is expected again. `admitted` are start times of slots,
+    ascending, in seconds of the same clock as `now`.
     """
     moments = [b for a, b in pairwise((-math.inf, *admitted)) if b - a > _AT_ONCE_SECONDS]
     if len(moments) < 2:

@@ -13,9 +13,7 @@ _WANTED = "return a float, or {completion id: float}"
 def mistake(value: Any, ids: Collection[str]) -> str:
     """Return one line about what is wrong with a returned value, or "".
 
-    Args:
-      value: should be a finite number, or a mapping of completion ids to finite numbers.
-      ids: ids of this run's completions.
+    It should be a finite number, or map `ids` of the run's completions to finite numbers.
     """
     if not isinstance(value, Mapping):
         return _of_number(value, "run returned")

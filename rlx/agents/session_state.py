@@ -24,31 +24,19 @@ class Denied(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class SessionState:
-    """State of a session.
-
-    Attributes:
-      opened, touched: seconds since 1970 of its start and its last change.
-      key: digest of its API key.
-      task: id of its group's task.
-      slot: id of a training group, −1 for none.
-      completions: distinct ids of its answers, in order.
-      reward: one for the session, or by completion id; None until there is one.
-      ended: application | refresh | idle | restart; "" while open.
-      taken: trained | exported | dropped; "" until then.
-      why: the reason why it could not be trained on.
-    """
+    """State of a session."""
 
     id: str
-    opened: float
+    opened: float  # opened, touched: seconds since 1970 of its start and its last change
     touched: float
-    key: str
-    task: str
-    slot: int
-    completions: tuple[str, ...] = ()
-    reward: float | Mapping[str, float] | None = None
-    ended: str = ""
-    taken: str = ""
-    why: str = ""
+    key: str  # digest of its API key
+    task: str  # id of its group's task
+    slot: int  # id of a training group, −1 for none
+    completions: tuple[str, ...] = ()  # distinct ids of its answers, in order
+    reward: float | Mapping[str, float] | None = None  # of the session, or by completion id
+    ended: str = ""  # application | refresh | idle | restart; "" while open
+    taken: str = ""  # trained | exported | dropped; "" until then
+    why: str = ""  # the reason why it could not be trained on
 
     @property
     def stage(self) -> str:

@@ -28,17 +28,11 @@ _MOST_TOKENS = 4_000_000  # of prompts and completions; a larger endless session
 
 
 class TurnPlace(NamedTuple):
-    """Place of a request in the conversations of its session.
+    """Place of a request in the conversations of its session."""
 
-    Attributes:
-      after: number of the interaction that it continues; None for a new conversation.
-      since: digest of the messages after that one.
-      last: `message_key` of the last message.
-    """
-
-    after: int | None = None
-    since: str = ""
-    last: str = ""
+    after: int | None = None  # interaction that it continues; None for a new conversation
+    since: str = ""  # digest of the messages after that one
+    last: str = ""  # `message_key` of the last message
 
 
 _NOWHERE = TurnPlace()
@@ -46,37 +40,22 @@ _NOWHERE = TurnPlace()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Interaction:
-    """One completion of a request.
+    """One completion of a request."""
 
-    Attributes:
-      completion_id: id of the answer; `choice`: index in it.
-      prompt_tokens: [P] int32.
-      completion: tokens, logprobs and versions.
-      raw: the completion's text with special tokens.
-      text: the text that the agent received, with tool calls.
-      parent: number of the interaction whose tokens the prompt begins with.
-      tool_calls: their number.
-      seconds: from request to answer.
-      place: in its conversation, known even if `parent` is None.
-      said: `message_key` of the answer, "" if unknown.
-      memory: the model's own text, if the agent received another.
-      retry: whether the client resent the request after losing its answer.
-    """
-
-    completion_id: str
-    choice: int
-    prompt_tokens: np.ndarray
+    completion_id: str  # id of the answer
+    choice: int  # index in it
+    prompt_tokens: np.ndarray  # [P] int32
     prompt_text: str
-    completion: Completion
-    raw: str
-    text: str
-    parent: int | None = None
-    tool_calls: int = 0
-    seconds: float = 0.0
-    place: TurnPlace = _NOWHERE
-    said: str = ""
-    memory: str = ""
-    retry: bool = False
+    completion: Completion  # tokens, logprobs and versions
+    raw: str  # the completion's text with special tokens
+    text: str  # the text that the agent received, with tool calls
+    parent: int | None = None  # number of the interaction whose tokens the prompt begins with
+    tool_calls: int = 0  # their number
+    seconds: float = 0.0  # from request to answer
+    place: TurnPlace = _NOWHERE  # in its conversation, known even if `parent` is None
+    said: str = ""  # `message_key` of the answer, "" if unknown
+    memory: str = ""  # the model's own text, if the agent received another
+    retry: bool = False  # whether the client resent the request after losing its answer
 
     @property
     def after(self) -> int | None:
@@ -91,30 +70,19 @@ class Interaction:
 
 @dataclass(eq=False)
 class Session:
-    """Requests and answers of one run of an agent.
-
-    Attributes:
-      defaults: sampling of requests; `defaults.seed` is the run's seed.
-      temperature_fixed: see `chat.read`.
-      interactions: in the order of their answers.
-      reward: reward sent over HTTP; `rewarded` is set with it.
-      endless: a permanent API key; old interactions are discarded.
-      fleet: generates for this session; None: the gateway's.
-      tasks: open requests, cancelled when the session ends.
-      on_keep: called with each interaction before it is kept.
-    """
+    """Requests and answers of one run of an agent."""
 
     key: str
-    defaults: Sampling
-    temperature_fixed: bool = False
+    defaults: Sampling  # sampling of requests; its seed is the run's
+    temperature_fixed: bool = False  # see `chat.read`
     priority: int = 0
-    endless: bool = False
-    fleet: Any = None
-    interactions: list[Interaction] = field(default_factory=list)
-    reward: Any = None
+    endless: bool = False  # a permanent API key; old interactions are discarded
+    fleet: Any = None  # generates for this session; None: the gateway's
+    interactions: list[Interaction] = field(default_factory=list)  # in the order of answers
+    reward: Any = None  # sent over HTTP; `rewarded` is set with it
     rewarded: asyncio.Event = field(default_factory=asyncio.Event)
-    tasks: set[asyncio.Task] = field(default_factory=set)
-    on_keep: Callable[[Interaction], None] | None = None
+    tasks: set[asyncio.Task] = field(default_factory=set)  # open; cancelled when it ends
+    on_keep: Callable[[Interaction], None] | None = None  # gets each interaction before it is kept
     _asked: dict[bytes, int] = field(default_factory=dict)
     _tokens: int = 0
     # Numbers of interactions, by place and by (message before the answer, answer).
@@ -125,11 +93,7 @@ class Session:
     def prompt(
         self, text: str, encode: Callable[[str], list[int]]
     ) -> tuple[np.ndarray, int | None]:
-        """Return a rendered prompt's tokens and its parent.
-
-        Returns:
-          ([P] int32, number of the interaction that it continues or None).
-        """
+        """Return a prompt's tokens, [P] int32, and the interaction that it continues, or None."""
         parent, length = None, 0
         for number, earlier in self._searched():
             own, raw = earlier.prompt_text, earlier.raw
@@ -238,8 +202,7 @@ class Sessions:
     def open(self, defaults: Sampling, key: str | None = None, **options: Any) -> Session:
         """Open a session; `options` are attributes of Session.
 
-        Args:
-          key: API key; None creates one, "" stands for all keys without a session.
+        The key is a new one for None; "" stands for all keys without a session.
         """
         key = "rlx-" + secrets.token_urlsafe(24) if key is None else key
         session = self._open[key] = Session(key, defaults, **options)

@@ -13,24 +13,16 @@ class StreamText:
     """Text of one completion while it grows.
 
     A possible start of a stop string, mark or tag is held back until it is none.
-
-    Args:
-      stop: strings that end the text and are not part of it.
-      marks: strings that end the text, such as the start of a tool call.
-      thoughts: splits a text into (thoughts, words); a longer text gives longer ones.
-      tags: tags around thoughts.
-
-    Attributes:
-      span: (begin, end) in the text of the words that may be sent.
     """
 
     def __init__(
         self,
         decode: Decode,
-        stop: Sequence[str] = (),
-        marks: Sequence[str] = (),
+        stop: Sequence[str] = (),  # strings that end the text and are not part of it
+        marks: Sequence[str] = (),  # strings that end the text, such as the start of a tool call
+        # Splits a text into (thoughts, words); a longer text gives longer ones.
         thoughts: Callable[[str], tuple[str, str]] = lambda text: ("", text),
-        tags: Sequence[str] = (),
+        tags: Sequence[str] = (),  # tags around thoughts
     ):
         self._decode, self._ends, self._tags = decode, (*stop, *marks), tags
         self._thoughts = thoughts
@@ -39,7 +31,7 @@ class StreamText:
         self._text = ""
         self._safe = 0  # characters that no stop string or mark can include
         self._said = [0, 0]
-        self.span = 0, 0
+        self.span = 0, 0  # (begin, end) in the text of the words that may be sent
 
     def add(self, ids: Sequence[int]) -> Iterator[tuple[str, str]]:
         """Add tokens; return the text that can be sent now, as `rest` does."""
@@ -115,11 +107,7 @@ class Logprobs:
                 self._from, self._read = self._read, len(self._ids)
 
     def sent(self, begin: int, end: int, last: bool = False) -> list[dict]:
-        """Return the JSON of the unsent tokens in a span of the text.
-
-        Args:
-          last: whether the text is complete; a token beyond the span is then cut.
-        """
+        """Return the JSON of a span's unsent tokens; in the last span cut the token at its end."""
         found = []
         for start, until, new, before, (value, likeliest) in self._made[self._sent :]:
             if until > end and not last:

@@ -21,23 +21,15 @@ Call = tuple[str, dict[str, Any]]  # name, arguments
 
 
 class Format(NamedTuple):
-    """A format of tool calls.
+    """A format of tool calls."""
 
-    Attributes:
-      template: text that only chat templates with this format contain.
-      opens: strings that start calls.
-      before, after: patterns around a call's JSON or parameters; `before` may match the `name`.
-      begin, begin_named: start of a call to any tool, and to the tool named {}.
-      xml: whether parameters are XML.
-    """
-
-    template: str
-    opens: tuple[str, ...]
-    before: str
+    template: str  # text that only chat templates with this format contain
+    opens: tuple[str, ...]  # strings that start calls
+    before: str  # before, after: patterns around a call's JSON; this may match the `name`
     after: str
-    begin: str
+    begin: str  # begin, begin_named: start of a call to any tool, and to the tool named {}
     begin_named: str
-    xml: bool = False
+    xml: bool = False  # whether parameters are XML
 
 
 # The end token may replace a call's closing marker.
@@ -73,18 +65,10 @@ _HALF = re.compile("[\ud800-\udfff]")  # unpaired surrogates are invalid in HTTP
 
 
 class Reader:
-    """Parser of a model's tool calls and thoughts.
+    """Parser of a model's tool calls and thoughts; UserError for an unknown format.
 
-    Args:
-      template: the chat template.
-      name: key of FORMATS; "" derives it from the template.
-
-    Attributes:
-      opens: strings that start calls; empty if the template has no tools.
-      tags: the tags around thoughts, or None.
-
-    Raises:
-      UserError: unknown format.
+    `name` is a key of FORMATS, or "" for that of the chat template. `opens` are the strings that
+    start calls, none in a template without tools; `tags` are those around thoughts, or None.
     """
 
     def __init__(self, template: str, name: str = ""):
@@ -105,18 +89,12 @@ class Reader:
     def calls(
         self,
         text: str,
-        new_id: Callable[[], str],
-        tools: Sequence[Mapping[str, Any]] = (),
+        new_id: Callable[[], str],  # creates a call's id
+        tools: Sequence[Mapping[str, Any]] = (),  # the request's, whose schemas type XML parameters
         *,
-        ended: bool = True,
+        ended: bool = True,  # by the model, rather than by a limit
     ) -> tuple[str | None, list[dict[str, Any]]]:
-        """Return (text before the calls or None if blank, calls in OpenAI's form).
-
-        Args:
-          new_id: creates a call's id.
-          tools: the request's; their schemas give the types of XML parameters.
-          ended: whether the model ended the text, rather than a limit.
-        """
+        """Return (text before the calls or None if blank, calls in OpenAI's form)."""
         if self._format is None:
             return text, []
         before, found = _split(text, self._format, tools, ended)
@@ -130,11 +108,7 @@ class Reader:
         return (before if before.strip() or not calls else None), calls
 
     def thoughts(self, text: str, begun: bool) -> tuple[str, str]:
-        """Split a text or its beginning into thoughts and words.
-
-        Args:
-          begun: whether the prompt ends in the opening tag.
-        """
+        """Split a text or its beginning into thoughts, `begun` in the prompt or not, and words."""
         if self.tags is None:
             return "", text
         opens, closes = self.tags

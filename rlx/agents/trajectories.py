@@ -99,26 +99,16 @@ assert tuple(_LINES) == EXPORTS
 
 
 def of_run(
-    interactions: Sequence[Interaction],
-    value: float | Mapping[str, float],
-    run_id: str,
+    interactions: Sequence[Interaction],  # of its session, ≥ 1
+    value: float | Mapping[str, float],  # for the run, or by completion id; 0 without one
+    run_id: str,  # `"{group_id}.{sample}"`; several trajectories append `.0`, `.1`, …
     *,
-    agent: str = "",
-    turn_discount: float = 1.0,
-    export: str = "tree",
-    seconds: float = 0.0,
+    agent: str = "",  # name for statistics
+    turn_discount: float = 1.0,  # γ of `turn_returns`, in [0, 1]
+    export: str = "tree",  # one of EXPORTS, see the top of this file
+    seconds: float = 0.0,  # duration of the run
 ) -> list[Trajectory]:
-    """Return the trajectories of one run, in the order of its completions.
-
-    Args:
-      interactions: of its session, ≥ 1.
-      value: a reward for the run, or rewards by completion id; completions without one get 0.
-      run_id: `"{group_id}.{sample}"`; several trajectories append `.0`, `.1`, ….
-      agent: name for statistics.
-      turn_discount: γ of `turn_returns`, in [0, 1].
-      export: one of EXPORTS, see the top of this file.
-      seconds: duration of the run.
-    """
+    """Return the trajectories of one run, in the order of its completions."""
     chosen = delivered(interactions, value)
     info = {
         "run_reward": outcome(interactions, value),

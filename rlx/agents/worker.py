@@ -75,9 +75,7 @@ class HttpClients:
 def watch_loop(late: Callable[[float, str], None]) -> None:
     """Watch the running loop until it is closed; call this in the loop's thread.
 
-    Args:
-      late: called from another thread, repeatedly while the loop is blocked, with the seconds so
-        far and the blocking line.
+    While it is blocked, another thread calls `late` with the seconds so far and the blocking line.
     """
     loop, thread = asyncio.get_running_loop(), threading.get_ident()
 
@@ -159,7 +157,6 @@ class Worker:
             del self._runs[number]
 
     def _late(self, seconds: float, at: str) -> None:
-        """Report a blocked loop, again and again."""
         if seconds > self._patience:
             self._end.send(blocked=at, seconds=seconds)
 

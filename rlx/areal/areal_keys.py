@@ -42,19 +42,14 @@ TABLE: dict[str, Any] = yaml.load(Path(__file__).with_suffix(".yaml").read_text(
 
 
 class ArealRow(NamedTuple):
-    """A key of AReaL's, its default, and the key here that it sets.
-
-    Attributes:
-      value: a name in VALUES, a table of values ("*": any other), [a constant]; None: as it is.
-      when: what must hold of the file, one of `ArealFile.facts`, or `not` one.
-    """
+    """A key of AReaL's, its default, and the key here that it sets."""
 
     key: str
     default: Any
     to: str
     says: str = ""
-    value: Any = None
-    when: str = ""
+    value: Any = None  # name in VALUES, table of values ("*": any other), [constant], None as it is
+    when: str = ""  # one of `ArealFile.facts` that must hold, or `not` one
 
     def __call__(self, f: "ArealFile") -> Any:
         """Return the value here, NOTHING or LOST."""

@@ -269,10 +269,7 @@ def convert(path: str, overrides: Iterable[str]) -> tuple[str, list[str]]:
 def with_python(argv: Sequence[str], directory: Path) -> list[str]:
     """Return a command line with a Python file in place of --config=FILE.yaml[:OVERRIDES].
 
-    Prints the keys that rlx has not to stderr.
-
-    Args:
-      directory: gets the Python file.
+    Writes the file into `directory` and prints the keys that rlx has not to stderr.
     """
     argv = list(argv)
     for n, argument in enumerate(argv):

@@ -95,6 +95,15 @@ def shares(parts: Sequence[float], width: int) -> list[int]:
     return cells
 
 
+def aligned(rows: Sequence[Sequence[str]], texts: int | None = None) -> list[str]:
+    """Return rows of cells as lines with columns, all but the first `texts` aligned right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    texts = len(widths) if texts is None else texts
+    aligns = [str.ljust] * texts + [str.rjust] * (len(widths) - texts)
+    padded = [[a(c, w) for a, c, w in zip(aligns, row, widths, strict=True)] for row in rows]
+    return ["  ".join(row).rstrip() for row in padded]
+
+
 def plain(text: str) -> str:
     """Return `text` made safe for a terminal: colours dropped, control characters written out.
 

@@ -30,12 +30,8 @@ _LINE = 90  # characters of a source line
 def find(key: str, name: str, table: Mapping[str, Any] = _NONE) -> Any:
     """Return the object that `name` names: an entry of `table`, `module:name` or `FILE.py:name`.
 
-    Args:
-      key: of the config, or the flag, that has the name; errors begin with it.
-
-    Raises:
-      UserError: there is no such entry, file, module or name (the nearest is suggested), or the
-        module cannot be imported.
+    UserError if there is no such entry, file, module or name (the nearest is suggested), or the
+    module cannot be imported; it begins with `key`, of the config or a flag.
     """
     place, separator, attribute = name.rpartition(":")
     if not separator and name in table:
@@ -71,8 +67,7 @@ def names(module: ModuleType) -> list[str]:
 def load(place: str) -> ModuleType:
     """Return the module that `place` names; the same one in every process of this directory.
 
-    Raises:
-      UserError: no such file or module, or it cannot be imported.
+    UserError if there is none, or it cannot be imported.
     """
     return _of_file(Path(place)) if place.endswith(".py") else _by_name(place)
 

@@ -36,20 +36,14 @@ _LEVELS = {"p50": 0.5, "p95": 0.95, "max": 1.0}  # quantiles
 
 @dataclass(slots=True)
 class AgentRun:
-    """One run and its result.
-
-    Attributes:
-      index: of the row in the data.
-      reward: a number, or numbers by completion id; None after a failure.
-      error: such as `KeyError: 'answer' (agent.py, line 14)`, or "".
-    """
+    """One run and its result."""
 
     number: int
-    index: int
+    index: int  # of the row in the data
     row: Mapping[str, Any]
     seconds: float = 0.0
-    reward: Any = None
-    error: str = ""
+    reward: Any = None  # a number, or numbers by completion id; None after a failure
+    error: str = ""  # such as `KeyError: 'answer' (agent.py, line 14)`, or ""
     traceback: str = ""
     calls: list[ModelCall] = field(default_factory=list)
 
@@ -118,7 +112,6 @@ class Debugger:
         return {**counts, **_latencies(runs), "runs": list(map(asdict, runs))}
 
     async def _make(self, run: AgentRun) -> None:
-        """Make one run; set its reward or error."""
         began, seconds = time.monotonic(), self._timeout or None
         url, key = self._server.base_url(run.number), self._server.api_key
         try:
@@ -150,11 +143,8 @@ def steps(steps: str, rows: Sequence[Row], batch: int, group: int) -> dict[str, 
 def load_rows(path: str, wanted: str = "", config: Any = None) -> list[Row]:
     """Return rows of a file, else of a config's training data, else a sample, with `messages`.
 
-    Args:
-      wanted: `7`, `7:20` or `7:`, as in --rows; "" for all.
-
-    Raises:
-      UserError: `wanted` is no range or empty, or the data cannot be read.
+    `wanted` is `7`, `7:20` or `7:`, as in --rows, or "" for all. UserError if it is no range or
+    empty, or the data cannot be read.
     """
     key, system, answer, rows = "question", "", "", [SAMPLE]
     names = [path] if path else []

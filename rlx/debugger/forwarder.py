@@ -37,24 +37,16 @@ _WRONG_SHAPE = (AttributeError, IndexError, KeyError, TypeError, ValueError, Rec
 
 @dataclass(slots=True)
 class ModelCall:
-    """A request for a completion and its answer.
+    """A request for a completion and its answer."""
 
-    Attributes:
-      path: after the base_url.
-      begin: monotonic seconds; `seconds`: from there to the answer's end.
-      status: HTTP status, 0 without an answer.
-      error: the server's message, or why there is no answer.
-      messages: (role, text), abbreviated; `answer`: text and tool calls, abbreviated.
-    """
-
-    path: str
-    begin: float
-    seconds: float = 0.0
-    status: int = 0
-    error: str = ""
+    path: str  # after the base_url
+    begin: float  # monotonic seconds
+    seconds: float = 0.0  # from there to the answer's end
+    status: int = 0  # HTTP status, 0 without an answer
+    error: str = ""  # the server's message, or why there is no answer
     model: str = ""
-    messages: list[tuple[str, str]] = field(default_factory=list)
-    answer: str = ""
+    messages: list[tuple[str, str]] = field(default_factory=list)  # (role, text), abbreviated
+    answer: str = ""  # text and tool calls, abbreviated
     completion_id: str = ""
     stop_reason: str = ""
 

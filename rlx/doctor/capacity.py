@@ -19,11 +19,7 @@ _PROGRAM = {"trainer": 600 << 20, "jax": 400 << 20, "vllm": 1100 << 20}  # bytes
 def check(
     sizes: RunSizes, teacher: RunSizes | None, workdir: Path, devices: machine.Devices
 ) -> Iterator[Finding]:
-    """Yield the rows of memory and disk.
-
-    Args:
-      teacher: sizes of the teacher's servers, if the run starts them.
-    """
+    """Yield the rows of memory and disk, also of the `teacher` if the run starts its servers."""
     pieces = memory.trainer(sizes, devices)
     there = available_memory.memory()
     on_host = devices.platform == "cpu"

@@ -32,9 +32,7 @@ _SIZE = re.compile(r"allocat\w*\D{0,20}?([\d.]+)\s?(bytes|[KMGT]i?B)", re.IGNORE
 def friendly_errors(advice: Callable[[], str] = lambda: "", doing: str = "") -> Iterator[None]:
     """Turn a failure that `explain` knows into a UserError; let others pass.
 
-    Args:
-      advice: called when out of memory; returns the estimated need and its remedy.
-      doing: name of the block, for the same message.
+    `doing` names the block; `advice` returns the need of memory and its remedy.
     """
     try:
         yield
@@ -76,7 +74,6 @@ def explain(
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the exception, its causes, and those of a group."""
     seen: list[BaseException] = []
     waiting = [error]
     while waiting:

@@ -14,22 +14,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One row.
+    """One row."""
 
-    Attributes:
-      area: section of the table: packages | machine | model | data | config | memory | extras.
-      name: subject of the check.
-      level: ok | absent (missing and not needed) | warning (may be slow or fail) | problem (a run
-        cannot work).
-      found: result, one sentence.
-      remedy: change to make; empty if none is needed.
-    """
-
-    area: str
-    name: str
-    level: str
-    found: str
-    remedy: str = ""
+    area: str  # section of the table: packages | machine | model | data | config | memory | extras
+    name: str  # subject of the check
+    level: str  # ok | absent (not needed) | warning (slow, may fail) | problem (cannot work)
+    found: str  # result, one sentence
+    remedy: str = ""  # change to make; empty if none is needed
 
     def __post_init__(self):
         if self.level not in LEVELS:

@@ -19,6 +19,7 @@ from rlx.doctor.findings import Finding
 from rlx.model.compile_cache import cpu_flags
 from rlx.sandbox.sandbox import Outcome, Sandbox
 from rlx.system import available_memory
+from rlx.system.host_port import connect
 
 DEVICE_SECONDS = 120.0
 _NOT_BEFORE = 1_750_000_000  # June 2025, seconds: an earlier clock is wrong
@@ -177,10 +178,9 @@ def judge_address(address: str, error: str, key: str = "fleet.addresses") -> Fin
 
 def reach(address: str, seconds: float = 3.0) -> str:
     """Return why a connection to host:port fails; "" if it works."""
-    host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=seconds):
-            return ""
+        connect(address, seconds).close()
+        return ""
     except (OSError, ValueError, OverflowError) as error:
         return str(error)
 

@@ -31,13 +31,7 @@ _VLLM_CPU_KV = 4 << 30  # limit in rlx.engines.vllm.vllm_start
 
 @dataclass(frozen=True)
 class RunSizes:
-    """Settings that decide how much memory a run needs; most are keys of its config.
-
-    Attributes:
-      has_fleet: whether the run has servers, started or running.
-      num_servers: servers that the run starts.
-      keep: number of checkpoints kept.
-    """
+    """Settings that decide how much memory a run needs; most are keys of its config."""
 
     model: ModelConfig
     train: TrainOptions
@@ -45,16 +39,16 @@ class RunSizes:
     max_new_tokens: int
     batch_prompts: int
     n_samples: int
-    has_fleet: bool
+    has_fleet: bool  # whether the run has servers, started or running
     engine: str
-    num_servers: int
+    num_servers: int  # servers that the run starts
     slots: int
     max_model_len: int
     decode_steps: int
     publish: str
     publish_dir: str
     publish_dtype: str
-    keep: int
+    keep: int  # number of checkpoints kept
 
     @property
     def follows(self) -> bool:
@@ -239,11 +233,9 @@ def estimate(pieces: Mapping[str, int], mesh: str = "") -> str:
 
 
 def advice(sizes: RunSizes, find: Callable[[], Devices], *, started: bool = True) -> str:
-    """Return the estimate and its remedy, for a trainer that is out of memory.
+    """Return the estimate and its remedy, for a trainer that is out of memory on these devices.
 
-    Args:
-      find: returns the trainer's devices.
-      started: whether a step was made; if not, other processes may hold the memory.
+    Before a step was made (`started`), other processes may hold the memory.
     """
     devices = find()
     first = ""
@@ -253,11 +245,7 @@ def advice(sizes: RunSizes, find: Callable[[], Devices], *, started: bool = True
 
 
 def low_memory_warning(sizes: RunSizes, there: MemoryLimit, *, always: bool = False) -> str:
-    """Return a warning if a trainer on a CPU may be OOM-killed; "" if memory is enough.
-
-    Args:
-      always: return the needed and free memory even if it is enough.
-    """
+    """Return needed and free memory if a CPU's trainer may be OOM-killed, or `always`; else ""."""
     pieces = trainer(sizes)
     what = f"{estimate(pieces, sizes.train.mesh)}, {there}"
     if sum(pieces.values()) <= there.free:
@@ -266,14 +254,9 @@ def low_memory_warning(sizes: RunSizes, there: MemoryLimit, *, always: bool = Fa
 
 
 def full_disk_warning(sizes: RunSizes, free: int, there: int = 0) -> str:
-    """Return a warning if the checkpoints may not fit on the disk; "" if they do.
+    """Return a warning if the checkpoints may not fit on the disk, else ""; DiskFull if none fits.
 
-    Args:
-      free: free bytes.
-      there: bytes of earlier checkpoints and exports, which new ones replace.
-
-    Raises:
-      DiskFull: no checkpoint fits.
+    `there` are the bytes of earlier checkpoints and exports, which new ones replace.
     """
     saved, out = sum(state(sizes).values()), exported(sizes)
     needed, what = checkpoints(saved, out, sizes.keep)

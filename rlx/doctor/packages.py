@@ -43,20 +43,13 @@ for name in modules:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Package:
-    """A declared requirement and its installed version.
+    """A declared requirement and its installed version."""
 
-    Attributes:
-      requirement: as declared, without its marker.
-      version: installed version; empty if not installed.
-      fits: whether the version is within bounds.
-      module: module to import; empty if not installed.
-    """
-
-    requirement: str
+    requirement: str  # as declared, without its marker
     name: str
-    version: str
-    fits: bool
-    module: str
+    version: str  # installed version; empty if not installed
+    fits: bool  # whether the version is within bounds
+    module: str  # module to import; empty if not installed
 
 
 def declared(distribution: str = "rlx") -> dict[str, list[Requirement]]:
@@ -157,11 +150,8 @@ def check(
 ) -> Iterator[Finding]:
     """Yield a row for each broken dependency, one for all others, and one for each extra.
 
-    Extras that the run does not need have the area OTHER; absent ones share a row.
-
-    Args:
-      needed: modules of extras that the run needs; their failure is a problem, not a warning.
-      everything: whether to check the other extras too.
+    Extras that the run does not need have the area OTHER, if `everything` is checked; absent ones
+    share a row. Failures of `needed` modules are problems, others warnings.
     """
     try:
         groups = declared(distribution)

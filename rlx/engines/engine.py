@@ -51,9 +51,7 @@ class Engine(Protocol):
         """Return the logprobs of `tokens[first:]` by the current weights; a reward model's values.
 
         Waits while the engine is paused. Cancelling it withdraws the request.
-
-        Raises:
-          ValueError: as `generate`.
+        ValueError as `generate`.
         """
 
     async def pause(self) -> None:

@@ -20,7 +20,7 @@ MAX_SPANS = 100_000  # kept until the next status
 
 
 class ModelEngine:
-    """State common to the engines.
+    """State common to the engines; UserError if an option is out of range or there is no model.
 
     Args:
       model_path: HF directory or hub name.
@@ -28,18 +28,12 @@ class ModelEngine:
       max_model_len: longest prompt and completion, tokens; 0: the model's context, at most
         DEFAULT_MODEL_LEN.
       clock: returns ns, for spans.
-
-    Attributes:
-      model_path: the local HF directory.
-
-    Raises:
-      UserError: an option is out of range, or the model does not exist.
     """
 
     def __init__(self, model_path: str, slots: int, max_model_len: int, clock: Callable[[], int]):
         if slots < 1:
             raise UserError(f"slots={slots} is below 1; set it to 1 or more")
-        self.model_path = resolve(model_path)
+        self.model_path = resolve(model_path)  # the local HF directory
         config = load_config(self.model_path)
         context = config.max_position
         self._max_model_len = max_model_len or min(context, DEFAULT_MODEL_LEN)
@@ -57,7 +51,6 @@ class ModelEngine:
         self._decode_text: Decode | None = None
 
     def _check_request(self, request: Request) -> None:
-        """Raise ValueError if this model cannot serve `request`."""
         if self._config.value_head:
             raise ValueError("a reward model generates nothing; give a language model's server")
         length, longest = request.prompt_tokens.size, self._max_model_len
@@ -69,7 +62,6 @@ class ModelEngine:
             )
 
     def _check_score(self, request: ScoreRequest) -> None:
-        """Raise ValueError if this model cannot score the sequence."""
         self._check_vocabulary(request.tokens)
         if request.tokens.size > self._max_model_len:
             raise ValueError(
@@ -86,15 +78,10 @@ class ModelEngine:
             )
 
     def _stop_tokens(self, sampling: Sampling) -> tuple[int, ...]:
-        """Return the model's and the request's stop tokens."""
         return tuple(dict.fromkeys((*self._config.eos_token_ids, *sampling.stop_token_ids)))
 
     async def _stop_strings(self, request: Request) -> Callable[[], StopStrings] | None:
-        """Return a function that makes a sample's StopStrings, None if the request has none.
-
-        Raises:
-          ValueError: the model's directory has no tokenizer.
-        """
+        """Return what makes StopStrings, None if none is needed; ValueError without a tokenizer."""
         sampling = request.sampling
         if not sampling.stop:
             return None
@@ -108,7 +95,6 @@ class ModelEngine:
         return partial(copy.copy, watch)
 
     def _status(self, *, running: int, queued: int, slots: int) -> EngineStatus:
-        """Return the status; raise EngineStopped after a failure."""
         self._check_alive()
         spans = []
         while self._spans:  # no `clear`: the engine's thread may append meanwhile

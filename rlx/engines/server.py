@@ -18,7 +18,8 @@ from rlx.engines.service import RolloutService
 from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet import tls as transport
 from rlx.fleet import wire
-from rlx.fleet.addresses import announced, bracketed
+from rlx.fleet.addresses import announced
+from rlx.system.host_port import bracketed
 
 _CHECK_SECONDS = 0.25  # between checks of the engine
 QUIET_SECONDS = 3.0  # without a call; a connected client calls Status every second
@@ -120,11 +121,7 @@ class Server:
         await self._grpc.start()
 
     async def watch(self, end: asyncio.Event, quiet_seconds: float = math.inf) -> None:
-        """Wait until `end` is set, or no client has called for `quiet_seconds`.
-
-        Raises:
-          EngineStopped: the engine has failed.
-        """
+        """Wait until `end` is set or no call came for `quiet_seconds`; EngineStopped on failure."""
         assert self._rollouts
         while not end.is_set() and self._rollouts.quiet_seconds < quiet_seconds:
             self._rollouts.look()

@@ -57,29 +57,17 @@ class RequestError(Exception):
 
 @dataclass(eq=False)
 class RolloutService(rpc.RolloutServicer):
-    """Answers the six calls of the protocol.
+    """Answers the six calls of the protocol."""
 
-    Attributes:
-      engine: a started engine.
-      weight_roots: directories with files that a publish by path may name.
-      stage_dir: directory for weights received as chunks.
-      model_dir: HF directory that adapters are added to; "" refuses adapters.
-      max_queue: samples and scores that may be running or waiting.
-      kv: default policy of an update for running requests, one of KV_POLICIES.
-      stall_seconds: how long a publish may send nothing.
-      clock: returns ns, for spans; the engine's.
-      say: writes one line to the log.
-    """
-
-    engine: Engine
+    engine: Engine  # a started engine
     _: KW_ONLY
-    weight_roots: Sequence[str] = ()
-    stage_dir: str = "/dev/shm"
-    model_dir: str = ""
-    max_queue: int = 16384
-    kv: str = "keep"
-    stall_seconds: float = STALL_SECONDS
-    clock: Callable[[], int] = time.monotonic_ns
+    weight_roots: Sequence[str] = ()  # directories with files that a publish by path may name
+    stage_dir: str = "/dev/shm"  # directory for weights received as chunks
+    model_dir: str = ""  # HF directory that adapters are added to; "" refuses adapters
+    max_queue: int = 16384  # samples and scores that may be running or waiting
+    kv: str = "keep"  # default policy of an update for running requests, one of KV_POLICIES
+    stall_seconds: float = STALL_SECONDS  # how long a publish may send nothing
+    clock: Callable[[], int] = time.monotonic_ns  # returns ns, for spans; the engine's
     meters: Meters = field(default_factory=Meters)
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
 
@@ -228,7 +216,6 @@ class RolloutService(rpc.RolloutServicer):
             self._lease = None
 
     async def _resume_after(self, seconds: float) -> None:
-        """End a pause when its lease is over."""
         await asyncio.sleep(seconds)
         async with self._changing:
             with suppress(EngineStopped):  # found by `Server.watch`
@@ -334,7 +321,6 @@ class RolloutService(rpc.RolloutServicer):
     async def _install(
         self, header: pb.PublishHeader, path: str, file: WeightFile | None
     ) -> pb.PublishReply:
-        """Load the file into the engine."""
         kv = wire.KV_NAMES.get(header.kv) or self.kv
         base = None
         try:
@@ -360,12 +346,9 @@ class RolloutService(rpc.RolloutServicer):
 async def _gathered(
     stream: AsyncIterator[Chunk], n: int, hold_seconds: float, first: Callable[[], None]
 ) -> AsyncGenerator[list[Chunk], None]:
-    """Yield the chunks of `stream` in batches.
+    """Yield the chunks of `stream` in batches, held for `hold_seconds` at most.
 
-    Args:
-      n: number of samples; the end of the last one is not held.
-      hold_seconds: longest time that chunks are held.
-      first: called when the first chunk comes.
+    The end of the last of `n` samples is not held. `first` is called when the first chunk comes.
     """
     pending: list[Chunk] = []
     wake, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -482,7 +465,6 @@ async def _receive(
 
 
 async def _drain(requests: AsyncIterator) -> None:
-    """Read the remaining requests, for a while."""
     # A grpc.aio client that is still writing when the status comes may report INTERNAL instead.
     with suppress(TimeoutError, DecodeError):
         async with asyncio.timeout(_DRAIN_SECONDS):

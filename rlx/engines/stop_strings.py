@@ -10,11 +10,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def load_decode(model: Path) -> Decode:
-    """Return the function token ids → text of an HF directory; it keeps special tokens.
-
-    Raises:
-      UserError: the directory has no tokenizer.
-    """
+    """Return a directory's function ids → text, special ones kept; UserError without tokenizer."""
     if (model / "tokenizer.json").exists():
         from tokenizers import Tokenizer
 

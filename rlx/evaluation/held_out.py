@@ -30,36 +30,21 @@ PRIORITY = 1  # ahead of training's prompts, so that few answers come from newer
 
 @dataclass(eq=False, kw_only=True)
 class HeldOut:
-    """Evaluates steps that are due, each once.
+    """Evaluates steps that are due, each once."""
 
-    Attributes:
-      rows: questions. groups: the same rows as a trainer takes them; empty for rollouts.
-      sampling: of answers; None: there is no fleet to answer.
-      total_steps: steps of the run, the last of which is evaluated.
-      patience: with failed attempts at a question; however many fail, the run goes on.
-      timeout: seconds for one question.
-      done: steps that eval.jsonl has already.
-      start: the step at which the run begins or goes on.
-      owed: the last step until then that was due; if it is not done, `start` is evaluated.
-      timeline: gets a span for each pass over the questions.
-      elapsed: returns the seconds of the run until now.
-      on_skip: takes the line of skipped.jsonl for each question that failed; on any thread.
-      say: takes one line for the user.
-    """
-
-    rows: Sequence[Mapping[str, Any]]
-    groups: Sequence[Group]
-    sampling: Sampling | None
-    total_steps: int
-    patience: Patience
-    timeout: float
-    done: set[int]
-    start: int
-    owed: int
-    timeline: Timeline
-    elapsed: Callable[[], float]
-    on_skip: Callable[[dict[str, Any]], None]
-    say: Callable[[str], None]
+    rows: Sequence[Mapping[str, Any]]  # questions
+    groups: Sequence[Group]  # the same rows as a trainer takes them; empty for rollouts
+    sampling: Sampling | None  # of answers; None: there is no fleet to answer
+    total_steps: int  # steps of the run, the last of which is evaluated
+    patience: Patience  # with failed attempts at a question; however many fail, the run goes on
+    timeout: float  # seconds for one question
+    done: set[int]  # steps that eval.jsonl has already
+    start: int  # the step at which the run begins or goes on
+    owed: int  # the last step until then that was due; if it is not done, `start` is evaluated
+    timeline: Timeline  # gets a span for each pass over the questions
+    elapsed: Callable[[], float]  # returns the seconds of the run until now
+    on_skip: Callable[[dict[str, Any]], None]  # takes a failed question's record, on any thread
+    say: Callable[[str], None]  # takes one line for the user
 
     def __post_init__(self):
         self._extra = set[int]()

@@ -38,14 +38,9 @@ BENCHMARKS = {
 def find(
     text: str, reward: str, question_key: str = "question", answer_key: str = "answer"
 ) -> Benchmark:
-    """Return the set of one entry of --datasets: a name, a path, or NAME=PATH.
+    """Return the set that an entry of --datasets names, a path or NAME=PATH too; else UserError.
 
-    Args:
-      reward: grades the rows of a path, unless NAME is one of BENCHMARKS.
-      question_key, answer_key: keys in the rows of a path.
-
-    Raises:
-      UserError: the entry is neither a name nor a file.
+    Rows of a path have these keys, and `reward` grades them unless NAME is one of BENCHMARKS.
     """
     name, _, path = text.rpartition("=")
     if text in BENCHMARKS:
@@ -62,8 +57,7 @@ def find(
 def rows(benchmark: Benchmark, limit: int = 0) -> list[dict[str, Any]]:
     """Return the set's rows with `question` and `answer`; the first `limit` unless that is 0.
 
-    Raises:
-      UserError: a missing file or an unreachable hub, a row without its keys.
+    UserError for a missing file, an unreachable hub, or a row without its keys.
     """
     if not benchmark.source:
         found = data.GENERATED[benchmark.name](0, "held_out", limit or 200)
@@ -79,11 +73,7 @@ def rows(benchmark: Benchmark, limit: int = 0) -> list[dict[str, Any]]:
 def load_sets(
     text: str, reward: str, limit: int, question_key: str = "question", answer_key: str = "answer"
 ) -> list[tuple[Benchmark, list[dict[str, Any]]]]:
-    """Return the sets of `--datasets` with their rows, as `find` and `rows` do.
-
-    Raises:
-      UserError: there is no set, an unknown or unreachable one, or a name occurs twice.
-    """
+    """Return the sets of `--datasets` with their rows; UserError for none, or a name twice."""
     parts = [part.strip() for part in text.split(",")]
     found = [find(part, reward, question_key, answer_key) for part in parts if part]
     if not found:

@@ -109,18 +109,15 @@ class RowRunner:
     # For the executor, which takes this object as its rows and its workflow.
 
     def next(self) -> tuple[int, Mapping[str, Any]]:
-        """Return the next row; raise StopIteration where there is none."""
         if not self._waiting:
             raise StopIteration
         group_id = self._waiting.popleft()
         return group_id, self.row(group_id)
 
     def row(self, group_id: int) -> Mapping[str, Any]:
-        """Return a row under way."""
         return self._open[group_id].task.row
 
     def index(self, group_id: int) -> int:
-        """Return the number of a row under way."""
         found = self._open.get(group_id)  # None once something has stopped the executor
         return found.task.group_id if found else group_id
 

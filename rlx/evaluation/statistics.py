@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlx.base import UserError
+from rlx.cli.text import aligned
 from rlx.rewards import numbers
 from rlx.rewards.answers import compact, final_answers, outside_thoughts, tidy
 
@@ -21,10 +22,7 @@ def pass_at_k(n: int, right: int, k: int) -> float:
     Unbiased (Chen et al., arXiv:2107.03374, eq. 1).
 
     Args:
-      n: samples drawn, ≥ k. right: c, how many of them are right. k: ≥ 1.
-
-    Raises:
-      ValueError: k is not in [1, n].
+      n: samples drawn, ≥ k. right: c, how many of them are right. k: ≥ 1, else ValueError.
     """
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} of {n} samples; want 1 ≤ k ≤ n")
@@ -146,10 +144,7 @@ def text_table(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> st
             value, digits = found[name], 1 if name.endswith("length") else 3
             cells.append("-" if value is None else f"{value:.{digits}f}")
         lines.append(cells)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligns = [str.ljust] * len(lead) + [str.rjust] * (len(widths) - len(lead))
-    padded = [[a(c, w) for a, c, w in zip(aligns, line, widths, strict=True)] for line in lines]
-    return "\n".join("  ".join(line).rstrip() for line in padded)
+    return "\n".join(aligned(lines, len(lead)))
 
 
 def check_samples(n: int, pass_at: Sequence[int], maj_at: Sequence[int]) -> None:

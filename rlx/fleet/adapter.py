@@ -53,12 +53,7 @@ class Base:
         self._known: tuple[Any, bytes] = None, b""
 
     def require(self, wanted: bytes) -> None:
-        """Check the directory's digest, which is cached until its files change.
-
-        Raises:
-          OtherBase: the digest is not `wanted`.
-          UserError: it has no weights.
-        """
+        """Raise OtherBase unless the directory's digest is `wanted`, UserError without weights."""
         files = [path.stat() for path in shards(self._directory)]
         now = [(each.st_ino, each.st_size, each.st_mtime_ns) for each in files]
         if self._known[0] != now:
@@ -71,16 +66,10 @@ class Base:
             )
 
     def write(self, adapter: str | Path, scale: float, dtype: str, out: str | Path) -> None:
-        """Write the base plus `adapter` to the existing safetensors file `out`.
+        """Write the base plus scale · B·A of a file with PEFT's names to the existing file `out`.
 
-        Args:
-          adapter: safetensors file with PEFT's names.
-          scale: factor of B·A.
-          dtype: dtype of the result, a key of DTYPES.
-
-        Raises:
-          ValueError: the adapter does not fit this base, `dtype` is unknown or `scale` not finite.
-          UserError: the disk is full.
+        ValueError for an adapter that does not fit, a `dtype` that is no key of DTYPES, or a scale
+        that is not finite; UserError for a full disk.
         """
         if dtype not in DTYPES or not math.isfinite(scale):
             raise ValueError(f"dtype={dtype!r} or scale={scale} of an adapter is not possible")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rlx.base import UserError
 from rlx.fleet.tls import Tls
+from rlx.system.host_port import bracketed, connect, split_address
 from rlx.system.jsonl import write_atomically
 from rlx.system.threads import in_thread
 
@@ -27,10 +28,7 @@ _CONNECT_SECONDS = 2.0
 def read_addresses(given: Sequence[str]) -> tuple[str, ...]:
     """Return the addresses without duplicates, each @PATH replaced by the lines of that file.
 
-    Blank lines, and text after a #, are ignored.
-
-    Raises:
-      UserError: a file cannot be read.
+    Ignores blank lines, and text after a #. UserError if a file cannot be read.
     """
     found: list[str] = []
     for text in given:
@@ -46,17 +44,6 @@ def read_addresses(given: Sequence[str]) -> tuple[str, ...]:
             ) from None
         found += [line.partition("#")[0].strip() for line in lines]
     return tuple(dict.fromkeys(filter(None, found)))
-
-
-def split_address(address: str) -> tuple[str, str]:
-    """Split host:port; remove the brackets of an IPv6 host."""
-    host, _, port = address.rpartition(":")
-    return host.removeprefix("[").removesuffix("]"), port
-
-
-def bracketed(host: str, port: int | str) -> str:
-    """Return host:port; put an IPv6 host in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 async def require_name(address: str) -> None:
@@ -83,11 +70,7 @@ class Joining:
     tls: Tls | None = None  # files for these servers; None: plain connections on loopback
 
     def look(self) -> tuple[str, ...]:
-        """Return the addresses announced now.
-
-        Raises:
-          UserError: the directory cannot be read.
-        """
+        """Return the addresses announced now; UserError if the directory cannot be read."""
         try:
             return tuple(_announced_in(self.directory))
         except OSError as error:
@@ -101,8 +84,7 @@ class Joining:
 def announced(directory: str, host: str, port: int) -> Iterator[None]:
     """Announce the server at host:port in `directory` for the block; make the directory.
 
-    Args:
-      host: host that the server listens on; if it is any, announce this machine's name.
+    For a server that listens at any host, announce this machine's name.
     """
     host = socket.gethostname() if host in _ANYWHERE else host
     path = Path(directory) / bracketed(host, port)
@@ -123,9 +105,8 @@ def _announced_in(directory: str) -> list[str]:
 
 
 def _refuses_connections(address: str) -> bool:
-    host, port = split_address(address)
     try:
-        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+        connect(address, _CONNECT_SECONDS).close()
     except OSError as error:
         return isinstance(error, ConnectionRefusedError)
     return False

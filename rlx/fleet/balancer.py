@@ -23,14 +23,11 @@ class Balancer:
       outage: seconds that a call waits while no server is alive.
       hang: seconds after which a server without an answer to Status counts as hung.
       say: reports one line to the user.
-
-    Attributes:
-      members: servers to pick from; the client adds and removes them.
-      admitted: (address, instance) of servers that may get calls; None: all.
     """
 
     def __init__(self, outage: float, hang: float, say: Callable[[str], None]):
-        self.members: list[Member] = []
+        self.members: list[Member] = []  # the client adds and removes them
+        # (address, instance) of servers that may get calls; None: all.
         self.admitted: frozenset[tuple[str, str]] | None = None
         self._outage, self._hang, self._say = outage, hang, say
         self._sessions: OrderedDict[str, Member] = OrderedDict()
@@ -39,11 +36,7 @@ class Balancer:
         self._turn = 0
 
     async def complete(self) -> None:
-        """Wait until a member is live, and so are all that were given as addresses.
-
-        Raises:
-          Unavailable: one of these can never be live.
-        """
+        """Wait until a member and all given addresses are live; Unavailable if one can never be."""
         while not (
             any(member.live for member in self.members)
             and all(member.live or member.joined for member in self.members)
@@ -56,13 +49,7 @@ class Balancer:
     ) -> Member:
         """Return the session's or request's last server if it is live, else the least loaded one.
 
-        Args:
-          session: name of the session, if the call has one.
-          last: server that the request was sent to before.
-          avoid: server to use only if there is no other.
-
-        Raises:
-          Unavailable, UserError: as `alive`.
+        `avoid` is used only if there is no other. Raises as `alive`.
         """
         live = await self.alive(admitted=True)
         chosen = self._sessions.get(session) if session is not None else last
@@ -93,15 +80,10 @@ class Balancer:
     async def alive(
         self, check: Callable[[], None] = lambda: None, admitted: bool = False
     ) -> list[Member]:
-        """Return the live servers; wait up to `outage` seconds for the first.
+        """Return the live servers, or those `admitted`; wait up to `outage` seconds for the first.
 
-        Args:
-          check: called before each wait; raises if waiting is useless.
-          admitted: return only servers that may get calls.
-
-        Raises:
-          Unavailable: no server became live in time or ever can, or `close` was called.
-          UserError: another client publishes to our servers.
+        `check` is called before each wait, and raises if waiting is useless. Unavailable if no
+        server became live in time or ever can, or after `close`; UserError if another publishes.
         """
         self.raise_foreign()
         try:

@@ -26,6 +26,7 @@ from rlx.fleet.requests import Chunk, Sampling, ScoreRequest
 from rlx.fleet.sample import Completion, GenerateCall, PartialSample, split
 from rlx.fleet.timeouts import Timeouts
 from rlx.fleet.tls import Tls
+from rlx.system.loop_thread import run_all
 from rlx.system.threads import in_thread
 
 __all__ = ["Completion", "Fleet", "NoFleet", "PublishReport", "Timeouts"]
@@ -324,14 +325,11 @@ class Fleet:
     async def probe(
         self, prompts: Sequence[Any], sampling: Sampling, *, priority: int = 0
     ) -> dict[str, list[Completion]]:
-        """Sample one completion of every prompt from every live server.
+        """Sample one completion of every prompt from every live server; raise as `generate`.
 
         Returns:
           address → completions in the prompts' order, for at least one server; servers lost
           meanwhile are missing.
-
-        Raises:
-          UserError, ValueError, Failed: as `generate`.
         """
         sampling = _seeded(sampling)
         calls = [GenerateCall(np.asarray(p, np.int32), sampling, None, priority) for p in prompts]
@@ -411,15 +409,10 @@ class Fleet:
         self,
         call: GenerateCall,
         samples: list[PartialSample],
-        only: Member | None = None,
-        avoid: Member | None = None,
+        only: Member | None = None,  # raise Lost if this one is lost
+        avoid: Member | None = None,  # use it only if there is no other
     ) -> None:
-        """Send requests until each of `samples` has a stop reason.
-
-        Args:
-          only: use this server only; raise Lost if it is lost.
-          avoid: server to use only if there is no other.
-        """
+        """Send requests until each of `samples` has a stop reason."""
         member, context, idle, busy = only, self.context, 0, 0
         while True:
             todo = [s for s in samples if not call.finished(s, context)]
@@ -427,7 +420,7 @@ class Fleet:
                 return
             parts = split(todo)
             if len(parts) > 1:
-                await _run_all([self._finish(call, part, only, avoid) for part in parts])
+                await run_all(*(self._finish(call, part, only, avoid) for part in parts))
                 return
             before = sum(s.length for s in todo)
             if call.sampling.guide and before:
@@ -455,9 +448,8 @@ class Fleet:
         """Return one completion of each call by this server; None if it is lost."""
         samples = [PartialSample(0) for _ in calls]
         try:
-            await _run_all(
-                [self._finish(c, [s], member) for c, s in zip(calls, samples, strict=True)]
-            )
+            pairs = zip(calls, samples, strict=True)
+            await run_all(*(self._finish(c, [s], member) for c, s in pairs))
         except Lost:
             return None
         return self._completions(samples, calls[0].sampling)
@@ -502,7 +494,6 @@ class Fleet:
             return took
 
     def _delta_base(self) -> Weights | None:
-        """Return the current weights if some server still has them."""
         weights = self._weights
         return weights if weights and any(m.has(weights) for m in self._members) else None
 
@@ -555,16 +546,6 @@ async def _back_off(attempts: int, what: str, error: Exception) -> None:
 async def _wait(times: int) -> None:
     """Wait a random time, at most 0.1 s after the first failure and 2 s after the sixth."""
     await asyncio.sleep(random.uniform(0.5, 1.0) * min(0.05 * 2 ** min(times, 6), 2.0))
-
-
-async def _run_all(coroutines: list) -> None:
-    """Run `coroutines` concurrently; the first error cancels the others and is raised."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for coroutine in coroutines:
-                group.create_task(coroutine)
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
 
 
 def _close_result(staging: asyncio.Task) -> None:

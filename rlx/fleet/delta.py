@@ -34,17 +34,10 @@ Path = str | os.PathLike
 
 
 def encode(base: Path, new: Path, out: Path, limit: int) -> tuple[int, int] | None:
-    """Write the patch from `base` to `new`, files of the same size, to `out`.
+    """Write the patch from `base` to `new` to `out`; ValueError unless their sizes are the same.
 
-    Args:
-      out: an existing file, overwritten in place to keep its lock.
-      limit: largest size of the patch, bytes.
-
-    Returns:
-      (bytes, CRC-32) of the patch; None if it would exceed `limit`.
-
-    Raises:
-      ValueError: the files have different sizes.
+    `out` exists, and is overwritten in place to keep its lock. Returns (bytes, CRC-32) of the
+    patch; None if it would exceed `limit` bytes.
     """
     with open(base, "rb", buffering=0) as old, open(new, "rb", buffering=0) as now:
         size = os.fstat(now.fileno()).st_size
@@ -67,9 +60,7 @@ def apply(base: Path, delta: Path, out: Path) -> int:
     """Write `base` with `delta` applied to the existing file `out`; return the result's CRC-32.
 
     The caller must compare the CRC-32: a delta can be applied to any base of its size.
-
-    Raises:
-      ValueError: `delta` is damaged, or for a base of another size.
+    ValueError if it is damaged, or for a base of another size.
     """
     with (
         open(base, "rb", buffering=0) as old,

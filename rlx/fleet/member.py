@@ -75,57 +75,35 @@ class Refused(Exception):
 
 
 class Member:
-    """One server of a fleet.
-
-    Args:
-      address: host:port.
-      wanted: returns the weights it must have before its first request; None: any.
-      changed: called whenever `live` changes.
-      say: reports one line to the user.
-      silent: returns for how long its next token is overdue, 0.0 if it is not.
-      restart: called with its address and the seconds without an answer, infinity if it answers
-        but sends no token.
-      joined: it was found in a directory, where a wrong address is not an error of the user's.
-
-    Attributes:
-      live: whether it may get requests.
-      reason: why it is not live.
-      fatal: error that no retry can fix.
-      foreign: error if another client published weights to it.
-      load: samples and scores in flight.
-      waits: its waits for tokens.
-      status: its last answer to Status.
-      offset_ns: its CLOCK_MONOTONIC minus ours.
-      refusal: last weights that it refused, and the reason.
-      delivery: record of the last successful publish.
-    """
+    """One server of a fleet."""
 
     def __init__(
         self,
-        address: str,
+        address: str,  # host:port
         *,
         limits: Timeouts,
-        wanted: Callable[[], Weights | None],
-        changed: Callable[[], None],
-        say: Callable[[str], None],
+        wanted: Callable[[], Weights | None],  # weights for its first request; None: any
+        changed: Callable[[], None],  # called whenever `live` changes
+        say: Callable[[str], None],  # reports one line to the user
         token: str | None = None,
         tls: transport.Tls | None = None,
         kv: int = pb.SERVER_DEFAULT,
-        joined: bool = False,
-        silent: Callable[["Member"], float] = lambda member: 0.0,
+        joined: bool = False,  # from a directory, where a wrong address is no error of the user's
+        silent: Callable[["Member"], float] = lambda member: 0.0,  # seconds its next token is late
+        # Gets the address and seconds without an answer, infinity if it answers and sends no token.
         restart: Callable[[str, float], None] = lambda address, seconds: None,
     ):
         transport.check_address(address, token, tls)
         self.address, self.joined = address, joined
-        self.live = False
-        self.fatal: UserError | None = None
-        self.foreign: UserError | None = None
-        self.load, self.waits = 0, TokenWaits()
-        self.status = pb.StatusReply()
-        self.offset_ns = 0
-        self.reason = "not connected yet"
-        self.refusal: tuple[Weights | None, str] = None, ""
-        self.delivery: Delivery | None = None
+        self.live = False  # whether it may get requests
+        self.fatal: UserError | None = None  # that no retry can fix
+        self.foreign: UserError | None = None  # if another client published weights to it
+        self.load, self.waits = 0, TokenWaits()  # samples and scores in flight; waits for tokens
+        self.status = pb.StatusReply()  # its last answer to Status
+        self.offset_ns = 0  # its CLOCK_MONOTONIC minus ours
+        self.reason = "not connected yet"  # why it is not live
+        self.refusal: tuple[Weights | None, str] = None, ""  # last refused, and why
+        self.delivery: Delivery | None = None  # of the last successful publish
         self._sent = 0
         self._limits, self._wanted, self._changed, self._say = limits, wanted, changed, say
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
@@ -168,9 +146,7 @@ class Member:
     async def update(self) -> None:
         """Publish the wanted weights to it, unless it has them.
 
-        Raises:
-          Refused: it refused them (see `refusal`) and serves its old ones.
-          Lost: it may serve either; it is no longer live.
+        Refused (see `refusal`) if it serves its old ones; Lost if it may serve either.
         """
         async with self._updating:
             weights = had = served = None
@@ -201,11 +177,8 @@ class Member:
     async def generate(self, request: Request) -> AsyncGenerator[list[Chunk], None]:
         """Stream the chunks of `request`, one list per message.
 
-        Raises:
-          Lost: continue on another server.
-          Failed: retry.
-          Busy: use another server, or retry later.
-          ValueError: the request is wrong.
+        Lost asks to continue on another server, Failed to retry, Busy to use another server or to
+        retry later; ValueError is for a wrong request.
         """
         message = wire.request_message(request)
         message.instance = self.status.instance
@@ -276,7 +249,6 @@ class Member:
             self.fail("something else publishes to it")
 
     async def _require_no_restart(self) -> None:
-        """Raise Lost if the server restarted since its last status."""
         instance = self.status.instance
         await self.probe()
         if self.status.instance != instance:
@@ -419,7 +391,6 @@ class Member:
     async def _parts(
         self, weights: Weights, delta: Delta | None
     ) -> AsyncIterator[pb.PublishRequest]:
-        """Yield the messages of one Publish call."""
         by_path = weights.method == "path"
         header = pb.PublishHeader(
             version=weights.version,

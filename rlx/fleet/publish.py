@@ -29,8 +29,7 @@ _PREFIX, _SUFFIX = "rlx-weights-", ".safetensors"
 def checksum(path: str | os.PathLike, stopped: Callable[[], bool] = lambda: False) -> int:
     """Return the CRC-32 of a file, in [0, 2³²); it detects accidents, not attacks.
 
-    Args:
-      stopped: called before every block; True ends the reading.
+    `stopped` is called before every block; True ends the reading.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # do not wait to open a pipe
     descriptor = os.open(path, flags)
@@ -52,13 +51,8 @@ def write_weights(tensors: Mapping[str, Any] | Buckets, path: str | os.PathLike)
 def write_sums(tensors: Mapping[str, Any] | Buckets, path: str | os.PathLike) -> list[int]:
     """Write a safetensors file and return the result of `Buckets.write`, in one pass.
 
-    Args:
-      tensors: HF name → array of numpy or on a device, or Buckets; fetched one at a time.
-      path: file, overwritten in place to keep its lock.
-
-    Raises:
-      UserError: the directory is missing or full.
-      ValueError: safetensors does not have a tensor's dtype.
+    Tensors, HF name → array, are fetched one at a time; the file is overwritten in place to keep
+    its lock. UserError for a missing or full directory, ValueError for a dtype it cannot hold.
     """
     buckets = Buckets.of(tensors)
     need = buckets.header()[1]

@@ -87,11 +87,7 @@ class GenerateCall:
         )
 
     def finished(self, sample: PartialSample, max_model_len: int = 0) -> bool:
-        """Return whether `sample` needs no more requests.
-
-        Args:
-          max_model_len: context of its last server, tokens; 0: unknown.
-        """
+        """Return whether `sample` needs no more requests; `max_model_len` is 0 if unknown."""
         # The stop reason of a full sample may have been lost with its server.
         if sample.stop_reason is None and sample.length:
             full = max_model_len and len(self.prompt) + sample.length >= max_model_len

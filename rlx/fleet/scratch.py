@@ -28,19 +28,14 @@ with open(sys.argv[1] + "/lock", "r+") as lock:
 
 
 class Scratch:
-    """A new directory in `parent` that other users can neither list, read nor change.
-
-    Attributes:
-      directory: its path.
-      lock: file descriptor; processes that write into the directory must inherit it.
-    """
+    """A new directory in `parent` that other users can neither list, read nor change."""
 
     def __init__(self, parent: str | os.PathLike):
         try:
             _check_parent(parent)
             _sweep_dead(parent)
             sweep(parent)
-            self.directory, self.lock = _make(parent)
+            self.directory, self.lock = _make(parent)  # path; descriptor that its writers inherit
         except OSError as error:
             reason = error.strerror or error
             raise UserError(

@@ -40,11 +40,7 @@ class TokenWaits:
 def silent_seconds(
     own: TokenWaits, others: Iterable[TokenWaits], now: float, least: float
 ) -> float:
-    """Return for how long a server's next token is overdue, 0.0 if it is not.
-
-    Args:
-      least: seconds that every server has for a token.
-    """
+    """Return how long a server's next token is overdue, or 0.0; each has `least` seconds."""
     working = [other for other in others if other.last > own.since]
     if not own.calls or not working:
         return 0.0

@@ -16,6 +16,7 @@ import grpc
 
 from rlx.base import UserError
 from rlx.fleet import wire
+from rlx.system.host_port import split_address
 
 _REFUSALS = {  # gRPC's text for a handshake that can never succeed → remedy
     "CERTIFICATE_VERIFY_FAILED": "set fleet.tls.ca to the CA that signed its certificate",
@@ -55,7 +56,7 @@ def check_host(host: str, token: str | None, tls: Tls | None) -> None:
 
 def check_address(address: str, token: str | None, tls: Tls | None) -> None:
     """Raise UserError if the token would be sent to another machine unencrypted."""
-    if token and not tls and not is_loopback(address.rpartition(":")[0].strip("[]")):
+    if token and not tls and not is_loopback(split_address(address)[0]):
         raise UserError(
             f"{address} is another machine and the token would be sent unencrypted; set "
             "fleet.tls.ca to the CA of its certificate, or tunnel to 127.0.0.1"
@@ -107,11 +108,7 @@ def channel(address: str, tls: Tls | None, options: Sequence[tuple[str, int]]) -
 
 
 def refusal(address: str, details: str) -> UserError | None:
-    """Return the error for a TLS handshake that can never succeed, else None.
-
-    Args:
-      details: text of gRPC's UNAVAILABLE.
-    """
+    """Return the error for a TLS handshake that can never succeed by gRPC's `details`, or None."""
     for what in filter(details.__contains__, _REFUSALS):
         text = details[details.index(what) :].removesuffix(": OK").rstrip(".")
         return UserError(f"TLS handshake with {address} failed ({text}); {_REFUSALS[what]}")

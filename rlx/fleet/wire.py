@@ -61,11 +61,7 @@ def request_message(request: Request) -> pb.GenerateRequest:
 
 
 def request_from(message: pb.GenerateRequest) -> Request:
-    """Return the request in `message`.
-
-    Raises:
-      ValueError: a field is out of range; the message names the first one.
-    """
+    """Return the request in `message`; ValueError names the first field that is out of range."""
     s, n, length = message.sampling, message.n, len(message.prompt_tokens)
     stop_ids, prefix = len(s.stop_token_ids), message.prefix_len
     seed = s.seed if s.HasField("seed") else None

@@ -48,15 +48,11 @@ class CpuPlan:
 
 
 def cpu_plan(cores: Sequence[int], num_servers: int, threads: int = 0) -> CpuPlan:
-    """Divide `cores` between the trainer and its servers.
+    """Divide `cores`, ids of usable ones, between the trainer and its servers.
 
-    Each server gets its own cores, and the trainer the rest. With too few cores, servers share all
-    except the trainer's first; a single core is shared by all.
-
-    Args:
-      cores: ids of the usable cores, such as sorted(os.sched_getaffinity(0)).
-      num_servers: ≥ 0.
-      threads: cores per server; 0: the same number for every process.
+    Each server gets `threads` cores of its own, 0 for as many as every process, and the trainer
+    the rest. With too few cores, servers share all except the trainer's first; a single core is
+    shared by all.
     """
     cores = tuple(cores)
     if num_servers == 0 or len(cores) == 1:
@@ -85,11 +81,7 @@ def _shared(pool: tuple[int, ...], num_servers: int, each: int) -> tuple[tuple[i
 
 
 class LocalServers:
-    """`num_servers` processes of `python -m rlx.serve`, as a context manager.
-
-    Attributes:
-      directory: private directory of the servers and their client, removed after they have ended.
-    """
+    """`num_servers` processes of `python -m rlx.serve`, as a context manager."""
 
     def __init__(
         self,
@@ -118,6 +110,7 @@ class LocalServers:
         logs = Path(workdir) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         self._scratch = Scratch(publish_dir)
+        # Private, of the servers and their client; removed after they have ended.
         self.directory, self.token = self._scratch.directory, token or secrets.token_urlsafe(32)
         options = {"stage_dir": self.directory, **options}
         flags = [f"--{flag.replace('_', '-')}={value}" for flag, value in options.items()]

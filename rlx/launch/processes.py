@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from rlx.base import UserError
-from rlx.fleet.addresses import bracketed
 from rlx.launch.allocation import Allocation, Part, place
+from rlx.system.host_port import bracketed
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from typing import Any
 
 import rlx
 from rlx.base import UserError
-from rlx.fleet.addresses import split_address
 from rlx.launch.processes import Process
 from rlx.system import exit_reason
+from rlx.system.host_port import connect
 from rlx.workers.kept_command import KeptCommand
 
 ADDRESS = "RAY_ADDRESS"
@@ -274,9 +274,8 @@ def _require(address: str) -> None:
     """Raise UserError if no cluster's head listens at a given host:port."""
     if address in ("", "auto", "local"):
         return
-    host, port = split_address(address)
     try:
-        socket.create_connection((host, int(port)), _REACH_SECONDS).close()
+        connect(address, _REACH_SECONDS).close()
     except (OSError, ValueError) as error:
         raise UserError(
             f"{ADDRESS}={address}: no head of a Ray cluster listens there ({error}); give its "

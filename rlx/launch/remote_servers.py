@@ -7,7 +7,6 @@ rlx.serve, SHARED/secrets their token and certificate, SHARED/logs their output.
 import json
 import secrets
 import shlex
-import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -21,10 +20,11 @@ import rlx
 from rlx.base import UserError
 from rlx.cli.text import aligned
 from rlx.fleet import wire
-from rlx.fleet.addresses import Joining, bracketed, split_address
+from rlx.fleet.addresses import Joining
 from rlx.launch import run_secrets
 from rlx.system import host_agent
 from rlx.system.exit_reason import last_words
+from rlx.system.host_port import bracketed, connect
 from rlx.system.jsonl import read_json, write_atomically
 from rlx.system.signals import interrupts
 
@@ -326,9 +326,8 @@ def _remove_dead_addresses(shared: Path) -> int:
     """Remove addresses of servers that do not listen; return the number of others."""
     left = 0
     for name in _joined(shared):
-        host, port = split_address(name)
         try:
-            socket.create_connection((host, int(port)), REACH_SECONDS).close()
+            connect(name, REACH_SECONDS).close()
             left += 1
         except OSError:
             (shared / "servers" / name).unlink(missing_ok=True)

@@ -28,23 +28,17 @@ Scores = list[np.ndarray]  # [T] a sample
 
 @dataclass(frozen=True, eq=False)
 class MismatchCase:
-    """An engine's tokens and log-probabilities, and how the trainer scores the same tokens.
+    """An engine's tokens and log-probabilities, and how the trainer scores the same tokens."""
 
-    Attributes:
-      scorer, params: the trainer's scorer and weights.
-      top_p, top_k: of the engine's sampling.
-      earlier: name → function that loads weights the engine may still have.
-      version: compare only tokens of this policy version; None: all.
-    """
-
-    scorer: TrainerScorer
+    scorer: TrainerScorer  # scorer, params: the trainer's scorer and weights
     params: Params
     samples: Sequence[EngineSample]
     tolerance: Tolerance
-    top_p: float = 1.0
+    top_p: float = 1.0  # top_p, top_k: of the engine's sampling
     top_k: int = 0
+    # Name → function that loads weights the engine may still have.
     earlier: Mapping[str, Callable[[], Params]] = dataclasses.field(default_factory=dict)
-    version: int | None = None
+    version: int | None = None  # compare only tokens of this policy version; None: all
 
     def score(self, params: Params | None = None, **changes) -> Scores:
         """Return the samples' log-probabilities under other weights, or a scorer with `changes`."""
@@ -93,18 +87,13 @@ class Guess:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A guess that explains the deviation.
-
-    Attributes:
-      exact: the engine is within the tolerance of the guess, not only clearly closer to it.
-      report: the engine compared with the guess.
-    """
+    """A guess that explains the deviation."""
 
     cause: str
     words: str
     remedy: str
-    exact: bool
-    report: Comparison
+    exact: bool  # the engine is within the tolerance of the guess, not only clearly closer to it
+    report: Comparison  # the engine compared with the guess
 
     def __str__(self) -> str:
         return f"{self.cause}: {self.words}"

@@ -96,10 +96,8 @@ class Gate:
     ) -> Verdict | None:
         """Wait for the answers and end the check; return None when `stopping` says so first.
 
-        Args:
-          score: gives the trainer's log-probabilities, [tokens] a trajectory, by the weights of the
-            version that `ask` was for.
-          weights: gives these, by HF's names, to find out what is wrong.
+        By the weights of the version that `ask` was for, `score` gives the trainer's log-probs,
+        [tokens] a trajectory; `weights` gives these, by HF's names, to find out what is wrong.
         """
         assert self._asked is not None, "ask comes first"
         while not self._asked.done():

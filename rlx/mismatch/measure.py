@@ -46,38 +46,26 @@ def tolerance(exact: bool, max: float = 0.0, mean: float = 0.0) -> Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class TokenPlace:
-    """A compared token.
+    """A compared token."""
 
-    Attributes:
-      sample, position: index of the sample, and in its completion, from 0.
-      token: its id; −1: unknown.
-      first, second: its log-probability on the two sides, nats.
-    """
-
-    sample: int
+    sample: int  # sample, position: index of the sample, and in its completion, from 0
     position: int
-    token: int
-    first: float
+    token: int  # its id; −1: unknown
+    first: float  # first, second: its log-probability on the two sides, nats
     second: float
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The result of `compare`.
+    """The result of `compare`."""
 
-    Attributes:
-      tokens: compared tokens. bad: those beyond `tolerance.max` or not finite.
-      mean, max: of |first − second| over finite tokens, nats; 0 when there are none.
-      first_bad: the first bad token; if only the mean is too high, the first above its limit.
-    """
-
-    tokens: int
-    bad: int
+    tokens: int  # compared
+    bad: int  # those beyond `tolerance.max` or not finite
     non_finite: int
-    mean: float
+    mean: float  # mean, max: of |first − second| over finite tokens, nats; 0 when there are none
     max: float
     tolerance: Tolerance
-    first_bad: TokenPlace | None
+    first_bad: TokenPlace | None  # the first above the limit of the mean, if only that is too high
 
     @property
     def ok(self) -> bool:
@@ -97,23 +85,14 @@ class Comparison:
 
 
 def compare(
-    first: Sequence[np.ndarray],
+    first: Sequence[np.ndarray],  # first, second: one [T] array a sample, nats
     second: Sequence[np.ndarray],
     tolerance: Tolerance = EXACT,
     *,
-    tokens: Sequence[np.ndarray] | None = None,
-    counted: Sequence[np.ndarray] | None = None,
+    tokens: Sequence[np.ndarray] | None = None,  # [T] ids a sample, to name the first bad one
+    counted: Sequence[np.ndarray] | None = None,  # [T] bool a sample, which to compare; None: all
 ) -> Comparison:
-    """Compare two scorings of the same completions, token by token, in float64.
-
-    Args:
-      first, second: one [T] array a sample, nats.
-      tokens: [T] ids a sample, to name the first bad one.
-      counted: [T] bool a sample, which tokens to compare; default: all.
-
-    Raises:
-      ValueError: the sides have different numbers of tokens.
-    """
+    """Compare two scorings of completions by token, in float64; ValueError for unequal numbers."""
     lengths = [len(sample) for sample in first]
     if lengths != [len(sample) for sample in second]:
         raise ValueError("the two sides have different completions")
@@ -156,18 +135,12 @@ class EngineSample:
 
 @dataclass(frozen=True)
 class TrainerScorer:
-    """Settings for scoring tokens as the trainer does; hashable, for `jax.jit`.
-
-    Attributes:
-      temperature: > 0, of the engine's sampling as configured.
-      row_length: tokens of a padded row, at least the longest prompt and completion.
-      compute_dtype, chunk: as of `decoder.logprobs`.
-    """
+    """Settings for scoring tokens as the trainer does; hashable, for `jax.jit`."""
 
     model: ModelConfig
-    temperature: float
-    row_length: int
-    compute_dtype: str = "float32"
+    temperature: float  # > 0, of the engine's sampling as configured
+    row_length: int  # tokens of a padded row, at least the longest prompt and completion
+    compute_dtype: str = "float32"  # compute_dtype, chunk: as of `decoder.logprobs`
     chunk: int = 0
 
     def logprobs(self, params: Params, samples: Sequence[EngineSample]) -> list[np.ndarray]:
@@ -226,12 +199,8 @@ def restricted(
 ) -> np.ndarray:
     """Return log-probabilities renormalised over the tokens that top-k, then top-p keep.
 
-    Args:
-      logits: [N, V]. tokens: [N].
-      top_p: in (0, 1]. top_k: 0: off.
-
-    Returns:
-      [N] float64, −inf for a token that could not have been drawn.
+    Takes logits [N, V], tokens [N], top_p in (0, 1], and top_k or 0. Returns [N] float64, −inf
+    for a token that could not have been drawn.
     """
     z = logits.astype(np.float64) / temperature
     ranked = np.sort(z, axis=-1)[:, ::-1]

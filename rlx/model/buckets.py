@@ -41,21 +41,15 @@ class _Piece(NamedTuple):
 def export(
     params: Params,
     rows: Iterable[Row],
-    dtype: Any = None,
+    dtype: Any = None,  # of the tensors; None keeps each parameter's own
     *,
-    merge: Merge | None = None,
-    mesh: Mesh | None = None,
-    size: int = BUCKET,
+    merge: Merge | None = None,  # added to the parameters first, in float32, as `lora.merge` does
+    mesh: Mesh | None = None,  # where the parameters are; None: on one device
+    size: int = BUCKET,  # largest bucket, bytes; a larger tensor, or layer of experts, gets its own
 ) -> Buckets:
     """Return the tensors of `rows` with the names and layouts of HF's or PEFT's files.
 
     `params` must not be donated before the last bucket has been requested.
-
-    Args:
-      dtype: of the tensors; None keeps each parameter's own.
-      merge: added to the parameters first, in float32, as `lora.merge` does.
-      mesh: where the parameters are; None: on one device.
-      size: largest bucket, bytes. A larger tensor, or layer of experts, gets its own bucket.
     """
     tensors: dict[str, Any] = {}
     plan: list[list[_Piece]] = []

@@ -76,10 +76,9 @@ def check(hf: Mapping[str, Any], *keys: str) -> None:
                 raise UserError(f"config.json has {key}={value!r}; it must be {words}")
 
 
-def need(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return a size; where the file lacks it, `default`, or UserError without one."""
-    value = hf.get(key, default)
-    if not value:
+def need(hf: Mapping[str, Any], key: str) -> int:
+    """Return a size; UserError if the file lacks it."""
+    if not (value := hf.get(key)):
         raise UserError(f"config.json has no {key!r}; it is not a whole HF model config")
     return value
 

@@ -108,24 +108,16 @@ def mlp(layer: Params, config: ModelConfig, x: jax.Array, layout: Layout = ONE_D
 
 
 def layer_block(
-    layer: Params,
+    layer: Params,  # the layer's parameters: `params["layers"]` without the leading axis
     config: ModelConfig,
-    x: jax.Array,
-    cos: jax.Array,
+    x: jax.Array,  # [..., D] residual stream
+    cos: jax.Array,  # cos, sin: [..., H/2] float32
     sin: jax.Array,
-    attend: Attend,
-    layout: Layout = ONE_DEVICE,
-    valid: Any = None,
+    attend: Attend,  # attention: q [..., N, H], k, v [..., K, H] → [..., N, H]
+    layout: Layout = ONE_DEVICE,  # of the activations on a mesh
+    valid: Any = None,  # [...] bool, tokens that are not padding; read by a mixture of experts
 ) -> tuple[jax.Array, Routing | None]:
-    """Return the residual stream [..., D] after one decoder layer, and its experts' routing.
-
-    Args:
-      layer: the layer's parameters: `params["layers"]` without the leading axis.
-      x: [..., D] residual stream; cos, sin: [..., H/2] float32.
-      attend: attention: q [..., N, H], k, v [..., K, H] → [..., N, H].
-      layout: of the activations on a mesh.
-      valid: [...] bool, tokens that are not padding; read by a mixture of experts.
-    """
+    """Return the residual stream [..., D] after one decoder layer, and its experts' routing."""
     x = layout.stream(x)
     normed = layout.tokens(norm(layer, "input_norm", config, x))
     mixed = attend(*project_qkv(layer, config, normed, cos, sin, layout))
@@ -299,21 +291,17 @@ def _kept(batch: Mapping[str, jax.Array], layout: Layout) -> tuple[jax.Array, ..
 
 
 def values(
-    params: Params,
+    params: Params,  # of a config with `value_head`
     config: ModelConfig,
-    batch: Mapping[str, jax.Array],
+    batch: Mapping[str, jax.Array],  # batch, how: as of `states`
     *,
-    x: jax.Array | None = None,
+    x: jax.Array | None = None,  # its hidden states, if already computed
     layout: Layout = ONE_DEVICE,
     **how: Any,
 ) -> jax.Array:
     """Return the value head's output, V after each token: [B, T] float32, 0 at padding.
 
     `shift` turns it into V of the state in which token t was chosen.
-
-    Args:
-      params: of a config with `value_head`.
-      batch, how: as of `states`. x: its hidden states, if already computed.
     """
     x = states(params, config, batch, layout=layout, **how)[0] if x is None else x
     place = layout.place("value_head")

@@ -22,12 +22,9 @@ _IGNORED = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
 def resolve(path: str, what: str = "model.path", weights: bool = True) -> Path:
     """Return the local directory of an HF directory or hub name; UserError if it is neither.
 
-    A hub name is downloaded once. `rlx:NAME` is a model in `rlx/assets/NAME`, or one that another
-    package ships (`gguf_files.PACKAGES`), converted once.
-
-    Args:
-      what: the config key or argument that gave the path, for errors.
-      weights: whether to download the weights of a hub name too, not only config and tokenizer.
+    A hub name is downloaded once, without `weights` only its config and tokenizer. `rlx:NAME` is
+    in `rlx/assets/NAME` or of another package (`gguf_files.PACKAGES`), converted once. For errors,
+    `what` is the config key or argument that gave the path.
     """
     if path.startswith("rlx:"):
         return _packaged(path.removeprefix("rlx:"))

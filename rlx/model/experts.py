@@ -34,17 +34,11 @@ _PER_RUN = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 
 
 class Routing(NamedTuple):
-    """Sums over the tokens, without padding, of one layer or of each of L layers.
+    """Sums over the tokens, without padding, of one layer or of each of L layers."""
 
-    Attributes:
-      load: [E] float32, how often each expert was chosen.
-      chance: [E] float32, each expert's probability before the choice.
-      entropy: scalar float32, nats, of that distribution.
-    """
-
-    load: Array
-    chance: Array
-    entropy: Array
+    load: Array  # [E] float32, how often each expert was chosen
+    chance: Array  # [E] float32, each expert's probability before the choice
+    entropy: Array  # scalar float32, nats, of that distribution
 
 
 def balance_loss(routing: Routing) -> Array:
@@ -54,9 +48,6 @@ def balance_loss(routing: Routing) -> Array:
 
     f: each expert's share of the choices, without gradient; P: its mean probability
     (Switch Transformers, arXiv 2101.03961, eq. 4; for k choices DeepSeek-V3, 2412.19437, eq. 17).
-
-    Args:
-      routing: of L layers.
     """
     load, chance = (x / jnp.maximum(jnp.sum(x, -1, keepdims=True), 1.0) for x in routing[:2])
     return load.shape[-1] * jnp.mean(jnp.sum(lax.stop_gradient(load) * chance, axis=-1))

@@ -88,11 +88,8 @@ def packaged(name: str) -> Path:
 def convert(file: Path, target: Path, dtype: str = "", command: str = "") -> str:
     """Write the HF directory of a GGUF file; return a line for the terminal.
 
-    UserError for a damaged or unsupported file leaves nothing behind.
-
-    Args:
-      dtype: of the tensors; "": float32, as they are dequantised.
-      command: shell command that installs missing packages, for the error; "": that of the extra.
+    UserError for a damaged or unsupported file leaves nothing behind; it names `command`, which
+    installs missing packages, or the extra. Tensors have `dtype`, or float32 as dequantised.
     """
     try:
         import gguf  # noqa: F401

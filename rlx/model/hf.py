@@ -39,10 +39,8 @@ def load(
 ) -> tuple[ModelConfig, Params]:
     """Return the model of an HF directory, its parameters as JAX arrays of `dtype`.
 
-    UserError names a file or tensor that is missing, extra or mis-shaped.
-
-    Args:
-      shardings: where each parameter goes; None: all to the default device.
+    UserError names a file or tensor that is missing, extra or mis-shaped. Without `shardings`, all
+    parameters go to the default device.
     """
     config = load_config(path)
     with open_tensors(path) as tensors:
@@ -50,20 +48,13 @@ def load(
 
 
 def from_hf(
-    tensors: Mapping[str, np.ndarray],
+    tensors: Mapping[str, np.ndarray],  # HF name → array; read one at a time, so it may be lazy
     config: ModelConfig,
-    dtype: Any = None,
-    shardings: Params | None = None,
-    bucket: int = BUCKET,
+    dtype: Any = None,  # of the parameters; None keeps each tensor's own
+    shardings: Params | None = None,  # with memory of their own; None: the default device
+    bucket: int = BUCKET,  # with shardings, bytes of parameters on the host at a time
 ) -> Params:
-    """Return the parameters made of tensors with HF's names; UserError for tensors that do not fit.
-
-    Args:
-      tensors: HF name → array; read one at a time, so it may be lazy.
-      dtype: of the parameters; None keeps each tensor's own.
-      shardings: where each parameter goes, with memory of its own; None: to the default device.
-      bucket: with shardings, bytes of parameters on the host at a time.
-    """
+    """Return the parameters made of tensors with HF's names; UserError if they do not fit."""
     rows = parameters.table(config)
     directory.check_names(tensors, config, rows)
     leaves = {}

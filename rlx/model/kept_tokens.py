@@ -39,7 +39,7 @@ def compress(bits: np.ndarray, vocab: int) -> tuple[bytes, list[int]]:
 def expand(
     kept: np.ndarray, kept_sizes: np.ndarray, vocab: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the ids that codes list.
+    """Return the ids that codes list; ValueError for codes of another vocabulary.
 
     Args:
       kept: codes, [M] uint8. kept_sizes: the bytes of each, [N] int.
@@ -47,9 +47,6 @@ def expand(
     Returns:
       ids [E] int; owners [E] int, the index in N of each, ascending; excluded [N] bool, whether a
       token's ids are the ones left out.
-
-    Raises:
-      ValueError: the codes belong to another vocabulary.
     """
     count, width, starts = -(-vocab // 8), _id_bytes(vocab), np.cumsum(kept_sizes) - kept_sizes
     forms = np.full(len(kept_sizes), _EXCLUDED, np.uint8)

@@ -20,14 +20,6 @@ from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
 
 
-def shapes(config: ModelConfig, lora: LoraConfig) -> Params:
-    """Return the pytree of `jax.ShapeDtypeStruct` of the adapters, float32."""
-    rows = table(config, lora)
-    return parameters.build(
-        {row.path: jax.ShapeDtypeStruct(row.shape, jnp.float32) for row in rows}
-    )
-
-
 def init(config: ModelConfig, lora: LoraConfig, key: jax.Array) -> Params:
     """Return adapters that add nothing, float32: A uniform in ±1/√in, B zero, as PEFT does."""
     rows = table(config, lora)

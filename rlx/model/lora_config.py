@@ -16,12 +16,7 @@ PREFIX = "base_model.model."  # of every name in PEFT's files
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """Targets and size of the adapters.
-
-    Attributes:
-      rank: ≥ 1 here; a config without adapters has 0.
-      targets: names in LORA_TARGETS, in its order; HF's names (`q_proj`) become ours.
-    """
+    """Targets and size of the adapters; targets become names in LORA_TARGETS, in its order."""
 
     rank: int = option(0, "rank of each adapter; 0: train the whole model", "0")
     alpha: float = option(16.0, "an adapter's output is multiplied by alpha / rank", "(0, inf)")
@@ -41,11 +36,7 @@ class LoraConfig:
 
 
 def lora_targets(names: Iterable[str]) -> tuple[str, ...]:
-    """Return `names` (ours, or HF's such as `q_proj`) as LORA_TARGETS has them, in its order.
-
-    Raises:
-      UserError: a name that is none, with the nearest that is; or no name at all.
-    """
+    """Return names (ours or HF's, `q_proj`) in LORA_TARGETS' order; UserError if one is unknown."""
     if isinstance(names, str):
         raise UserError(f"lora.targets={names!r} is one text; give a tuple of names")
     joined = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}  # as Phi 3's files have them

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlx.base import UserError
+from rlx.base import UserError, refuse
 from rlx.model import rope_config
 from rlx.model.config_forms import NotOurs, check, need
 from rlx.model.rope_config import LAYER_KINDS, Rope
@@ -69,6 +69,12 @@ _SCORED = ("ForCausalLM", "ForSequenceClassification")
 _SCORED_NAMES = {"Gemma3ForCausalLM": "Gemma3TextForSequenceClassification"}
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 CHUNK = 1024  # tokens whose logits exist at one time, unless set
+_SIZES: dict[str, str] = {  # fields of ModelConfig → keys of config.json
+    "vocab_size": "vocab_size", "num_layers": "num_hidden_layers", "model_dim": "hidden_size",
+    "mlp_dim": "intermediate_size", "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim",
+    "max_position": "max_position_embeddings",
+}  # fmt: skip
 # Keys whose null switches something off. For other keys null means HF's default.
 _NULL_IS_OFF = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 
@@ -80,35 +86,9 @@ def kernel_fits(head_dim: int, softcap: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One decoder-only transformer.
+    """One decoder-only transformer."""
 
-    Attributes:
-      architecture: HF class name, a key of ARCHITECTURES.
-      rope, local_rope: of layers without a window, and of layers with one (None: the same).
-      windows: how many tokens the queries of each layer see, their own included; 0: all; (): all in
-        every layer.
-      activation: of the gated MLP, one of ACTIVATIONS.
-      norms: where a layer's blocks have RMS norms: before (Llama) | after (OLMo 2) | both (Gemma).
-      norm_offset: added to the weight of every norm; 1 for Gemma.
-      scaled_embedding: the token embedding is multiplied by √model_dim.
-      query_scalar: attention divides q·k by its root; 0: by √head_dim.
-      attention_softcap, logit_softcap: c where scores and logits become c·tanh(x / c); 0: not.
-      attention_bias: biases on the query, key and value projections.
-      output_bias: a bias on the attention output projection.
-      qk_norm: RMS norm of each query and key head before RoPE; joint_qk_norm: of all heads at once.
-      fused: HF's file has q, k, v as one matrix, and gate, up as one.
-      num_experts: MLPs of a layer, `expert_dim` wide, of which each token uses experts_per_token;
-        0: one MLP, mlp_dim wide. norm_topk_prob: the weights of a token's experts sum to 1.
-      value_head: one number a token in place of logits (critic or reward model), in HF
-        ...ForSequenceClassification with one label.
-      max_position: longest context in tokens.
-      eos_token_ids: tokens that end a completion, in the order of HF's files.
-      foreign: config.json of a model that this decoder does not support, "" otherwise; sizes that
-        the file lacks are guesses. why: the reason, for errors.
-      numbers: parameters of a foreign model by its files; 0: count them from the sizes.
-    """
-
-    architecture: str
+    architecture: str  # HF class name, a key of ARCHITECTURES
     vocab_size: int
     num_layers: int
     model_dim: int
@@ -117,57 +97,53 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rope: Rope = Rope()  # noqa: RUF009
-    local_rope: Rope | None = None
-    windows: tuple[int, ...] = ()
-    activation: str = "silu"
-    norms: str = "before"
-    norm_offset: float = 0.0
-    scaled_embedding: bool = False
-    query_scalar: int = 0
-    attention_softcap: float = 0.0
-    logit_softcap: float = 0.0
+    local_rope: Rope | None = None  # of layers with a window; None: the same
+    windows: tuple[int, ...] = ()  # tokens that each layer's queries see, own included; 0, (): all
+    activation: str = "silu"  # of the gated MLP, one of ACTIVATIONS
+    norms: str = "before"  # of a layer's blocks: before (Llama) | after (OLMo 2) | both (Gemma)
+    norm_offset: float = 0.0  # added to the weight of every norm; 1 for Gemma
+    scaled_embedding: bool = False  # the token embedding is multiplied by √model_dim
+    query_scalar: int = 0  # attention divides q·k by its root; 0: by √head_dim
+    attention_softcap: float = 0.0  # c where scores become c·tanh(x / c); 0: not
+    logit_softcap: float = 0.0  # the same for logits
     tie_embeddings: bool = False
-    qk_norm: bool = False
-    joint_qk_norm: bool = False
-    fused: bool = False
-    attention_bias: bool = False
-    output_bias: bool = False
-    num_experts: int = 0
-    experts_per_token: int = 0
+    qk_norm: bool = False  # RMS norm of each query and key head before RoPE
+    joint_qk_norm: bool = False  # of all heads at once
+    fused: bool = False  # HF's file has q, k, v as one matrix, and gate, up as one
+    attention_bias: bool = False  # on the query, key and value projections
+    output_bias: bool = False  # on the attention output projection
+    num_experts: int = 0  # MLPs of a layer, `expert_dim` wide; 0: one MLP, mlp_dim wide
+    experts_per_token: int = 0  # experts that each token uses
     expert_dim: int = 0
-    norm_topk_prob: bool = False
-    value_head: bool = False
+    norm_topk_prob: bool = False  # the weights of a token's experts sum to 1
+    value_head: bool = False  # one number a token; HF's ...ForSequenceClassification with one label
     rms_eps: float = 1e-6
-    max_position: int = 32768
+    max_position: int = 32768  # longest context in tokens
     initializer_range: float = 0.02
-    eos_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()  # tokens that end a completion, in the order of HF's files
     bos_token_id: int | None = None
     pad_token_id: int | None = None
-    foreign: str = ""
-    why: str = ""
-    numbers: int = 0
+    foreign: str = ""  # config.json of an unsupported model, whose missing sizes are guesses
+    why: str = ""  # the reason why it is unsupported, for errors
+    numbers: int = 0  # parameters of a foreign model by its files; 0: count them from the sizes
 
     def __post_init__(self):
         if self.foreign:
             return
-        if self.num_heads % self.num_kv_heads:
-            raise UserError(
-                f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads="
-                f"{self.num_kv_heads}; fix config.json"
-            )
-        if not min(1, self.num_experts) <= self.experts_per_token <= self.num_experts:
-            raise UserError(
-                f"num_experts_per_tok={self.experts_per_token} is not between 1 and num_experts="
-                f"{self.num_experts}; fix config.json"
-            )
-        for name in ("short_factor", "long_factor") if self.rope.kind == "longrope" else ():
-            if (found := len(getattr(self.rope, name))) != self.head_dim // 2:
-                raise UserError(
-                    f"{name} of longrope has {found} numbers, wanted {self.head_dim // 2}: half of "
-                    "a head's width; fix config.json"
-                )
-        if self.head_dim % 2:
-            raise UserError(f"head_dim={self.head_dim} is odd; RoPE rotates pairs: fix config.json")
+        factors = ("short_factor", "long_factor") if self.rope.kind == "longrope" else ()
+        given, half = {n: len(getattr(self.rope, n)) for n in factors}, self.head_dim // 2
+        refuse((
+            (self.num_heads % self.num_kv_heads,
+             f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads="
+             f"{self.num_kv_heads}; fix config.json"),
+            (not min(1, self.num_experts) <= self.experts_per_token <= self.num_experts,
+             f"num_experts_per_tok={self.experts_per_token} is not between 1 and num_experts="
+             f"{self.num_experts}; fix config.json"),
+            *((size != half, f"{name} of longrope has {size} numbers, wanted {half}: half of a "
+               "head's width; fix config.json") for name, size in given.items()),
+            (self.head_dim % 2,
+             f"head_dim={self.head_dim} is odd; RoPE rotates pairs: fix config.json"),
+        ))  # fmt: skip
 
     @property
     def layer_windows(self) -> tuple[int, ...]:
@@ -196,18 +172,13 @@ class ModelConfig:
         own = {key: hf[key] for key in ARCHITECTURES[architecture]}  # HF ignores other keys
         check(hf)
         _refuse_options(hf, architecture)
-        heads = need(hf, "num_attention_heads")
+        heads, wide = need(hf, "num_attention_heads"), need(hf, "hidden_size")
+        hf = {"num_key_value_heads": heads, "head_dim": wide // heads, **hf}
         bias = bool(hf.get("attention_bias", False))
         kinds = ("default", "longrope") if architecture == "Phi3ForCausalLM" else rope_config.KINDS
         return cls(
             architecture=architecture,
-            vocab_size=need(hf, "vocab_size"),
-            num_layers=need(hf, "num_hidden_layers"),
-            model_dim=need(hf, "hidden_size"),
-            mlp_dim=need(hf, "intermediate_size"),
-            num_heads=heads,
-            num_kv_heads=need(hf, "num_key_value_heads", heads),
-            head_dim=need(hf, "head_dim", need(hf, "hidden_size") // heads),
+            **_sizes(hf),
             rope=rope_config.from_hf(hf, kinds),
             local_rope=rope_config.local_from_hf(hf) if "rope_local_base_freq" in own else None,
             windows=_windows(own, need(hf, "num_hidden_layers")),
@@ -223,7 +194,6 @@ class ModelConfig:
             **{"attention_bias": bias, "output_bias": bias} | TRAITS[architecture],
             value_head=value_head,
             rms_eps=float(hf.get("rms_norm_eps", 1e-6)),
-            max_position=need(hf, "max_position_embeddings"),
             initializer_range=float(hf.get("initializer_range", 0.02)),
             eos_token_ids=end_tokens(hf),
             bos_token_id=hf.get("bos_token_id"),
@@ -244,17 +214,13 @@ class ModelConfig:
             text[name] = None if isinstance(text.get(name), list) else text.get(name)
         check(text, *_OTHER_NAMES, "vocab_size", "head_dim", "bos_token_id", "pad_token_id")
         heads, wide = need(text, "num_attention_heads"), need(text, "hidden_size")
+        guesses = {"intermediate_size": 4 * wide, "num_key_value_heads": heads}
+        guesses["head_dim"] = wide // heads
+        text |= {key: text[key] or guess for key, guess in guesses.items()}
         return cls(
             architecture=str((hf.get("architectures") or [hf.get("model_type")])[0]),
-            vocab_size=need(text, "vocab_size"),
-            num_layers=need(text, "num_hidden_layers"),
-            model_dim=wide,
-            mlp_dim=text["intermediate_size"] or 4 * wide,
-            num_heads=heads,
-            num_kv_heads=text["num_key_value_heads"] or heads,
-            head_dim=text.get("head_dim") or wide // heads,
+            **_sizes(text),
             tie_embeddings=bool(text.get("tie_word_embeddings", False)),
-            max_position=need(text, "max_position_embeddings"),
             eos_token_ids=end_tokens(text),
             bos_token_id=text.get("bos_token_id"),
             pad_token_id=text.get("pad_token_id"),
@@ -281,17 +247,10 @@ class ModelConfig:
         hf = {
             "architectures": [name],
             "model_type": ARCHITECTURES[self.architecture]["model_type"],
-            "vocab_size": self.vocab_size,
-            "num_hidden_layers": self.num_layers,
-            "hidden_size": self.model_dim,
-            "intermediate_size": self.mlp_dim,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
+            **{key: getattr(self, field) for field, key in _SIZES.items()},
             "hidden_act": self.activation,
             "tie_word_embeddings": self.tie_embeddings,
             "rms_norm_eps": self.rms_eps,
-            "max_position_embeddings": self.max_position,
             "initializer_range": self.initializer_range,
             "attention_dropout": 0.0,
             "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
@@ -339,6 +298,10 @@ _OTHER_NAMES = {
 }
 
 
+def _sizes(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {field: need(hf, key) for field, key in _SIZES.items()}
+
+
 def _architecture(hf: Mapping[str, Any]) -> tuple[str, bool]:
     """Return the key of ARCHITECTURES, and whether the model has a value head."""
     check(hf, "architectures", "model_type", "id2label")
@@ -375,8 +338,8 @@ def _refuse_options(hf: Mapping[str, Any], architecture: str) -> None:
         "mlp_only_layers": bool(hf.get("mlp_only_layers")),
         "decoder_sparse_step": hf.get("decoder_sparse_step", 1) != 1,
     }
-    for key, refuse in refused.items():
-        if refuse:
+    for key, unlike in refused.items():
+        if unlike:
             raise NotOurs(
                 f"unsupported option {key}={hf.get(key)!r} of {architecture}; use another model"
             )

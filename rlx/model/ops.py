@@ -129,10 +129,8 @@ lookup.defvjp(_lookup_forward, _lookup_backward)
 def rms_norm(x: Array, scale: Array, eps: float, offset: float = 0.0) -> Array:
     """Return x / √(mean x² + eps) · (offset + scale) over the last axis, in x's dtype.
 
-    Statistics are in float32; with an offset the product is too, as in Gemma.
-
-    Args:
-      x: [..., D]; scale: [D].
+    Takes x [..., D] and scale [D]. Statistics are in float32; with an offset the product is too, as
+    in Gemma.
     """
     return _rms_norm_forward(x, scale, eps, offset)[0]
 
@@ -218,9 +216,8 @@ def softcap_slope(capped: Array, cap: float) -> Array | float:
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
     """Rotate pair (i, i + d/2) of each head by its angle, in float32 (RoPE, arXiv 2104.09864).
 
-    Args:
-      x: [..., heads, head_dim], also the result; cos, sin: [..., head_dim / 2] float32, without
-        gradient.
+    Takes x [..., heads, head_dim], also the result, and cos and sin [..., head_dim / 2] float32,
+    without gradient.
     """
     half = x.shape[-1] // 2
     first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)

@@ -7,7 +7,7 @@ imported only by functions that make arrays.
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,27 +25,16 @@ MLP = {"gate": ("model", "mlp"), "up": ("model", "mlp"), "down": ("mlp", "model"
 
 
 class Row(NamedTuple):
-    """One parameter.
+    """One parameter."""
 
-    Attributes:
-      path: keys in the nested dict; `("layers", …)` rows carry a leading layer axis.
-      axes: logical axis names, the layer axis first where there is one.
-      hf: HF's name, with `{}` for the layer's index, and for the expert's.
-      transposed: HF stores the matrix as [out, in]; here it is [in, out].
-      kind: initialisation: `matrix` (normal), `ones`, `zeros`.
-      shape: in the pytree, the size of each axis.
-      begin, joined_size: in a tensor where HF joins several matrices, this one's first row and the
-        tensor's rows; joined_size 0: the tensor is only this matrix.
-    """
-
-    path: tuple[str, ...]
-    axes: tuple[str, ...]
-    hf: str
-    transposed: bool
-    kind: str
-    shape: tuple[int, ...] = ()
-    begin: int = 0
-    joined_size: int = 0
+    path: tuple[str, ...]  # keys in the nested dict; `("layers", …)` rows have a layer axis first
+    axes: tuple[str, ...]  # logical axis names, the layer axis first where there is one
+    hf: str  # HF's name, with `{}` for the layer's index, and for the expert's
+    transposed: bool  # HF stores the matrix as [out, in]; here it is [in, out]
+    kind: str  # initialisation: `matrix` (normal), `ones`, `zeros`
+    shape: tuple[int, ...] = ()  # in the pytree, the size of each axis
+    begin: int = 0  # first row of this matrix in a tensor where HF joins several
+    joined_size: int = 0  # that tensor's rows; 0: it is only this matrix
 
     @property
     def stacked(self) -> bool:
@@ -188,11 +177,12 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
     }
 
 
-def shapes(config: ModelConfig, dtype: Any = "float32") -> Params:
-    """Return the pytree of `jax.ShapeDtypeStruct` of a model, without allocating it."""
+def shapes(config: ModelConfig, dtype: Any = "float32", rows: Sequence[Row] = ()) -> Params:
+    """Return the pytree of `jax.ShapeDtypeStruct` of a model, or of other `rows`."""
     import jax
 
-    return build({row.path: jax.ShapeDtypeStruct(row.shape, dtype) for row in table(config)})
+    rows = rows or table(config)
+    return build({row.path: jax.ShapeDtypeStruct(row.shape, dtype) for row in rows})
 
 
 def init(config: ModelConfig, key: "jax.Array", dtype: Any = "float32") -> Params:

@@ -13,21 +13,12 @@ LAYER_KINDS = ("full_attention", "sliding_attention")  # layers without and with
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary position embedding; names are HF's, None where HF's own default applies.
+    """Rotary position embedding; names are HF's, None where HF's own default applies."""
 
-    Attributes:
-      kind: default | linear | llama3 | yarn | longrope.
-      theta: base of the geometric series of wavelengths.
-      factor: how many times the context is stretched.
-      original_max_position_embeddings: tokens the model was trained on before stretching.
-      short_factor, long_factor: for longrope, divisors of each pair's frequency; the second where
-        sequences may be longer than these tokens (`long`; see `ModelConfig.within`).
-    """
-
-    kind: str = "default"
-    theta: float = 10_000.0
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
+    kind: str = "default"  # default | linear | llama3 | yarn | longrope
+    theta: float = 10_000.0  # base of the geometric series of wavelengths
+    factor: float = 1.0  # how many times the context is stretched
+    original_max_position_embeddings: int = 0  # tokens the model was trained on before stretching
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     attention_factor: float | None = None
@@ -36,9 +27,9 @@ class Rope:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool | None = None
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
-    long: bool = False
+    short_factor: tuple[float, ...] = ()  # for longrope, divisors of each pair's frequency
+    long_factor: tuple[float, ...] = ()  # those where sequences may be longer
+    long: bool = False  # whether they apply; see `ModelConfig.within`
 
 
 _REQUIRED = {

@@ -49,11 +49,7 @@ def target_device() -> jax.Device:
 
 
 def make_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
-    """Return the mesh of `text` over devices; None for one device and no text.
-
-    Args:
-      devices: all of the mesh; None: all devices of all processes.
-    """
+    """Return the mesh of `text` over `devices`, None: all; or None for one device and no text."""
     count = jax.device_count() if devices is None else len(devices)
     if not parse_mesh(text) and count == 1:
         return None
@@ -70,10 +66,10 @@ def spec(config: ModelConfig, row: parameters.Row, mesh: Mesh) -> PartitionSpec:
 
 
 def named_shardings(
-    config: ModelConfig, mesh: Mesh, rows: tuple[parameters.Row, ...] | None = None
+    config: ModelConfig, mesh: Mesh, rows: Sequence[parameters.Row] = ()
 ) -> parameters.Params:
     """Return the pytree of NamedShardings of the parameters, or of other `rows`."""
-    rows = parameters.table(config) if rows is None else rows
+    rows = rows or parameters.table(config)
     return parameters.build(
         {row.path: NamedSharding(mesh, spec(config, row, mesh)) for row in rows}
     )
@@ -81,15 +77,10 @@ def named_shardings(
 
 @dataclass(frozen=True)
 class Placement:
-    """Shardings of one weight of one layer; hashable.
+    """Shardings of one weight of one layer; hashable."""
 
-    Attributes:
-      own: in storage, also of its gradient.
-      used: in use, with WEIGHTS gathered.
-    """
-
-    own: NamedSharding
-    used: NamedSharding
+    own: NamedSharding  # in storage, also of its gradient
+    used: NamedSharding  # in use, with WEIGHTS gathered
 
     @property
     def transposed(self) -> "Placement":
@@ -149,15 +140,10 @@ _moved.defvjp(
 
 @dataclass(frozen=True)
 class Layout:
-    """Constraints on the activations and weights of a decoder; without a mesh it changes nothing.
+    """Constraints on the activations and weights of a decoder; none without a mesh."""
 
-    Attributes:
-      mesh: of the axes in AXES; None: one device.
-      places: name of a parameter → its place.
-    """
-
-    mesh: Mesh | None = None
-    places: Mapping[str, Placement] = field(default_factory=dict)
+    mesh: Mesh | None = None  # of the axes in AXES; None: one device
+    places: Mapping[str, Placement] = field(default_factory=dict)  # by name of a parameter
 
     @classmethod
     def of(cls, config: ModelConfig, mesh: Mesh | None, rows: Iterable[parameters.Row]) -> "Layout":

@@ -104,15 +104,10 @@ def shards(path: Path) -> list[Path]:
 
 @dataclass(frozen=True, eq=False)
 class Buckets:
-    """Tensors that are iterated once, bucket by bucket, to keep only one bucket in memory.
+    """Tensors that are iterated once, bucket by bucket, to keep only one bucket in memory."""
 
-    Attributes:
-      tensors: name → an object with its shape and dtype, in the order of the buckets.
-      buckets: name → array, or an argument of np.asarray.
-    """
-
-    tensors: Mapping[str, Any]
-    buckets: Iterable[Mapping[str, Any]]
+    tensors: Mapping[str, Any]  # name → an object with its shape and dtype, in the buckets' order
+    buckets: Iterable[Mapping[str, Any]]  # name → array, or an argument of np.asarray
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         return iter(self.buckets)
@@ -144,13 +139,9 @@ class Buckets:
         return len(text).to_bytes(8, "little") + text, 8 + len(text) + start
 
     def write(self, file: BinaryIO) -> list[int]:
-        """Write a safetensors file to an unbuffered `file`.
+        """Write a safetensors file to an unbuffered `file`; ValueError for odd dtypes or buckets.
 
-        Returns:
-          The CRC-32 of the file up to the end of its header, and of each tensor.
-
-        Raises:
-          ValueError: safetensors lacks a dtype, or the buckets do not match `tensors`.
+        Returns the CRC-32 of the file up to the end of its header, and of each tensor.
         """
         sums = [_write(file, memoryview(self.header()[0]), 0)]
         due = iter(self.tensors.items())
@@ -204,17 +195,12 @@ def write_directory(
     config: ModelConfig,
     tensors: Buckets,
     source: str | Path | None = None,
-    chat_template: str = "",
+    chat_template: str = "",  # replaces that of `source`
 ) -> list[int]:
     """Write an HF directory: config.json, model.safetensors, and `source`'s tokenizer files.
 
-    `path` is replaced in one step; on UserError nothing is left behind.
-
-    Args:
-      chat_template: replaces that of `source`.
-
-    Returns:
-      The result of `Buckets.write`.
+    `path` is replaced in one step; on UserError nothing is left behind. Returns the result of
+    `Buckets.write`.
     """
     with atomic_directory(Path(path)) as fresh:
         name = np.dtype(next(iter(tensors.tensors.values())).dtype).name

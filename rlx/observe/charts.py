@@ -16,22 +16,14 @@ _MAX_BARS = 98  # the eye cannot separate more stacked bars
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart.
-
-    Attributes:
-      values: one for each step; None where a step has none.
-      color: CSS class, `c1`…`c8`.
-      smooth: draw a running mean, and the values themselves faint behind it.
-      dots: mark each value.
-      steps, times: places of the values, if they differ from the chart's axes.
-    """
+    """One line of a chart."""
 
     name: str
-    values: Sequence[float | None]
-    color: str = "c1"
-    smooth: bool = False
-    dots: bool = False
-    steps: Sequence[float] | None = None
+    values: Sequence[float | None]  # one for each step; None where a step has none
+    color: str = "c1"  # CSS class, `c1`…`c8`
+    smooth: bool = False  # draw a running mean, and the values themselves faint behind it
+    dots: bool = False  # mark each value
+    steps: Sequence[float] | None = None  # steps, times: places of the values; None: the axes'
     times: Sequence[float | None] | None = None
 
 
@@ -39,23 +31,15 @@ def line_chart(
     title: str,
     about: str,
     lines: Sequence[Line],
-    axes: tuple[Sequence[float], Sequence[float | None]],
+    axes: tuple[Sequence[float], Sequence[float | None]],  # steps and seconds of the values
     *,
-    low: float | None = None,
+    low: float | None = None,  # low, high: a y that must be visible; None leaves it to the values
     high: float | None = None,
-    unit: str = "",
-    cut: bool = False,
-    stacked: bool = False,
+    unit: str = "",  # follows each value in the legend and under the pointer
+    cut: bool = False,  # end below a few much larger values (a first step that compiles)
+    stacked: bool = False,  # draw bars on one another; the legend shows means, not last values
 ) -> dict[str, Any] | None:
-    """Return a chart of lines over steps and over wall time; None without a value.
-
-    Args:
-      axes: steps and seconds of the run at which the lines have their values.
-      low, high: a y that must be visible; None leaves it to the values.
-      unit: follows each value in the legend and under the pointer.
-      cut: let the axis end below a few much larger values (a first step that compiles).
-      stacked: draw bars on one another; the legend then shows means, not last values.
-    """
+    """Return a chart of lines over steps and over wall time; None without a value."""
     known = [line for line in lines if any(value is not None for value in line.values)]
     drawn = [_drawn(line, axes, unit, stacked) for line in known]
     if not drawn:

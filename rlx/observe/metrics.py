@@ -42,38 +42,27 @@ class MetricsWriter:
     Files: `metrics.jsonl` has an object for each step, `eval.jsonl` for each evaluation.
     `rollouts/step-000001.jsonl` has sampled transcripts, `environment.json` the place of the first
     start, and `starts.jsonl` settings and environment of each start.
-
-    Attributes:
-      start: number of this start, from 1; the loop adds it to the record of each step.
-      environment: environment of this start. before: of the previous start, empty at the first.
     """
 
     def __init__(
         self,
         workdir: str | os.PathLike,
-        hooks: Hooks | None = None,
+        hooks: Hooks | None = None,  # get each record after it is on disk
+        # The next one; records from it on, left by a killed run, are removed. None keeps all.
         first_step: int | None = None,
-        place: Mapping[str, Any] | None = None,
-        config: Mapping[str, Any] | None = None,
-        changed: Iterable[str] = (),
+        place: Mapping[str, Any] | None = None,  # facts that only the caller knows
+        config: Mapping[str, Any] | None = None,  # settings of this start
+        changed: Iterable[str] = (),  # how they differ from the start before
     ):
-        """Open WORKDIR's files.
-
-        Args:
-          hooks: get each record after it is on disk.
-          first_step: the next step to be written; removes records of it and later steps, which a
-            run killed after its checkpoint has left. None keeps all.
-          place: facts for environment.json that only the caller knows.
-          config: settings of this start. changed: how they differ from the start before.
-        """
+        """Open WORKDIR's files."""
         self._workdir, self._hooks = Path(workdir), hooks or Hooks()
         self.unreadable = 0  # lines of records that were set aside
         if first_step is not None:
             self.unreadable = forget(self._workdir, first_step)
         here = environment.describe(place or {})
         starts = [each for each in read_jsonl(self._workdir / STARTS) if "start" in each]
-        self.start, self.environment = len(starts) + 1, here
-        self.before = starts[-1].get("environment", {}) if starts else {}
+        self.start, self.environment = len(starts) + 1, here  # number of this start, from 1
+        self.before = starts[-1].get("environment", {}) if starts else {}  # of the previous start
         begun, path = (first_step or 1) - 1, self._workdir / "environment.json"
         append_jsonl(
             self._workdir / STARTS,

@@ -179,7 +179,6 @@ class Progress:
         return "  ".join(fields)
 
     def _render(self) -> Panel:
-        """Return the panel as it is now."""
         width = min(self._console.width, 120)
         with self._lock:
             rows = self._rows(max(width - 4, 20) - 11)
@@ -201,7 +200,6 @@ class Progress:
         )  # fmt: skip
 
     def _head(self) -> list[Any]:
-        """Return the bar and the line under it."""
         last = self._history[-1] if self._history else {}
         step = last.get("step", 0)
         bar = Table.grid(padding=(0, 1, 0, 0), expand=True)

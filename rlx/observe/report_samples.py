@@ -104,7 +104,6 @@ def trained_versions(sample: Mapping[str, Any]) -> list[int]:
 
 
 def _cut(text: str) -> str:
-    """Return the text, without its middle where it is too long to show."""
     if len(text) <= MAX_CHARACTERS:
         return text
     half = MAX_CHARACTERS // 2

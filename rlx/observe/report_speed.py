@@ -132,11 +132,8 @@ def color_of(name: str) -> str:
 def overview(spans: Sequence[Span], seconds: float) -> dict[str, Any] | None:
     """Return the last and the first `seconds` of a run as rows, boxes and ticks; None for no spans.
 
-    Args:
-      spans: sorted by start, outer spans before those inside them.
-
-    Returns:
-      `keys`: a legend of the most frequent spans. `views`: drawings in percentages of the width.
+    Spans are sorted by start, outer ones first. `keys` is a legend of the most frequent ones;
+    `views` are drawings in percentages of the width.
     """
     if not spans:
         return None

@@ -27,8 +27,7 @@ _SKIPPED = 20  # rows named
 def write_report(workdir: str | os.PathLike, defaults: Mapping[str, Any] | None = None) -> Path:
     """Write WORKDIR/report.html and return its path; raise UserError when WORKDIR holds no run.
 
-    Args:
-      defaults: a nested mapping of config keys; the report lists which keys differ from it.
+    The report lists which config keys differ from `defaults`, a nested mapping.
     """
     run = load(workdir)
     path = Path(workdir) / "report.html"
@@ -92,7 +91,6 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 
 def _header(run: Run) -> dict[str, Any]:
-    """Return the run's state and the facts under its name."""
     total, done = run.total, _last(run, "step") or 0
     finished = total is not None and done >= total
     state = f"{done:g} of {total:g} steps" if total else f"{done:g} steps"
@@ -183,5 +181,4 @@ def _skipped(run: Run) -> list[tuple[str, str]]:
 
 
 def _last(run: Run, key: str) -> float | None:
-    """Return the metric's last known value."""
     return next((v for v in reversed(run.series(key)) if v is not None), None)

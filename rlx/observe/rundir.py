@@ -19,30 +19,19 @@ MAX_SAMPLE_FILES = 400  # of a longer run, the first and the last half of this m
 
 @dataclass(frozen=True)
 class Run:
-    """The records of one run, in order of step.
-
-    Attributes:
-      metrics, evals: objects of metrics.jsonl and eval.jsonl.
-      samples: transcripts of rollouts/, oldest first.
-      skipped: rows of skipped.jsonl, which failed in every attempt, each once.
-      spans: those of timeline.json, by start, outer ones before those inside them.
-      starts: entries of starts.jsonl that made the steps of `metrics`, oldest first; the newest
-        entry where there is no step. config, environment: settings and place of the last of them.
-      total: steps that the newest start wants; None if unknown.
-      ended_at: when metrics.jsonl was last written, seconds since the epoch; 0 if unknown.
-    """
+    """The records of one run, in order of step."""
 
     path: Path
-    metrics: list[dict[str, Any]]
+    metrics: list[dict[str, Any]]  # metrics, evals: objects of metrics.jsonl and eval.jsonl
     evals: list[dict[str, Any]]
-    samples: list[dict[str, Any]]
-    skipped: list[dict[str, Any]]
-    spans: list[Span]
-    config: dict[str, Any]
+    samples: list[dict[str, Any]]  # transcripts of rollouts/, oldest first
+    skipped: list[dict[str, Any]]  # rows of skipped.jsonl, which failed in every attempt, each once
+    spans: list[Span]  # those of timeline.json, by start, outer ones before those inside them
+    config: dict[str, Any]  # config, environment: of the last of `starts`
     environment: dict[str, Any]
-    starts: list[dict[str, Any]]
-    total: float | None
-    ended_at: float
+    starts: list[dict[str, Any]]  # of starts.jsonl that made the steps, oldest first; or the newest
+    total: float | None  # steps that the newest start wants; None if unknown
+    ended_at: float  # when metrics.jsonl was last written, seconds since the epoch; 0 if unknown
 
     def series(self, key: str) -> list[float | None]:
         """Return one metric over the steps, None where missing; `a.b` reads key b of dict a."""

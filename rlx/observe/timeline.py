@@ -34,17 +34,13 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Records spans, the newest `capacity` of them, from any thread.
-
-    Args:
-      clock: returns nanoseconds. earlier: timeline of an earlier start, which this one continues.
-    """
+    """Records spans, the newest `capacity` of them, from any thread."""
 
     def __init__(
         self,
-        clock: Callable[[], int] = time.monotonic_ns,
+        clock: Callable[[], int] = time.monotonic_ns,  # returns nanoseconds
         capacity: int = 200_000,
-        earlier: Path | None = None,
+        earlier: Path | None = None,  # timeline of an earlier start, which this one continues
     ):
         self._clock = clock
         self._spans: deque[Span] = deque(maxlen=capacity)

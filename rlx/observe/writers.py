@@ -121,7 +121,6 @@ class WeightsAndBiases(Board):
         self._run.define_metric("*", step_metric="step")
 
     def add(self, step: int, values: dict[str, Value]) -> None:
-        """Pass the numbers to wandb, whose own process sends them."""
         self._run.log({"step": step, **_numbers(values)})
 
     def on_end(self, reason: str) -> None:
@@ -139,7 +138,6 @@ class Trackio(Board):
         self._run = self._trackio.init("rlx", name, resume="allow", config=config, embed=False)
 
     def add(self, step: int, values: dict[str, Value]) -> None:
-        """Pass the numbers to trackio's thread."""
         self._run.log(_numbers(values), step=step)
 
     def on_end(self, reason: str) -> None:

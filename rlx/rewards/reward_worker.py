@@ -75,7 +75,6 @@ def _failure(function: Callable, index: int | None, found: Any) -> dict[str, Any
 
 
 def _kind(function: Callable) -> str:
-    """Return which calls a function takes, by its signature."""
     if "completions" in inspect.signature(function).parameters:
         return GROUP
     return TOGETHER if inspect.iscoroutinefunction(function) else EACH
@@ -135,7 +134,6 @@ def _outcome(job: Callable) -> Any:
 
 
 def _bound(function: Callable, call: RewardCall) -> Callable:
-    """Return the function with the arguments of one completion."""
     row = {key: value for key, value in call.row.items() if key not in _RESERVED}
     given = (call.prompt, call.completion, call.prompt_ids, call.completion_ids)
     return partial(function, *given, **_accepted(function, row))

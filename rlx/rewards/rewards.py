@@ -114,11 +114,7 @@ OF_GROUP = ("prompts", "completions", "prompt_ids", "completion_ids")
 
 
 def resolve(name: str) -> RewardFunction:
-    """Return the reward function `name`: a key of REWARDS, `module:function`, `FILE.py:function`.
-
-    Raises:
-      UserError: no such name, module or function.
-    """
+    """Return the reward `name`: a key of REWARDS, `module:name`, `FILE.py:name`; else UserError."""
     function = user_code.find("reward", name, REWARDS)
     if not callable(function):
         kind = type(function).__name__
@@ -129,8 +125,7 @@ def resolve(name: str) -> RewardFunction:
 def weights_of(name: str, terms: Iterable[Any]) -> dict[str, float]:
     """Return name → weight of each of `reward.terms`; without any, of `name`, which is 1.
 
-    Raises:
-      UserError: an entry is no pair of a name and a finite weight, or two would be logged alike.
+    UserError for an entry that is no pair of a name and a finite weight, or two logged alike.
     """
     weights: dict[str, float] = {}
     for entry in terms:

@@ -96,10 +96,8 @@ def repeated(
 ) -> list[list[Group]]:
     """Return the batches from `step` on that a killed run took, up to one that cannot be repeated.
 
-    Without them (I) holds for the other unconsumed groups as it did in the killed run.
-
-    Args:
-      known: groups by id. order: ids of the groups of each batch.
+    Without them (I) holds for the other unconsumed groups as it did in the killed run. `known` has
+    groups by id, `order` the ids of each batch.
     """
     found: list[list[Group]] = []
     for at, ids in enumerate(order, step):

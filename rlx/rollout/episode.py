@@ -3,8 +3,7 @@
 Observations are appended to the sampled tokens, which are never tokenised again.
 """
 
-import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -17,6 +16,7 @@ from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.rewards.reward_pool import RewardCall, RewardPool
 from rlx.rollout.workflows import Generator, Prompts, Task, chat, encode, joined
+from rlx.system.loop_thread import run_all
 
 _MARK = "@@ANSWER@@"  # an answer, to find the text that a chat template puts after it
 
@@ -123,16 +123,6 @@ async def begin(
     return found
 
 
-async def run_all(*coroutines: Coroutine) -> list[Any]:
-    """Return all results; if one fails, cancel the others and raise its error."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(each) for each in coroutines]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
-
-
 def between_answers(tokenizer: Any, message: Mapping[str, str]) -> str:
     """Return a message's text between two answers; UserError if the chat template omits it."""
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}, message]
@@ -184,7 +174,6 @@ class MultiTurn:
         self._feedback = encode(prompts.tokenizer, between_answers(prompts.tokenizer, again))
 
     async def run(self, fleet: Generator, task: Task) -> Group:
-        """Return the group of the task's row."""
         episodes = await begin(fleet, self._prompts, task, self._sampling, self._n)
         rewards, infos = [0.0] * len(episodes), [dict[str, float]() for _ in episodes]
         trying = list(range(len(episodes)))

@@ -429,7 +429,6 @@ class Executor:
         self._admit()
 
     def _finish(self, ticket: Ticket, group: Group, begun: float) -> None:
-        """Accept or reject a finished group."""
         rewards = {r for t in group.trajectories for r in t.turn_rewards or (t.reward,)}
         rejected = self._drop_equal_rewards and len(rewards) == 1
         with self._changed:

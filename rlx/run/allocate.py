@@ -26,14 +26,7 @@ class GpuShares(NamedTuple):
 
 
 def apply_allocation(config: ConfigDict, trains: bool = True) -> ConfigDict:
-    """Return a config with the keys that its `allocation_mode` sets.
-
-    Args:
-      trains: whether a trainer is required.
-
-    Raises:
-      UserError: the allocation is invalid, or contradicts another key.
-    """
+    """Return `config` with the keys that its `allocation_mode` sets; UserError if they clash."""
     if not (text := config.allocation_mode):
         return config
     parsed, usual = allocation.parse(text), default()
@@ -65,14 +58,10 @@ def apply_allocation(config: ConfigDict, trains: bool = True) -> ConfigDict:
 
 
 def share(config: ConfigDict, gpus: Sequence[str], processes: int = 0) -> GpuShares | None:
-    """Return the GPUs of this machine for each process; None if all see every GPU.
+    """Return each process's GPUs here, None if all see every one; UserError if they do not fit.
 
-    Args:
-      gpus: names of the available GPUs, as in CUDA_VISIBLE_DEVICES.
-      processes: number of the trainer's processes, which see all its GPUs; 0: not known.
-
-    Raises:
-      UserError: this machine has too few GPUs, or the processes do not fit the allocation.
+    `gpus` are names as in CUDA_VISIBLE_DEVICES. The trainer's processes, 0 if their number is not
+    known, see all its GPUs.
     """
     if not config.allocation_mode or not gpus:
         return None

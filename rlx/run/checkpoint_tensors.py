@@ -27,7 +27,6 @@ class _Stored(NamedTuple):
 
 
 def _stored(path: Path, rows: tuple[Row, ...]) -> dict[str, _Stored]:
-    """Return name → trained parameter of a checkpoint."""
     return _of_jax(path, rows) if (path / "state").is_dir() else _of_torch(path)
 
 
@@ -73,14 +72,7 @@ def _of_torch(path: Path) -> dict[str, _Stored]:
 
 
 def policy_of(path: Path, model: ModelConfig, dtype: str = "") -> Buckets:
-    """Return a checkpoint's policy under HF names; one tensor is in memory at a time.
-
-    Args:
-      dtype: dtype of the tensors; "" keeps the checkpoint's.
-
-    Raises:
-      UserError: the checkpoint belongs to another model.
-    """
+    """Return a checkpoint's policy by HF names, in `dtype` or its own; UserError if unfit."""
     rows = parameters.table(model)
     found, shapes = _stored(path, rows), dict[str, tuple[int, ...]]()
     for row in rows:

@@ -21,14 +21,7 @@ _ANSWERS = {"demonstrations": ("completion_key",), "pairs": ("chosen_key", "reje
 def rows(
     config: ConfigDict, algorithm: Algorithm, weights: Mapping[str, float], options: RunOptions
 ) -> list[Source]:
-    """Return the sources of training rows, then the held-out rows.
-
-    Args:
-      weights: name → weight of the rewards.
-
-    Raises:
-      UserError: a row lacks a column or cannot be rewarded; the message names it.
-    """
+    """Return the sources of training rows, then the held-out rows; UserError names an unfit row."""
     keys, kind, n = config.data, config.data.kind, config.eval.num_questions
     names = _ANSWERS.get(algorithm.data, ())
     named = [] if options.online else data.named_sources(keys)
@@ -78,13 +71,9 @@ _SOLUTIONS: dict[str, dict[str, Callable[[dict], str]]] = {  # of generated rows
 def fitting(
     rows: list[dict], name: str, check: Callable[[dict, str], None], overlong: str
 ) -> list[dict]:
-    """Return the rows that pass `check`, which takes a row and its name.
+    """Return the rows that pass `check`, which takes a row and its name; UserError for others.
 
-    Args:
-      overlong: "error" raises for a row that is too long; "skip" leaves it out.
-
-    Raises:
-      UserError: a row does not pass; with "skip", all rows are too long.
+    With overlong="skip", rows that are too long are left out, if any is left; "error" raises.
     """
     found: list[dict] = []
     for index, row in enumerate(rows):

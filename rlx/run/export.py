@@ -28,26 +28,16 @@ POLL_SECONDS = 0.1  # how often a blocked writer looks for a failed reader
 
 
 class Export:
-    """Convert the trainer's weights to published, HF and PEFT forms.
-
-    Args:
-      publish: how weights travel; see `config.fleet.publish`.
-      model_dir: HF directory of the run's first weights, the base of LoRA adapters.
-      source: HF directory whose tokenizer files are copied to exports.
-      template: chat template of exports; "": the one in `source`.
-
-    Attributes:
-      base: digest of `model_dir` if the run trains adapters, else b"".
-    """
+    """Convert the trainer's weights to published, HF and PEFT forms."""
 
     def __init__(
         self,
         options: TrainOptions,
-        publish: str,
+        publish: str,  # how weights travel; see `config.fleet.publish`
         update: Update,
-        model_dir: Path,
-        source: Path,
-        template: str = "",
+        model_dir: Path,  # HF directory of the run's first weights, the base of LoRA adapters
+        source: Path,  # HF directory whose tokenizer files are copied to exports
+        template: str = "",  # chat template of exports; "": the one in `source`
     ):
         self._update, self._model_dir, self._source = update, model_dir, source
         self._template, self._lora, self._dtype = template, options.lora, options.publish_dtype
@@ -92,10 +82,7 @@ class Export:
         submit: Callable[..., Future],
         last: Callable[[], Any] = lambda: None,
     ) -> Future[list[int]]:
-        """Begin to write the merged HF directory `path`; the future has its sums.
-
-        Args: as in `save` and `hand_over`.
-        """
+        """Begin to write the merged HF directory `path`; the future has its sums."""
         model, source, template = self._update.model, self._source, self._template
         return hand_over(
             self._update.weights(state),
@@ -148,9 +135,7 @@ def prune(directory: Path, keep: int) -> None:
 def require_base(host: Mapping[str, Any], base: bytes, directory: Path) -> None:
     """Raise UserError unless a checkpoint's adapters belong to the base with this digest.
 
-    Args:
-      host: host part of the checkpoint; without LoRA its `lora_base` is empty, like `base`.
-      directory: directory of the base, for the message.
+    Without LoRA both digests are empty. `directory` is the base's, for the message.
     """
     wanted = host.get("lora_base", "")
     if wanted != base.hex():
@@ -163,16 +148,11 @@ def require_base(host: Mapping[str, Any], base: bytes, directory: Path) -> None:
 def checkpoint_to_hf(
     path: Path, target: Path, model: str, dtype: str = "", peft_target: Path | None = None
 ) -> str:
-    """Write the HF directory of a checkpoint's parameters; return a line for the terminal.
+    """Write a checkpoint's HF directory, return a line about it; UserError for another model's.
 
-    Args:
-      path: the checkpoint; LoRA adapters are merged into the run's first weights.
-      model: HF directory or hub name that replaces the one in the checkpoint; "": keep it.
-      dtype: dtype of the tensors; "" keeps the checkpoint's, or the model's for merged adapters.
-      peft_target: PEFT directory for the adapters of a LoRA run.
-
-    Raises:
-      UserError: the checkpoint belongs to another model, or lacks adapters for `peft_target`.
+    LoRA adapters are merged into the run's first weights, and written to `peft_target`, which needs
+    them. `model`, an HF directory or hub name, replaces the one that the checkpoint names. With ""
+    for `dtype`, tensors keep the checkpoint's, or merged ones the model's.
     """
     host = checkpoint.read_host(path)
     run = host.get("config", {})
@@ -244,13 +224,9 @@ def directory_of(path: Path, out: Path) -> Path:
 
 
 def named_models(sources: Sequence[str]) -> dict[str, Path]:
-    """Return short name → directory: the shortest ends of the paths that differ.
+    """Return short name → directory, by the ends of paths that differ; UserError for no model.
 
-    Args:
-      sources: HF directories, hub names, checkpoints, or runs (their newest checkpoint).
-
-    Raises:
-      UserError: a source is not a model, or is given twice.
+    `sources` are HF directories, hub names, checkpoints, or runs (their newest), each once.
     """
     paths = {text: checkpoint.find(text) or directories.resolve(text, "--models")
              for text in (source.strip() for source in sources)}  # fmt: skip

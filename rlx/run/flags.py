@@ -25,26 +25,16 @@ from rlx.launch import allocation
 
 
 def parse(
-    argv: list[str],
+    argv: list[str],  # as sys.argv
     *,
-    config_needed: bool = True,
-    switches: Mapping[str, str] | None = None,
-    **strings: str,
+    config_needed: bool = True,  # whether it is a mistake to give no config
+    switches: Mapping[str, str] | None = None,  # name → help of flags without a value
+    **strings: str,  # name → help of further flags; each defaults to ""
 ) -> tuple[Any, flags.FlagValues]:
     """Read `argv` (program name first) into a config and the values of extra string flags.
 
-    Args:
-      argv: as sys.argv.
-      config_needed: whether it is a mistake to give no config.
-      switches: name → help of flags without a value, as `--dry_run`.
-      strings: name → help of further flags; each defaults to "".
-
-    Returns:
-      The config with overrides applied (None where none was given and none is needed), and the flag
-      values (`values.workdir`, …).
-
-    Raises:
-      UserError: no or unreadable config, unknown flag or key, or a value of the wrong type.
+    The config has overrides applied; it is None where none was given and none is needed. UserError
+    for no or unreadable config, unknown flag or key, or a value of the wrong type.
     """
     with tempfile.TemporaryDirectory() as directory:
         if re.search(r"\.ya?ml\b", " ".join(argv)):

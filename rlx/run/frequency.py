@@ -14,18 +14,12 @@ KINDS = ("checkpoint", "eval", "export")
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run is.
+    """How far a run is."""
 
-    Attributes:
-      epoch: complete passes over the data. epoch_step: train batches of the current one.
-      step: train batches of all epochs.
-      seconds: duration of the run, including earlier processes.
-    """
-
-    epoch: int = 0
-    epoch_step: int = 0
-    step: int = 0
-    seconds: float = 0.0
+    epoch: int = 0  # complete passes over the data
+    epoch_step: int = 0  # train batches of the current one
+    step: int = 0  # train batches of all epochs
+    seconds: float = 0.0  # duration of the run, including earlier processes
 
     def after(self, prompts: int, rows: int, seconds: float) -> "Position":
         """Return the position one batch later, after `prompts` in total from data of `rows`."""

@@ -49,12 +49,6 @@ class Inputs:
     """Options, model, dataset rows and workflow of a run, before reward workers start.
 
     Attributes:
-      weights: name → weight of the rewards.
-      prompts: renders rows into prompts.
-      named: factory of the workflow in `rollout.workflow`.
-      read: sources of all rows, including overlong ones; the last source is held out.
-      sources: sources of `train_rows`, in order.
-      notes: message about overlong rows and inexact answers; may be empty.
       held_out: groups of `eval_rows` for dataset training; empty for training on rollouts.
       model_rewarded: (workflow, fleet) → workflow with a reward model's values; None without one.
     """
@@ -62,18 +56,18 @@ class Inputs:
     options: RunOptions
     train: TrainOptions
     algorithm: Algorithm
-    weights: dict[str, float]
+    weights: dict[str, float]  # name → weight of the rewards
     model_dir: Path
     model_config: ModelConfig
-    prompts: Prompts
+    prompts: Prompts  # renders rows into prompts
     reward_pool: RewardPool
-    named: NamedWorkflow
+    named: NamedWorkflow  # factory of the workflow in `rollout.workflow`
     workflow: Workflow
-    read: list[Source]
-    sources: list[Source]
+    read: list[Source]  # sources of all rows, including overlong ones; the last source is held out
+    sources: list[Source]  # sources of `train_rows`, in order
     train_rows: list[dict]
     eval_rows: list[dict]
-    notes: str
+    notes: str  # message about overlong rows and inexact answers; may be empty
     held_out: list[Group]
     model_rewarded: Callable[..., Workflow] | None
 
@@ -82,13 +76,10 @@ class Inputs:
 
 
 def prepare(config: ConfigDict, row: Row = lambda *_: nullcontext(lambda *_: None)) -> Inputs:
-    """Read and check everything a run needs, in the order of the doctor's table.
+    """Read and check everything a run needs, in the doctor's order; UserError names what is wrong.
 
     Args:
       row: context of each check; a run stops at the first error, the doctor records it.
-
-    Raises:
-      UserError: a file, line, row or tensor cannot work; the message names it.
     """
     inputs = Inputs()
     inputs.options = RunOptions.of(config)

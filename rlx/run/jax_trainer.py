@@ -80,9 +80,7 @@ def random_weights(inputs: Inputs, directory: Path) -> None:
 def make(options: TrainOptions, context: int, path: str, **dtypes: Any) -> Update:
     """Return a trainer that starts from the weights of an HF directory.
 
-    Args:
-      context: tokens that a server takes, of prompt and answer together.
-      dtypes: options that process 0 has decided.
+    `context` is what a server takes, tokens of prompt and answer; process 0 has decided `dtypes`.
     """
     options = replace(options, **dtypes)
     if options.compile:  # JAX would fail to store these programs, with a warning for each

@@ -238,7 +238,6 @@ class _Loop:
         return None
 
     def _take(self, seconds: float) -> list[Group] | None:
-        """Return the next batch, if it is ready within `seconds`."""
         if self.publishing and self.publishing.done():
             self.publishing.result()  # raises the error of a failed publish
         return self.executor.collect(timeout=seconds)
@@ -408,7 +407,6 @@ class _Loop:
     # Held-out evaluation.
 
     def _measure(self) -> None:
-        """Compute the held-out loss of this step if it is due."""
         if self.parts.inputs.held_out and self.held_out.due(self.step):
             self._record()
             with self._phase("eval", step=self.step):

@@ -152,7 +152,6 @@ class _RayRun:
         return trainers
 
     def _replace_ended(self) -> None:
-        """Replace each server that has ended."""
         for i, one in enumerate(self._running):
             if not one.over:
                 continue

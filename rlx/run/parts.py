@@ -68,25 +68,16 @@ SKIPS_SHOWN = 5  # skipped rows shown in the terminal; skipped.jsonl has all
 
 @dataclass(eq=False, kw_only=True)
 class Parts:
-    """A run's parts, connected and started by `build`.
-
-    Attributes:
-      loop: thread of rollouts, publishes and evaluations.
-      stop: set by the first Ctrl-C or SIGTERM, a hook, or another thread.
-      elapsed: returns the seconds of the run, including earlier processes.
-      precision: the dtypes, which `build` writes into `config`, and the devices' speed.
-      teacher_fleet: fleet of the teacher that scores rollouts, if there is one.
-      begun: position at the start. last: kind of `frequency.KINDS` → its last position.
-    """
+    """A run's parts, connected and started by `build`."""
 
     config: ConfigDict
     workdir: Path
     inputs: Inputs
     sizes: RunSizes
-    stop: Event
+    stop: Event  # set by the first Ctrl-C or SIGTERM, a hook, or another thread
     hooks: Hooks
-    precision: Precision = field(init=False)
-    elapsed: Callable[[], float] = field(init=False)
+    precision: Precision = field(init=False)  # dtypes, which `build` writes into `config`
+    elapsed: Callable[[], float] = field(init=False)  # the run's seconds, earlier processes' too
     progress: Progress = field(init=False)
     timeline: Timeline = field(init=False)
     update: Update = field(init=False)
@@ -94,13 +85,13 @@ class Parts:
     journal: Journal = field(init=False)
     writer: MetricsWriter = field(init=False)
     held_out: HeldOut = field(init=False)
-    loop: LoopThread = field(init=False)
+    loop: LoopThread = field(init=False)  # thread of rollouts, publishes and evaluations
     executor: Executor = field(init=False)
     fleet: Fleet | NoFleet = field(init=False)
-    teacher_fleet: Fleet | None = None
+    teacher_fleet: Fleet | None = None  # of the teacher that scores rollouts
     gate: Gate | None = None
-    begun: Position = field(init=False)
-    last: Mapping[str, Position] = field(init=False)
+    begun: Position = field(init=False)  # at the start
+    last: Mapping[str, Position] = field(init=False)  # by kind of `frequency.KINDS`
 
     def advice(self, started: bool = True) -> str:
         """Return the remedy when out of memory."""
@@ -110,22 +101,13 @@ class Parts:
 def build(
     parts: Parts,
     stack: ExitStack,
-    killed: Killed | None,
-    hosts: Hosts,
-    gpus: Sequence[Sequence[str]],
+    killed: Killed | None,  # the killed process that used the workdir before, if any
+    hosts: Hosts,  # the trainer's processes; this one is number 0
+    gpus: Sequence[Sequence[str]],  # of each local server; empty: servers see all
 ) -> tuple[State, int]:
-    """Build and start everything; `stack` ends it in reverse order.
+    """Build and start everything; `stack` ends it in reverse order. UserError if a part fails.
 
-    Args:
-      killed: the killed process that used the workdir before, if any.
-      hosts: the trainer's processes; this one is number 0.
-      gpus: names of each local server's GPUs; empty: servers see all.
-
-    Returns:
-      train state, which the first update donates, and its step.
-
-    Raises:
-      UserError: servers, teacher, checkpoint or storage cannot work.
+    Returns the train state, which the first update donates, and its step.
     """
     config, workdir, inputs, hooks = parts.config, parts.workdir, parts.inputs, parts.hooks
     begun, library = time.monotonic(), trainers.library(config)
@@ -327,8 +309,7 @@ def publish_dir(
 ) -> str:
     """Return the directory of published weights: `fleet.publish_dir`, or `workdir` if that is full.
 
-    Raises:
-      UserError: neither has space, or running servers can read `fleet.publish_dir` only.
+    UserError if neither has space, or running servers can read `fleet.publish_dir` only.
     """
     fleet, needed = config.fleet, memory.in_publish_dir(sizes)
     try:
@@ -422,11 +403,7 @@ def _journal(parts: Parts, restored: checkpoint.Restored | None) -> Journal:
 def _recover(
     parts: Parts, restored: checkpoint.Restored | None, last: Mapping[str, Any]
 ) -> Recovered:
-    """Restore the executor from the checkpoint and the journal; show what is repeated.
-
-    Args:
-      last: record of the last step before this start.
-    """
+    """Restore the executor from the checkpoint and the journal; show what is repeated."""
     executor, place, say = parts.executor, parts.workdir / "journal", parts.progress.message
     saved = restored.host["executor"] if restored else executor.state()
     at = history.position(saved if restored else None)

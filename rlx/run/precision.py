@@ -22,18 +22,12 @@ _REPEATS, _SECONDS, _FLOPS = 10, 0.3, 5e8  # at most, of a probe and of its prod
 
 
 class Precision(NamedTuple):
-    """The dtypes of a run, and its devices.
+    """The dtypes of a run, and its devices."""
 
-    Attributes:
-      dtypes: key of `config.model` → float32 | bfloat16.
-      message: why `auto` is this dtype; "": the config names it.
-      devices: number, in all processes. peak: FLOP/s of all together; 0: unknown.
-    """
-
-    dtypes: dict[str, Any]
-    message: str
-    devices: int
-    peak: float
+    dtypes: dict[str, Any]  # key of `config.model` → float32 | bfloat16
+    message: str  # why `auto` is this dtype; "": the config names it
+    devices: int  # number, in all processes
+    peak: float  # FLOP/s of all together; 0: unknown
 
     def speed(self, metrics: Mapping[str, Any], seconds: float) -> dict[str, float]:
         """Return the metrics of an update that took `seconds`, by its tokens and FLOPs."""
@@ -47,9 +41,7 @@ def decide(
 ) -> Precision:
     """Return the dtypes that `auto` means; on a CPU measure products for up to half a second.
 
-    Args:
-      devices: of the trainer, on all its `processes`.
-      begun: the dtype with which the run began; "" for a new one.
+    `devices` are those of all `processes`; `begun` is the dtype with which the run began, or "".
     """
     wanted = config.model.compute_dtype
     known, native = wanted.replace(AUTO, begun.replace(AUTO, "")), devices.has_bfloat16
@@ -80,9 +72,5 @@ def decide(
 
 
 def choose(native: bool, float32: float, bfloat16: float) -> str:
-    """Return the dtype for a device with native bfloat16, or without.
-
-    Args:
-      float32, bfloat16: seconds of a product in each; 0 where they are not measured.
-    """
+    """Return the dtype by native bfloat16 and the seconds of a product in each, 0: not measured."""
     return "bfloat16" if native and float32 >= GAIN * bfloat16 else "float32"

@@ -107,9 +107,7 @@ def last_step(workdir: Path) -> Mapping[str, Any]:
 def continuation(found: Recovered, last: Mapping[str, Any], kept: Mapping[str, int]) -> str:
     """Return the steps and prompts that a run repeats, and the samples that it continues.
 
-    Args:
-      last: record of the last step after the checkpoint.
-      kept: see `Unfinished.counts`.
+    `last` is the record of the last step after the checkpoint; `kept` is from `Unfinished`.
     """
     host, groups = found.host, len(found.groups)
     step, steps = host["step"], max(0, last.get("step", host["step"]) - host["step"])

@@ -35,27 +35,17 @@ from rlx.workers.worker_process import WorkerLimits
 
 @dataclass(frozen=True, eq=False)
 class RunOptions:
-    """Options of the rooms that need no file and no algorithm, read once from a run's config.
+    """Options of the rooms that need no file and no algorithm, read once from a run's config."""
 
-    Attributes:
-      served: whether the run has a fleet; training on a dataset needs none.
-      online: whether applications outside ask, in place of rows.
-      context: tokens that a server takes, of prompt and answer together.
-      longest: tokens of the longest trajectory.
-      sampling: of rollouts; each prompt gets its own seed later.
-      evaluation: greedy, with training's stops and, unless set otherwise, its budget.
-      servers: options of `LocalServers`; most are flags of rlx.serve.
-    """
-
-    served: bool
-    online: bool
-    context: int
-    longest: int
-    sampling: Sampling
-    evaluation: Sampling
+    served: bool  # whether the run has a fleet; training on a dataset needs none
+    online: bool  # whether applications outside ask, in place of rows
+    context: int  # tokens that a server takes, of prompt and answer together
+    longest: int  # tokens of the longest trajectory
+    sampling: Sampling  # of rollouts; each prompt gets its own seed later
+    evaluation: Sampling  # greedy, with training's stops and, unless set otherwise, its budget
     patience: Patience
     limits: Timeouts
-    servers: Mapping[str, Any]
+    servers: Mapping[str, Any]  # options of `LocalServers`; most are flags of rlx.serve
     teacher: ScorerOptions
     reward_model: ScorerOptions
 

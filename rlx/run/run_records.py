@@ -19,22 +19,14 @@ OF_ROLLOUTS = (
 
 
 def step_record(
-    step: int,
-    metrics: Mapping[str, Any],
+    step: int,  # completed train batches, from 1
+    metrics: Mapping[str, Any],  # result of `update`
     step_seconds: float,
-    generated_tokens: int,
-    data: str = "rollouts",
-    **values: Any,
+    generated_tokens: int,  # tokens completed since the last record
+    data: str = "rollouts",  # training data of the algorithm; OF_ROLLOUTS is omitted for datasets
+    **values: Any,  # further values of the step
 ) -> dict[str, Any]:
-    """Return one line of metrics.jsonl.
-
-    Args:
-      step: completed train batches, from 1.
-      metrics: result of `update`.
-      generated_tokens: tokens completed since the last record.
-      data: training data of the algorithm; OF_ROLLOUTS is omitted for datasets.
-      values: further values of the step.
-    """
+    """Return one line of metrics.jsonl."""
     own = {
         "step": step,
         "global_step": step,

@@ -134,6 +134,5 @@ class Saves:
             self._parts.progress.message(f"{error}; training continues until the next save")
 
     def _write(self, finish: Callable[[], Path]) -> Path:
-        """Write a checkpoint in a writer thread; return its directory."""
         with self._parts.timeline.span("trainer", "save", track="disk"):
             return finish()

@@ -34,17 +34,11 @@ _LOAD_SECONDS = 900.0  # until servers answer
 
 
 class Ended(NamedTuple):
-    """How an attempt at a run ended.
+    """How an attempt at a run ended."""
 
-    Attributes:
-      status: exit status for the command.
-      failure: error message if a retry may help; else "".
-      by_itself: whether the run ended itself; without a new step a retry would fail again.
-    """
-
-    status: int
-    failure: str = ""
-    by_itself: bool = False
+    status: int  # exit status for the command
+    failure: str = ""  # error message if a retry may help
+    by_itself: bool = False  # the run ended itself; without a new step a retry would fail again
 
 
 def retry(attempt: Callable[[], Ended], config: ConfigDict, workdir: Path) -> Ended:
@@ -67,14 +61,9 @@ def steps_in(workdir: Path) -> int:
 def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: bool) -> int:
     """Start a run in other processes and wait for its end; return rlx.main's exit status.
 
-    Args:
-      config: after `apply_allocation` and `check`.
-      workdir: directory that all hosts see.
-      flags: the user's flags of rlx.main.
-      dry_run: only write and show the processes to start.
-
-    Raises:
-      UserError: the run cannot start or has failed; none of its processes is left.
+    `config` has passed `apply_allocation` and `check`; `workdir` is seen by all hosts; `flags` are
+    the user's, of rlx.main. With `dry_run` only write and show the processes to start. UserError if
+    the run cannot start or has failed; none of its processes is left.
     """
     if config.scheduler.type == "local":
         return _launch_here(config, workdir)
@@ -114,29 +103,19 @@ def _launch_here(config: ConfigDict, workdir: Path) -> int:
 
 
 def processes_of(
-    config: ConfigDict,
+    config: ConfigDict,  # after `apply_allocation` and `check`
     workdir: Path,
-    flags: Sequence[str],
-    hosts: Mapping[str, Sequence[str]],
-    directory: Path,
+    flags: Sequence[str],  # the user's flags of rlx.main
+    hosts: Mapping[str, Sequence[str]],  # hosts, port: see `launch.processes`
+    directory: Path,  # shared directory with the files of `make_secrets`
     port: int,
     python: str = sys.executable,
-    weights: bool = True,
+    weights: bool = True,  # whether to download the weights of a hub model
 ) -> tuple[Process, ...]:
-    """Return the processes of a run, the trainer's first.
+    """Return the processes of a run, the trainer's first; UserError if they do not fit the hosts.
 
     Servers and trainer 0 need $RLX_FLEET_TOKEN. The caller writes the servers' addresses into
     `directory`/ADDRESSES before trainer 0 starts.
-
-    Args:
-      config: after `apply_allocation` and `check`.
-      flags: the user's flags of rlx.main.
-      hosts, port: see `launch.processes`.
-      directory: shared directory with the files of `make_secrets`.
-      weights: whether to download the weights of a hub model.
-
-    Raises:
-      UserError: the processes do not fit the hosts.
     """
     parsed = allocation.parse(config.allocation_mode) if config.allocation_mode else None
     given = bool(config.fleet.addresses)

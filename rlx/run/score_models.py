@@ -47,11 +47,7 @@ Show = Callable[[str, int, int], None]  # (what, samples finished, samples wante
 
 
 def eval_options(config: ConfigDict, values: Any) -> Asked:
-    """Return the options of an evaluation, and write its token budget into `config`.
-
-    Args:
-      values: flags of rlx.evaluate; empty ones have their defaults.
-    """
+    """Return an evaluation's options by its flags, and write its token budget into `config`."""
     number = partial(flags.number, values)
 
     def numbers(text: str) -> tuple[int, ...]:
@@ -74,26 +70,17 @@ def eval_options(config: ConfigDict, values: Any) -> Asked:
 
 
 def score_models(
-    config: ConfigDict,
-    models: Mapping[str, Path],
-    sets: Sequence[tuple[Benchmark, Sequence[Mapping[str, Any]]]],
+    config: ConfigDict,  # config of a run; `sampling.max_new_tokens` is the budget of an answer
+    models: Mapping[str, Path],  # name → HF directory or checkpoint
+    sets: Sequence[tuple[Benchmark, Sequence[Mapping[str, Any]]]],  # question sets with their rows
     asked: Asked,
     out: Path,
-    show: Show,
+    show: Show,  # called with the progress of each set
 ) -> list[dict[str, Any]]:
     """Generate the samples that `out` lacks, grade them, and write the table.
 
-    Args:
-      config: config of a run; `sampling.max_new_tokens` is the budget of an answer.
-      models: name → HF directory or checkpoint.
-      sets: question sets with their rows.
-      show: called with the progress of each set.
-
-    Returns:
-      rows of results.json: model, dataset, columns of the table, failed.
-
-    Raises:
-      UserError: `out` holds another evaluation, or a server, prompt or grader cannot work.
+    Returns rows of results.json: model, dataset, columns of the table, failed. UserError if `out`
+    holds another evaluation, or a server, prompt or grader cannot work.
     """
     statistics.check_samples(asked.n_samples, asked.pass_at, asked.maj_at)
     options, template = RunOptions.of(config), config.data.chat_template

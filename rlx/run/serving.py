@@ -34,24 +34,15 @@ def read_keys(path: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class GatewayServer:
-    """A gateway's address, API keys and TLS.
-
-    Attributes:
-      keys: API keys with a session each; without keys and `online`, all clients share one.
-      tool_format: see `tool_calls.Reader`.
-      online: options of sessions that an admin makes, or None. directory: their database.
-
-    Raises:
-      UserError: the host is not loopback, and keys or TLS are missing.
-    """
+    """A gateway's address, API keys and TLS; UserError for a public host without keys and TLS."""
 
     host: str
     port: int
-    keys: tuple[str, ...]
+    keys: tuple[str, ...]  # with a session each; without keys and `online`, all clients share one
     tls: Tls | None
-    tool_format: str = ""
-    online: OnlineOptions | None = None
-    directory: str = "rlx-sessions"
+    tool_format: str = ""  # see `tool_calls.Reader`
+    online: OnlineOptions | None = None  # options of sessions that an admin makes
+    directory: str = "rlx-sessions"  # of their database
 
     def __post_init__(self) -> None:
         if fleet_tls.is_loopback(self.host) or ((self.keys or self.online) and self.tls):
@@ -62,11 +53,7 @@ class GatewayServer:
         )
 
     async def serve(self, fleet: Fleet, tokenizer: Any, name: str) -> None:
-        """Connect `fleet` and answer requests until SIGINT or SIGTERM.
-
-        Raises:
-          UserError: a server or the port is not available, or the extra `agents` is missing.
-        """
+        """Connect `fleet`, answer until SIGINT or SIGTERM; UserError if a server or port fails."""
         make = gateway_class()
         stop, online = asyncio.Event(), None
         async with AsyncExitStack() as stack:

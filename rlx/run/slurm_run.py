@@ -163,7 +163,6 @@ def _write(
 
 
 def _why(number: str, job: Job, workdir: Path, attempt: Path, failed: Sequence[str]) -> str:
-    """Return a sentence on why a job failed."""
     if job.status == slurm.UNSHARED and not _logs(attempt):
         return (
             f"job {number} did not start: its first node ({job.nodes.split(',')[0]}) cannot see "

@@ -30,14 +30,9 @@ def _template(given: str, tokenizer: Any) -> str:
 
 
 def load_tokenizer(model_dir: Path, system_prompt: str = "", chat_template: str = "") -> Any:
-    """Return the directory's tokenizer, with a chat template that renders a question.
+    """Return the directory's tokenizer, with a chat template that renders a question; or UserError.
 
-    Args:
-      system_prompt: text before each question.
-      chat_template: file with a template, or "none" for raw prompts; "": the directory's own.
-
-    Raises:
-      UserError: the tokenizer or its template is missing or cannot be used.
+    `chat_template` is a file, "none" for raw prompts, or "" for the directory's own.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -75,8 +70,7 @@ def load_tokenizer(model_dir: Path, system_prompt: str = "", chat_template: str 
 def read_prompts(path: str, tokenizer: Any, count: int) -> list[np.ndarray]:
     """Return up to `count` prompts, [T] int32 each, rendered by the chat template.
 
-    Args:
-      path: file of rows with `question`, or text with a prompt per line; "": arithmetic problems.
+    `path` is a file of rows with `question`, or of a prompt per line; "": arithmetic problems.
     """
     if not path:
         rows = arithmetic.problems(0, "held_out", count)

@@ -72,13 +72,9 @@ def follow(config: ConfigDict, hosts: Hosts) -> tuple[int, bool]:
 
 @contextmanager
 def join_processes(config: ConfigDict, stop: Event) -> Iterator[Hosts]:
-    """Join the other processes of the run during the block.
+    """Join the run's other processes during the block; UserError if they are missing or differ.
 
-    Args:
-      stop: event to set on process 0 when another process receives a signal.
-
-    Raises:
-      UserError: processes are missing, or have another config or code.
+    On process 0, `stop` is set when another process receives a signal.
     """
     code, root = hashlib.blake2b(digest_size=8), Path(rlx.__file__).parent.parent
     for path in sorted([*root.glob("rlx/**/*.py"), *root.glob("rlx_torch/*.py")]):

@@ -34,17 +34,11 @@ _BUSY = 30.0  # CPU seconds that count as life before the first step, while it c
 
 
 class Sign(NamedTuple):
-    """A sign of life.
+    """A sign of life."""
 
-    Attributes:
-      mark: changes with each sign; None while there is nothing to do.
-      what: returns the sentence for a late sign.
-      since: time of the mark; 0.0 if unknown.
-    """
-
-    mark: Hashable
-    what: Callable[[], str]
-    since: float = 0.0
+    mark: Hashable  # changes with each sign; None while there is nothing to do
+    what: Callable[[], str]  # returns the sentence for a late sign
+    since: float = 0.0  # time of the mark; 0.0 if unknown
 
 
 class Quiet(NamedTuple):
@@ -61,8 +55,7 @@ def look(
 ) -> tuple[dict[str, Quiet], list[str]]:
     """Return the state after a look at all signs, and a line for each late one.
 
-    Args:
-      now: monotonic seconds. least: quiet seconds of each sign that are never late.
+    At `now`, in monotonic seconds, a sign that is quiet for its `least` seconds is not late.
     """
     after, lines = {}, []
     for name, sign in signs.items():

@@ -38,8 +38,7 @@ def flush(paths: Iterable[Path]) -> None:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Yield a new directory that replaces `path` if the block succeeds, else is removed.
 
-    Raises:
-      UserError, DiskFull: it cannot be written; `path` is unchanged.
+    UserError or DiskFull if it cannot be written; `path` is unchanged.
     """
     fresh, lock = None, -1
     try:
@@ -88,11 +87,7 @@ def sweep(path: Path) -> None:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file or directory until it is closed; return False if another process has it.
-
-    Raises:
-      OSError: the file system has no locks.
-    """
+    """Lock an open file or directory until closed; False if another process has it; or OSError."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -66,10 +66,8 @@ def _number(path: Path, name: str) -> int:
 def words(code: int, peak_bytes: int, *, killed_for_memory: bool = False) -> str:
     """Describe the end of a process: `with status 2`, `by SIGKILL at a peak of …`.
 
-    Args:
-      code: exit code as in subprocess; negative is a signal.
-      peak_bytes: its peak resident memory; 0 if unknown.
-      killed_for_memory: whether the kernel OOM-killed a process meanwhile.
+    A negative `code` is a signal, as in subprocess; a peak of 0 is unknown. `killed_for_memory`
+    means that the kernel OOM-killed a process meanwhile.
     """
     if code >= 0:
         return f"with status {code}"

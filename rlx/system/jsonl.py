@@ -23,8 +23,7 @@ _SCRATCH = re.compile(r"\..+\.\d+-\d+")
 def jsonable(value: Any) -> Any:
     """Return `value` as JSON types: non-finite floats become None, arrays lists, keys strings.
 
-    Raises:
-      TypeError: it has no JSON form.
+    TypeError if it has no JSON form.
     """
     if value is None or isinstance(value, str | bool | int):
         return value
@@ -52,8 +51,7 @@ def encode(obj: Mapping[str, Any]) -> bytes:
 def append_jsonl(path: str | os.PathLike, obj: Mapping[str, Any]) -> None:
     """Append `obj` as one line; make the file and its directory if they are missing.
 
-    Raises:
-      UserError: the disk is full or not writable; the file is unchanged.
+    UserError if the disk is full or not writable; the file is unchanged.
     """
     line = encode(obj)
     try:

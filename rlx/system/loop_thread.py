@@ -15,15 +15,11 @@ _THREADS = 32  # for blocking calls of users' code
 
 
 class LoopThread:
-    """A thread that runs coroutines for other threads.
-
-    Attributes:
-      thread: runs the event loop.
-      threads: pool of `asyncio.to_thread` on this loop, for users' code only.
-      ending: True once `close` has begun, to keep cancelled work from restarting.
-    """
+    """A thread that runs coroutines for other threads."""
 
     def __init__(self, name: str):
+        # `ending`, from `close` on, keeps cancelled work from restarting. `threads` are the pool of
+        # `asyncio.to_thread` on this loop, for users' code only.
         self.ending, self.threads = False, DaemonThreads(_THREADS)
         self._turned = 0.0
         self.thread = threading.Thread(target=self._run_loop, name=name, daemon=True)
@@ -53,11 +49,7 @@ class LoopThread:
         return self._turned
 
     def run(self, coroutine: Coroutine, seconds: float | None = None) -> Any:
-        """Run `coroutine` on the loop and wait for its result; call it from another thread.
-
-        Raises:
-          TimeoutError: it took longer than `seconds`.
-        """
+        """Return a coroutine's result to another thread; TimeoutError after `seconds`."""
         if threading.current_thread() is self.thread:
             coroutine.close()
             raise RuntimeError("run() would wait for itself on the loop's own thread; await it")
@@ -89,12 +81,18 @@ class LoopThread:
             self._started.set()
 
 
-def run_alone(coroutine: Coroutine, name: str, seconds: float) -> Any:
-    """Run `coroutine` on a new loop, even inside a running one; return its result.
+async def run_all(*coroutines: Coroutine) -> list[Any]:
+    """Return all results; if one fails, cancel the others and raise its error."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in coroutines]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
-    Raises:
-      TimeoutError: it took longer than `seconds`, even if it blocks the loop.
-    """
+
+def run_alone(coroutine: Coroutine, name: str, seconds: float) -> Any:
+    """Return a coroutine's result from a new loop, also inside another; TimeoutError if late."""
     loop = LoopThread(name)
     loop.start()
     try:

@@ -11,8 +11,7 @@ _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 def end_with_parent(parent_pid: int) -> None:
     """Let the kernel kill this process when the thread that started it ends, SIGKILL included.
 
-    Args:
-      parent_pid: process that started this one; if it has ended already, exit at once.
+    If the parent has ended already, exit at once.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

@@ -16,16 +16,12 @@ from rlx.base import place
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """Pool of at most `most` daemon threads.
-
-    Attributes:
-      calls: running calls: name, and start in monotonic seconds.
-    """
+    """Pool of at most `most` daemon threads."""
 
     def __init__(self, most: int):
         self._most, self._lock, self._held = most, Lock(), set[Future]()
         self._queued: deque[tuple[Future, Callable[[], Any]]] = deque()
-        self.calls: dict[Future, tuple[str, float]] = {}
+        self.calls: dict[Future, tuple[str, float]] = {}  # running, with start in monotonic seconds
 
     def submit(self, function: Callable, /, *args: Any, **kwargs: Any) -> Future:
         """Call `function` as soon as a thread is free."""

@@ -66,8 +66,7 @@ def fresh_workdir(config_file: str) -> Path:
 def chosen_workdir(given: str, config_file: str, fresh: bool = True) -> Iterator[Path]:
     """Yield the directory `given`, or a fresh one, which is removed if it stays empty.
 
-    Args:
-      fresh: whether to make a fresh one; otherwise the default is `runs`.
+    Without `fresh` the default is `runs`.
     """
     path = fresh_workdir(config_file) if fresh and not given else Path(given or "runs")
     try:
@@ -82,14 +81,10 @@ def chosen_workdir(given: str, config_file: str, fresh: bool = True) -> Iterator
 def lock_workdir(
     directory: Path, option: str = "--workdir", beat: float = BEAT_SECONDS
 ) -> Iterator[Killed | None]:
-    """Lock `directory`, which exists, for this process; yield the last process if it was killed.
+    """Lock `directory` for this process, else UserError; yield the last process if it was killed.
 
-    Args:
-      option: option that chooses another directory, for the error.
-      beat: seconds between two updates of the file's time.
-
-    Raises:
-      UserError: another process runs in it.
+    The error names the `option` for another directory. `beat` seconds pass between two updates of
+    the file's time.
     """
     path, pid = directory / _NAME, os.getpid()
     handle = _locked(path, option)
@@ -194,7 +189,6 @@ def _who(record: bytes | None) -> str:
 
 
 def _machine() -> str:
-    """Return the host's name and the id of its boot."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -177,7 +177,6 @@ class BatchUpdate:
         return passes * parameters.forward_flops(self.model, sizes) + critic
 
     def evaluate(self, state: State, groups: Sequence[Group]) -> dict[str, float]:
-        """Return the loss's metrics on groups, without training; raises as `update` does."""
         _, _, packed, (per_token, divisors, sums) = self._begin(state, groups, 1)
         inputs = (self._gather(per_token, batch, sums, np.float32(0.0)) for batch in packed[0])
         made = [self._stats(state, batch) for batch in inputs]
@@ -185,7 +184,6 @@ class BatchUpdate:
         return losses.summarise(step_metrics.totals(parts), float(denominator))
 
     def logprobs(self, state: State, groups: Sequence[Group]) -> list[np.ndarray]:
-        """Return the log-probabilities of each trajectory's tokens; see the contract."""
         flat = packing.flatten(groups)
         _, batches = self._pack(flat, np.arange(flat.num_sequences))
         scores = self._score(self._policy(state), batches, len(flat.tokens["tokens"]))

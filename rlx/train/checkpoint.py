@@ -50,24 +50,18 @@ def save(directory: str | Path, step: int, state: Any, host: dict, *rest: Any, *
 
 
 def begin(
-    directory: str | Path,
-    step: int,
+    directory: str | Path,  # where checkpoints live; made if missing
+    step: int,  # train batches done; a checkpoint of the same step is replaced
     begin_state: Callable[[Path], Future[None]],
-    size: int,
-    host: dict,
-    keep: int = 2,
-    beside: int = 0,
+    size: int,  # bytes of the state
+    host: dict,  # JSON-able; the dataset's cursor, staleness counters, seeds, config
+    keep: int = 2,  # how many checkpoints to keep, ≥ 1
+    beside: int = 0,  # bytes that must also be free, for files written after the checkpoint
 ) -> Callable[[], Path]:
     """Begin to write a checkpoint of the present state.
 
     Args:
-      directory: where checkpoints live; made if missing.
-      step: train batches done; a checkpoint of the same step is replaced.
       begin_state: begins to write the train state into a directory, as `Update.save` does.
-      size: bytes of the state.
-      host: JSON-able; the dataset's cursor, staleness counters, seeds, config.
-      keep: how many checkpoints to keep, ≥ 1.
-      beside: bytes that must also be free, for files written after the checkpoint.
 
     Returns:
       A function that finishes the checkpoint, in any thread, and returns its directory. Call it
@@ -133,16 +127,12 @@ def step_of(checkpoint: Path) -> int:
 
 def restore_latest(
     directory: str | Path,
-    read_state: Callable[[Path], Any],
-    say: Callable[[str], None] | None = None,
+    read_state: Callable[[Path], Any],  # of a checkpoint, as `Update.restore`
+    say: Callable[[str], None] | None = None,  # reports one that is skipped; None: a warning
 ) -> Restored | None:
     """Read the newest checkpoint that matches its manifest; None where there are no checkpoints.
 
     UserError if every checkpoint is damaged, or the state has other shapes.
-
-    Args:
-      read_state: returns the train state of a checkpoint, as `Update.restore` does.
-      say: reports a damaged checkpoint that is skipped; None: a warning.
     """
     _remove_temporary(Path(directory))
     path = _newest_whole(directory, say)
@@ -175,10 +165,8 @@ def is_one(path: Path) -> bool:
 def find(source: str | Path) -> Path | None:
     """Return `source` if it is a checkpoint, else the newest whole one in it, or None.
 
-    UserError if the checkpoint, or every one there, is damaged.
-
-    Args:
-      source: a checkpoint, a directory of them, or a run's directory with `checkpoints` in it.
+    It may be a directory of them, or a run's with `checkpoints` in it. UserError if the checkpoint,
+    or every one there, is damaged.
     """
     source = Path(source)
     if is_one(source):
@@ -249,7 +237,6 @@ def _remove_temporary(directory: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory, or a file in its place."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -25,12 +25,8 @@ from rlx.train.update import JaxUpdate
 def gpus(target: str, hosts: int, each: int) -> Iterator[list[jax.Device]]:
     """Give the devices of GPUs that are not here, for which programs are traced inside.
 
-    Args:
-      target: text of XLA's GpuTargetConfigProto.
-      hosts: number of machines, with `each` GPUs.
-
-    Raises:
-      RuntimeError: JAX's CUDA plugin is missing.
+    `target` is text of XLA's GpuTargetConfigProto, and `hosts` machines have `each` GPUs.
+    RuntimeError if JAX's CUDA plugin is missing.
     """
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=target, topology=f"1x{hosts}x{each}"
@@ -71,10 +67,8 @@ class ShapesUpdate(JaxUpdate):
     ) -> Iterator[tuple[str, Any]]:
         """Yield name → lowered program of each that a train batch runs.
 
-        Args:
-          row_length: tokens of a row of the microbatch.
-          accumulates: whether a minibatch has several microbatches.
-          num_segments: trajectories of a row, at most.
+        A minibatch that `accumulates` has several microbatches, whose rows have `row_length` tokens
+        of `num_segments` trajectories at most.
         """
         home = SingleDeviceSharding(self._devices[0])
         everywhere = self._everywhere() or home

@@ -18,10 +18,8 @@ LOGPROBS = ("behaviour_logprobs", "proximal_logprobs", "reference_logprobs")
 def check(algorithm: Algorithm, trainer: str = "jax") -> None:
     """Compute a user's own advantage and loss, with its gradient, as a train step does, on the CPU.
 
-    UserError gives file and line of a failure, a wrong shape or type, or non-finite numbers.
-
-    Args:
-      trainer: jax | torch, which decides the type of the arrays.
+    UserError gives file and line of a failure, a wrong shape or type, or non-finite numbers. The
+    arrays are those of `trainer`, jax or torch.
     """
     if algorithm.advantage_function:
         function = algorithm.advantage_function
@@ -75,7 +73,6 @@ def _advantages_in_torch(flat: dict[str, Any], algorithm: Algorithm) -> Any:
 
 
 def _in_jax(rows: dict[str, Any], algorithm: Algorithm) -> tuple[Any, Any]:
-    """Return the statistics of the loss, and its gradients."""
     import jax
 
     run = jax.value_and_grad(losses.policy_loss, argnums=(0, 1), has_aux=True)

@@ -26,11 +26,13 @@ from typing import Any
 
 from rlx.base import UserError
 from rlx.cli.user_code import words
+from rlx.system.host_port import bracketed, connect, split_address
 
 # Kinds of messages.
 _CALL, _BEGUN, _DONE, _STOP, _ALIVE = b"C", b"B", b"D", b"S", b"A"
 _FAILED, _UNSAVED, _ENDED = b"F", b"U", b"E"
 _HELLO_SECONDS, _HELLO_BYTES = 10.0, 1 << 20  # limits of the first message of a connection
+_CONNECT_SECONDS = 5.0
 _MOST_STRANGERS = 256  # connections that may be about to send it
 _ALIKE_SECONDS = 5.0  # within which failures of two processes count as the same failure
 _NEWS_SECONDS = 2.0  # within which all connections of a dead process close
@@ -41,48 +43,28 @@ _RANKS = ("MASTER_ADDR", "WORLD_SIZE", "RANK")  # Ray's, torchrun's
 
 @dataclass(frozen=True)
 class Cluster:
-    """The place of this process among those of the run, and the limits of waiting, in seconds.
+    """The place of this process among those of the run, and the limits of waiting, in seconds."""
 
-    Attributes:
-      coordinator: host:port on which process 0 listens; "" for a single process.
-      count, index: number of processes, and this one's index from 0.
-      timeout: of silence, and of a call after process 0 has finished it.
-      join: of start-up, and additionally of the first call of a kind, which may compile.
-      call: of a call that process 0 has not finished either.
-      source: the environment variables that gave this, as `NAME=value, …`; "": the config.
-    """
-
-    coordinator: str = ""
-    count: int = 1
+    coordinator: str = ""  # host:port on which process 0 listens; "" for a single process
+    count: int = 1  # count, index: number of processes, and this one's index from 0
     index: int = 0
-    timeout: float = 60.0
-    join: float = 300.0
-    call: float = 1800.0
-    source: str = ""
+    timeout: float = 60.0  # of silence, and of a call after process 0 has finished it
+    join: float = 300.0  # of start-up, and on top for the first call of a kind, which may compile
+    call: float = 1800.0  # of a call that process 0 has not finished either
+    source: str = ""  # the environment variables that gave this, as `NAME=value, …`; "": the config
 
     @classmethod
     def of(
         cls,
-        environ: Mapping[str, str],
-        coordinator: str,
-        processes: int,
-        process: int,
-        timeout_seconds: float,
+        environ: Mapping[str, str],  # environment variables
+        coordinator: str,  # host:port of process 0; "" leaves it to the environment
+        processes: int,  # 0 leaves their number to the environment, 1 ignores that
+        process: int,  # index of this one; −1 leaves it to the environment
+        timeout_seconds: float,  # these three are the fields `timeout`, `join`, `call`
         join_seconds: float,
         call_seconds: float,
     ) -> "Cluster":
-        """Return the place by the keys of config.cluster, else by Slurm, Ray or torchrun.
-
-        Args:
-          environ: environment variables.
-          coordinator: host:port of process 0; "": by the environment.
-          processes: their number; 0: by the environment; 1: ignore the environment.
-          process: index of this process; −1: by the environment.
-          timeout_seconds, join_seconds, call_seconds: fields `timeout`, `join`, `call`.
-
-        Raises:
-          UserError: keys or variables are incomplete or malformed.
-        """
+        """Return the place by config.cluster, else by Slurm, Ray or torchrun; else UserError."""
         found = ("", 1, -1, "") if processes == 1 else _found(environ)
         coordinator, count = coordinator or found[0], processes or found[1]
         index = found[2] if process < 0 else process
@@ -196,31 +178,21 @@ def _end_process(text: str) -> None:
 
 
 class Hosts:
-    """The connections of one process to the others; made by `join`.
-
-    Attributes:
-      on_stop: called on process 0 when another one asks to end the run.
-      on_unsaved: called with (name, call, error) when another could not write its part.
-      sent: number of calls that process 0 has sent, or that this one has received.
-
-    Args:
-      peers: on process 0 all others, on the others process 0.
-      service: host:port for the trainer's own library. On process 0 the address to listen at: the
-        one by which all others reach it, or any.
-      end: called with a line when another process is lost; returns only in tests.
-    """
+    """The connections of one process to the others; made by `join`."""
 
     def __init__(
         self,
         cluster: Cluster,
-        peers: list[_Peer],
+        peers: list[_Peer],  # on process 0 all others, on the others process 0
+        # host:port of the trainer's own library; on process 0 one to listen at, which others reach.
         service: str = "",
-        end: Callable[[str], None] = _end_process,
+        end: Callable[[str], None] = _end_process,  # gets a line when another process is lost
     ):
         self.index, self.count, self.service = cluster.index, cluster.count, service
-        self.on_stop: Callable[[], None] = lambda: None
+        self.on_stop: Callable[[], None] = lambda: None  # called on process 0 to end the run
+        # Called with (name, call, error) when another process could not write its part.
         self.on_unsaved: Callable[[str, int, str], None] = lambda name, call, error: None
-        self.sent = 0
+        self.sent = 0  # calls that process 0 has sent, or that this one has received
         self._peers, self._end, self.cluster = peers, end, cluster
         self._calls: queue.Queue[bytes] = queue.Queue()
         self._open: dict[int, _Call] = {}
@@ -401,10 +373,8 @@ class Hosts:
 def join(cluster: Cluster, identity: Mapping[str, Any], end: Any = _end_process) -> Hosts:
     """Connect to the run's other processes, if there are any.
 
-    UserError, on all of them, if one does not connect in time or belongs to another run.
-
-    Args:
-      identity: name → JSON-able, which must be equal on all of them: the config, the code.
+    UserError, on all of them, if one does not connect in time or belongs to another run. Everything
+    in `identity` must be equal on all of them, as JSON: the config, the code.
     """
     if cluster.count == 1:
         return Hosts(cluster, [])
@@ -417,11 +387,11 @@ def join(cluster: Cluster, identity: Mapping[str, Any], end: Any = _end_process)
 def _accept(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer], str]:
     """Wait for all others on process 0; refuse all of them if one does not fit."""
     deadline, found = time.monotonic() + cluster.join, dict[int, _Peer]()
-    host, port = _address(cluster.coordinator)
+    host, port = split_address(cluster.coordinator)
     bind = host if host in ("localhost", "127.0.0.1", "::1") else ""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((bind, port), family=family, backlog=_MOST_STRANGERS)
+        listener = socket.create_server((bind, int(port)), family=family, backlog=_MOST_STRANGERS)
     except OSError as error:
         raise UserError(
             f"cannot listen on cluster.coordinator={cluster.coordinator}: {error.strerror}; give "
@@ -451,11 +421,11 @@ def _accept(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer],
     with socket.create_server((bind, 0), family=family) as free:
         port = free.getsockname()[1]
     for peer in found.values():
-        there = {"service": _joined(host, port), "name": str(cluster)}
+        there = {"service": bracketed(host, port), "name": str(cluster)}
         peer.send(_CALL, json.dumps(there).encode())
     reached = {peer.local for peer in found.values()}  # several, if they know us by several names
     here = reached.pop() if len(reached) == 1 else "::" if ":" in host else "0.0.0.0"
-    return [found[index] for index in sorted(found)], _joined(here, port)
+    return [found[index] for index in sorted(found)], bracketed(here, port)
 
 
 def _read_hellos(listener: socket.socket, hellos: queue.SimpleQueue) -> None:
@@ -509,7 +479,7 @@ def report_end(coordinator: str, why: str, done: threading.Event) -> None:
     """Report to a process 0 that still waits for others that one has ended; retry until `done`."""
     while not done.wait(0.1):
         with suppress(OSError):
-            peer = _Peer.at(socket.create_connection(_address(coordinator), timeout=5.0))
+            peer = _Peer.at(connect(coordinator, _CONNECT_SECONDS))
             peer.send(_FAILED, json.dumps(why).encode())
             done.wait(_HELLO_SECONDS)
 
@@ -520,8 +490,7 @@ def _connect(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer]
     hello = {"index": cluster.index, "name": str(cluster), "identity": identity}
     while time.monotonic() < deadline:
         try:
-            address = _address(cluster.coordinator)
-            peer = _Peer.at(socket.create_connection(address, timeout=5.0))
+            peer = _Peer.at(connect(cluster.coordinator, _CONNECT_SECONDS))
             peer.send(_CALL, json.dumps(hello).encode())
             kind, answer = peer.first(cluster.join + _HELLO_SECONDS)  # sent when all have connected
         except (OSError, EOFError, ValueError) as error:
@@ -553,7 +522,7 @@ def relay(target: str) -> str:
         while True:
             near, _ = listener.accept()
             try:
-                far = socket.create_connection(_address(target), timeout=5.0)
+                far = connect(target, _CONNECT_SECONDS)
             except OSError:  # not listening yet: the client tries again
                 near.close()
                 continue
@@ -563,12 +532,3 @@ def relay(target: str) -> str:
 
     threading.Thread(target=serve, daemon=True).start()
     return f"127.0.0.1:{listener.getsockname()[1]}"
-
-
-def _joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    return host.strip("[]"), int(port)

@@ -35,25 +35,15 @@ class Critic(flax.struct.PyTreeNode):
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """The arrays that an update changes and a checkpoint holds.
+    """The arrays that an update changes and a checkpoint holds."""
 
-    Attributes:
-      params: the trained parameters.
-      opt_state: the optimizer's; float32, whatever the parameters' dtype.
-      step: int32; train batches done, which is the policy version of `params`.
-      updates: int32; optimizer updates done; skipped ones do not count.
-      kl_coefficient: float32; β of the KL term, which may adapt.
-      reference: a reference policy that follows the trained one; None: frozen.
-      critic: of algorithms that have one.
-    """
-
-    params: Params
-    opt_state: Any
-    step: Array
-    updates: Array
-    kl_coefficient: Array
-    reference: Params | None = None
-    critic: Critic | None = None
+    params: Params  # the trained parameters
+    opt_state: Any  # the optimizer's; float32, whatever the parameters' dtype
+    step: Array  # int32; train batches done, which is the policy version of `params`
+    updates: Array  # int32; optimizer updates done; skipped ones do not count
+    kl_coefficient: Array  # float32; β of the KL term, which may adapt
+    reference: Params | None = None  # a policy that follows the trained one; None: frozen
+    critic: Critic | None = None  # of algorithms that have one
 
 
 Learned = TypeVar("Learned", TrainState, Critic)  # has params, opt_state, updates
@@ -70,18 +60,12 @@ class LearnerPrograms(NamedTuple):
 
 @dataclass(frozen=True)
 class Learner:
-    """Gradient descent on one loss.
+    """Gradient descent on one loss."""
 
-    Attributes:
-      loss: (params, frozen, batch) → (summed loss, summed stats). `frozen` are other parameters,
-        which are not trained, or None.
-      optimizer: gradients to updates, in float32.
-      clip_norm: largest global gradient norm; 0 is no limit.
-    """
-
+    # (params, frozen, batch) → (summed loss, summed stats); `frozen` is not trained, or None.
     loss: Callable[[Params, Params | None, Batch], tuple[Array, Stats]]
-    optimizer: optax.GradientTransformation
-    clip_norm: float = 0.0
+    optimizer: optax.GradientTransformation  # gradients to updates, in float32
+    clip_norm: float = 0.0  # largest global gradient norm; 0 is no limit
 
     @cached_property
     def gradient(self) -> Callable[[Params, Params | None, Batch], tuple[Params, Stats]]:
@@ -153,10 +137,8 @@ class Learner:
     ) -> LearnerPrograms:
         """Return the jitted programs; they donate `learned` and accumulators.
 
-        Args:
-          places: shardings of `learned`; None: everything is on one device.
-          everywhere: sharding of scalars.
-          compiler_options: of XLA's compiler, for the programs that compute gradients.
+        `places` are shardings of `learned`, None for one device; `everywhere` is that of scalars.
+        `compiler_options` are for the programs that compute gradients.
         """
         sums = None if places is None else (places.params, everywhere)
         both = None if places is None else (places, everywhere)

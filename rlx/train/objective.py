@@ -47,10 +47,10 @@ def require(groups: Sequence[Group], flat: FlatBatch, algorithm: Algorithm) -> N
 
 def prepare(
     flat: Batch,
-    minibatch_of: Array,
-    step: Array,
-    kl_coefficient: Array,
-    num_minibatches: int,
+    minibatch_of: Array,  # [N] int32; the minibatch of each sequence, −1 at padding
+    step: Array,  # int32, the version before the batch
+    kl_coefficient: Array,  # float32, β of this batch
+    num_minibatches: int,  # number of minibatches
     algorithm: Algorithm,
 ) -> tuple[Batch, tuple[tuple[Array, Array], ...], Stats]:
     """Compute the loss's inputs for each token of a flat batch.
@@ -58,10 +58,6 @@ def prepare(
     Args:
       flat: as of `advantages.advantages`, with `values_after` [F] (V of the state after each token)
         in place of bootstrap_values.
-      minibatch_of: [N] int32; the minibatch of each sequence, −1 at padding.
-      step: int32, the version before the batch.
-      kl_coefficient: float32, β of this batch.
-      num_minibatches: number of minibatches.
 
     Returns:
       [F] float32 arrays to gather from (advantages, loss_weights, and where they exist

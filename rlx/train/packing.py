@@ -36,20 +36,16 @@ class FlatBatch:
       sequences: arrays [N_padded], an entry for each reward: of a trajectory, or of its turns.
         `rewards`, `baselines` float32; `group_ids`, `run_ids` int32 (dense, from 0 in order;
         padding has the last one's id + 1), `agent_ids` int32 (dense); `truncated`, `valid` bool.
-      starts, sizes, groups: of each trajectory its first token on F, its tokens, its group; int64.
-      owners: int64; the trajectory of each reward.
-      num_groups: number of groups.
-      masks: `joined_masks` of the trajectories.
     """
 
     tokens: Arrays
     sequences: Arrays
-    starts: np.ndarray
-    sizes: np.ndarray
-    groups: np.ndarray
-    owners: np.ndarray
+    starts: np.ndarray  # int64; of each trajectory its first token on F
+    sizes: np.ndarray  # int64; its tokens
+    groups: np.ndarray  # int64; its group
+    owners: np.ndarray  # int64; the trajectory of each reward
     num_groups: int
-    masks: Arrays
+    masks: Arrays  # `joined_masks` of the trajectories
 
     @property
     def num_sequences(self) -> int:
@@ -89,15 +85,10 @@ class FlatBatch:
 
 @dataclass(frozen=True)
 class PackPlan:
-    """The row of each sequence, and how rows make microbatches.
+    """The row of each sequence, and how rows make microbatches."""
 
-    Attributes:
-      rows: [N] int64; the row of each sequence, counted over all microbatches.
-      shapes: (rows, tokens of a row) of each microbatch, the longest rows first.
-    """
-
-    rows: np.ndarray
-    shapes: tuple[tuple[int, int], ...]
+    rows: np.ndarray  # [N] int64; the row of each sequence, counted over all microbatches
+    shapes: tuple[tuple[int, int], ...]  # (rows, row length) of each microbatch, the longest first
 
     @property
     def row_length(self) -> int:
@@ -191,12 +182,7 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
 def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
     """Put each sequence, longest first, into the first row with room.
 
-    Args:
-      sizes: [N] integers, tokens, in [1, capacity].
-      capacity: tokens a row holds.
-
-    Returns:
-      [N] int64, rows from 0 without gaps.
+    Takes sizes, [N] integers in [1, capacity], tokens. Returns [N] int64, rows from 0 without gaps.
     """
     # Equal sizes are placed together, without a loop over sequences; ties keep their order.
     order = np.argsort(-sizes, kind="stable")
@@ -270,13 +256,13 @@ def _microbatch_rows(num_rows: int, full: int, shards: int) -> tuple[int, ...]:
 
 
 def plan(
-    sizes: np.ndarray,
+    sizes: np.ndarray,  # [N] tokens of each sequence
     budget: int,
-    buckets: Sequence[int],
+    buckets: Sequence[int],  # row lengths to choose from, tokens
     *,
     attention_cost: float = 0.0,
-    shards: int = 1,
-    row_mates: np.ndarray | None = None,
+    shards: int = 1,  # row shards; the rows of each microbatch are a multiple of it
+    row_mates: np.ndarray | None = None,  # [N] int64; equal ones share a row (the two of a pair)
 ) -> PackPlan:
     """Choose the row length of each microbatch and pack, at the least `PackPlan.cost`.
 
@@ -284,16 +270,10 @@ def plan(
     that are much longer than the others get their own microbatches.
 
     Args:
-      sizes: [N] tokens of each sequence.
-      budget: tokens of a microbatch on each row shard, on its `context` devices together.
-      buckets: row lengths to choose from, tokens.
+      budget: tokens of a microbatch on each row shard, on its `context` devices together; UserError
+        for a longer sequence or pair.
       attention_cost: work of attention per token and key, over the other work per token; 0 if
         attention skips other segments.
-      shards: row shards; the rows of each microbatch are a multiple of it.
-      row_mates: [N] int64 from 0; sequences of equal number share a row (the two of a pair).
-
-    Raises:
-      UserError: a sequence, or a pair of row mates, is longer than the budget.
     """
     if row_mates is not None:
         units = np.bincount(row_mates, sizes).astype(np.int64)

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlx.algorithms import presets
 from rlx.algorithms.algorithm import Algorithm
-from rlx.base import UserError
+from rlx.base import refuse
 from rlx.cli.user_code import find
 from rlx.model.lora_config import LoraConfig
 from rlx.model.mesh import parse_mesh
@@ -68,44 +68,32 @@ _ROW_BUCKETS = (
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The settings of a trainer, each with the config key that sets it.
-
-    Attributes:
-      token_budget: train.max_tokens_per_microbatch; tokens on each device, which is all of its
-        rows or, under `context`, its share of them.
-      row_buckets: row lengths, tokens.
-      dtype, compute_dtype, publish_dtype: of parameters, of activations, of exported weights.
-        Without a run that decides it, `auto` is float32.
-      chunk: model.logprob_chunk; tokens whose logits exist at one time, 0: by the device.
-      temperature: > 0, the one the tokens were sampled with.
-      critic_warmup: train batches in which only the critic learns.
-      lora: the adapters; None: the whole model is trained.
-    """
+    """The settings of a trainer, each with the config key that sets it."""
 
     algorithm: Algorithm
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     critic_learning_rate: float = 1e-5
-    critic_warmup: int = 0
+    critic_warmup: int = 0  # train batches in which only the critic learns
     total_steps: int = 1
     minibatches: int = option(1, "optimizer updates in a batch", "1")
-    token_budget: int = 4096
+    token_budget: int = 4096  # train.max_tokens_per_microbatch; under `context` a share of rows
     row_buckets: tuple[int, ...] = option(_ROW_BUCKETS, "tokens: lengths that packed rows may have")
     mesh: str = option(
         "", '"": all devices on fsdp; or e.g. "fsdp:4,tensor:2". replica copies parameters, expert '
         "is fsdp that cuts a mixture's experts, context cuts the tokens of a row: every row bucket "
         "must be a multiple of 2·context",
     )  # fmt: skip
-    dtype: str = "float32"
-    compute_dtype: str = "float32"
+    dtype: str = "float32"  # of parameters; without a run that decides it, `auto` is float32
+    compute_dtype: str = "float32"  # of activations
     remat: str = "none"
-    chunk: int = 0
-    temperature: float = 1.0
+    chunk: int = 0  # model.logprob_chunk; tokens whose logits exist at one time, 0: by the device
+    temperature: float = 1.0  # > 0, the one the tokens were sampled with
     reference_mode: str = "frozen"
     reference_every: int = 1
     reference_decay: float = 0.0
-    lora: LoraConfig | None = None
+    lora: LoraConfig | None = None  # the adapters; None: the whole model is trained
     seed: int = 0
-    publish_dtype: str = "float32"
+    publish_dtype: str = "float32"  # of exported weights
     compile: bool = option(
         False, "compile at each start for faster steps; trainer=torch: torch.compile of each "
         "layer; trainer=jax: oneDNN's products, in bfloat16 on x86 CPUs from JAX 0.12",
@@ -167,25 +155,19 @@ def lora_of(section: Mapping[str, Any]) -> LoraConfig | None:
 
 def _check(options: TrainOptions) -> None:
     """Raise UserError for settings of a critic, reference or adapters that the algorithm lacks."""
-    algorithm, warmup = options.algorithm, options.critic_warmup
-    if options.lora and (algorithm.critic or algorithm.kind.scores):
-        what = "a critic" if algorithm.critic else "a reward model"
-        raise UserError(
-            f"algorithm {algorithm.name} trains {what}, whose value head has no adapter; set "
-            "lora.rank=0"
-        )
-    if options.reference_mode != "frozen" and not algorithm.needs_reference:
-        raise UserError(
-            f"reference.mode={options.reference_mode} needs a reference policy and algorithm "
-            f"{algorithm.name} has none; set algorithm.kl_placement, or reference.mode=frozen"
-        )
-    if warmup and not algorithm.critic:
-        raise UserError(
-            f"critic.warmup_steps={warmup} needs a critic and algorithm {algorithm.name} has none; "
-            "set algorithm.critic=True, or critic.warmup_steps=0"
-        )
-    if warmup and warmup >= options.total_steps:
-        raise UserError(
-            f"critic.warmup_steps={warmup} leaves none of total_steps={options.total_steps} to the "
-            "policy; lower it or raise total_steps"
-        )
+    algorithm, warmup, mode = options.algorithm, options.critic_warmup, options.reference_mode
+    what = "a critic" if algorithm.critic else "a reward model"
+    refuse((
+        (options.lora and (algorithm.critic or algorithm.kind.scores),
+         f"algorithm {algorithm.name} trains {what}, whose value head has no adapter; set "
+         "lora.rank=0"),
+        (mode != "frozen" and not algorithm.needs_reference,
+         f"reference.mode={mode} needs a reference policy and algorithm {algorithm.name} has none; "
+         "set algorithm.kl_placement, or reference.mode=frozen"),
+        (warmup and not algorithm.critic,
+         f"critic.warmup_steps={warmup} needs a critic and algorithm {algorithm.name} has none; "
+         "set algorithm.critic=True, or critic.warmup_steps=0"),
+        (warmup and warmup >= options.total_steps,
+         f"critic.warmup_steps={warmup} leaves none of total_steps={options.total_steps} to the "
+         "policy; lower it or raise total_steps"),
+    ))  # fmt: skip

@@ -43,16 +43,14 @@ class JaxUpdate(BatchUpdate):
       model_config: the model, without a value head.
       options: of the run.
       source: returns the run's first weights, which are also the frozen policy of KL terms and the
-        base of LoRA; called once, here or by `init`. The first update deletes these arrays.
+        base of LoRA, which raise UserError without it; called once, here or by `init`. The first
+        update deletes these arrays.
       mesh: devices to use; None: made from `options.mesh`.
 
     Attributes:
       abstract_state: shapes, dtypes and shardings of the state, for restoring a checkpoint.
       lora: settings of the adapters, with which `state.params` holds only adapters; or None.
       learner: of the policy or the reward model. critic_learner: of `state.critic`.
-
-    Raises:
-      UserError: the algorithm needs a reference policy, or adapters a base, and there is none.
     """
 
     def __init__(
@@ -70,6 +68,8 @@ class JaxUpdate(BatchUpdate):
         super().__init__(options, self._layout.row_shards, self._layout.context)
         algorithm, own = self._algorithm, options.optimizer
         self.model = self._with_head if algorithm.kind.scores else model_config
+        own_rows = parameters.table(self.model)
+        self._rows = lora_lib.table(self.model, self.lora) if self.lora else own_rows
         optimizer = make_optimizer(own, options.policy_updates)
         self.learner = Learner(self.loss, optimizer, own.clip_norm)
         own = dataclasses.replace(own, learning_rate=options.critic_learning_rate)
@@ -251,16 +251,13 @@ class JaxUpdate(BatchUpdate):
     def _everywhere(self) -> Any:
         return None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
 
-    def _learned_shardings(self, model: ModelConfig, optimizer, rows=None) -> tuple[Any, Any]:
-        """Return shardings of the trained parameters (`rows`: of adapters) and their moments."""
+    def _learned_shardings(self, model: ModelConfig, optimizer, rows=()) -> tuple[Any, Any]:
+        """Return shardings of the trained parameters, by default all, and of their moments."""
         params = sharding.named_shardings(model, self._mesh, rows)
-        shapes = parameters.shapes(model)
-        if self.lora and rows:
-            shapes = lora_lib.shapes(model, self.lora)
         moments = optax.tree.map_params(
             optimizer,
             lambda _, place: place,
-            jax.eval_shape(optimizer.init, shapes),
+            jax.eval_shape(optimizer.init, parameters.shapes(model, rows=rows)),
             params,
             transform_non_params=lambda _: self._everywhere(),
         )
@@ -270,8 +267,7 @@ class JaxUpdate(BatchUpdate):
         if self._mesh is None:
             return None
         everywhere = self._everywhere()
-        rows = lora_lib.table(self.model, self.lora) if self.lora else None
-        params, moments = self._learned_shardings(self.model, self.learner.optimizer, rows)
+        params, moments = self._learned_shardings(self.model, self.learner.optimizer, self._rows)
         critic = None
         if self._algorithm.critic:
             optimizer = self.critic_learner.optimizer
@@ -291,15 +287,12 @@ class JaxUpdate(BatchUpdate):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
         dtype = jnp.dtype(self._options.dtype)
-        trained = parameters.shapes(self.model, dtype)
-        if self.lora:
-            trained = lora_lib.shapes(self.model, self.lora)
+        trained = parameters.shapes(self.model, "float32" if self.lora else dtype, self._rows)
         critic = parameters.shapes(self._with_head, dtype) if self._algorithm.critic else None
         state = jax.eval_shape(self.first_state, trained, critic)
         return state if places is None else jax.tree.map(placed, state, places)
 
     def _places(self, model: ModelConfig) -> Params:
-        """Return the sharding of each parameter of a model."""
         if self._mesh is not None:
             return sharding.named_shardings(model, self._mesh)
         home = SingleDeviceSharding(sharding.target_device())
@@ -334,10 +327,8 @@ class JaxUpdate(BatchUpdate):
         """
         model, critic = self._base, None
         if self.lora:
-            rows = lora_lib.table(model, self.lora)
-            places = None
-            if self._mesh is not None:
-                places = sharding.named_shardings(model, self._mesh, rows)
+            mesh = self._mesh
+            places = sharding.named_shardings(model, mesh, self._rows) if mesh else None
             make = jax.jit(partial(lora_lib.init, model, self.lora), out_shardings=places)
             return self._init(make(jax.random.key(self._options.seed)), None)
         params = self._load(params)
@@ -352,25 +343,20 @@ class JaxUpdate(BatchUpdate):
         return jax.device_put(valued, self._places(model))
 
     def weights(self, state: TrainState, adapters: bool = False) -> Buckets:
-        """Return the policy's tensors, computed on iteration; see the contract."""
-        if adapters:
-            assert self.lora, "a run without adapters has none to give"
-            rows = lora_lib.table(self._base, self.lora)
-            return export(state.params, rows, "float32", mesh=self._mesh)
-        rows, dtype = parameters.table(self.model), self._options.publish_dtype
-        if self.lora:
-            merge = Merge(state.params, self.lora)
+        assert self.lora or not adapters, "a run without adapters has none to give"
+        if self.lora and not adapters:
+            rows, merge = parameters.table(self._base), Merge(state.params, self.lora)
+            dtype = self._options.publish_dtype
             return export(self._frozen, rows, dtype, merge=merge, mesh=self._mesh)
-        return export(state.params, rows, dtype, mesh=self._mesh)
+        dtype = "float32" if adapters else self._options.publish_dtype
+        return export(state.params, self._rows, dtype, mesh=self._mesh)
 
     # The state as a whole.
 
     def restore(self, path: Path) -> TrainState:
-        """Return the state of a checkpoint; UserError where it belongs to another model."""
         return state_files.read(path, self.abstract_state)
 
     def save(self, path: Path, state: TrainState) -> Future[None]:
-        """Begin to write the state to `path`, for `restore`; see the contract."""
         return state_files.begin(path, state)
 
     # One batch.

@@ -71,5 +71,4 @@ class KeptWorker:
         return self._socket.recv(size)
 
     def end(self, patience: float) -> int:
-        """End the worker; as `SupervisedProcess.end`."""
         return self._process.end(patience)

@@ -54,33 +54,21 @@ class Evicted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
-    """The common properties of a pool's workers.
+    """The common properties of a pool's workers."""
 
-    Attributes:
-      module: each runs `python -m MODULE N`, which talks by a `WorkerEnd`.
-      first: first message to each, with `sys.path` added.
-      limits: of each. start: starts one, here or on another machine.
-      block_seconds: how long a job may keep the worker's event loop from turning.
-      cancel_seconds: how long a cancelled job may take to end.
-    """
-
-    module: str
-    first: _Message
-    limits: WorkerLimits = NO_LIMITS
-    start: StartWorker = start_worker
-    block_seconds: float = math.inf
-    cancel_seconds: float = 10.0
+    module: str  # each runs `python -m MODULE N`, which talks by a `WorkerEnd`
+    first: _Message  # first message to each, with `sys.path` added
+    limits: WorkerLimits = NO_LIMITS  # of each
+    start: StartWorker = start_worker  # starts one, here or on another machine
+    block_seconds: float = math.inf  # how long a job may keep the worker's event loop from turning
+    cancel_seconds: float = 10.0  # how long a cancelled job may take to end
 
 
 class WorkerProcess:
-    """One worker process from its start to its end, and the jobs in it.
-
-    Attributes:
-      ended: whether it takes no more jobs.
-    """
+    """One worker process from its start to its end, and the jobs in it."""
 
     def __init__(self, kind: WorkerKind):
-        self.ended = False
+        self.ended = False  # whether it takes no more jobs
         self._kind, self._blocked = kind, ""
         self._hello: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._jobs: dict[str, tuple[asyncio.Future, _Progress]] = {"": (self._hello, _ignore)}
@@ -92,8 +80,7 @@ class WorkerProcess:
     async def ready(self) -> Any:
         """Wait until it takes jobs, and return its first message's `ready`.
 
-        Raises:
-          UserError: the user's code cannot be loaded. WorkerError: the process ended.
+        UserError if the user's code cannot be loaded; WorkerError if the process ended.
         """
         message = await asyncio.shield(self._hello)
         if "wrong" in message:
@@ -104,11 +91,8 @@ class WorkerProcess:
     async def run_job(self, job: _Message, progress: _Progress = _ignore) -> _Message:
         """Return the last message of a job; cancelling this cancels the job.
 
-        Args:
-          progress: called with the values of each message of progress.
-
-        Raises:
-          WorkerError: the process ended. Evicted: it was killed because of another job.
+        `progress` gets the values of each message of progress. WorkerError if the process ended,
+        Evicted if it was killed because of another job.
         """
         if self.ended:
             raise Evicted("the worker process has ended")
@@ -229,11 +213,7 @@ class WorkerPool:
         self._closed = False
 
     async def start(self) -> None:
-        """Start all processes and wait until they are ready; try one where each job has its own.
-
-        Raises:
-          UserError, WorkerError: as `WorkerProcess.ready`.
-        """
+        """Start all processes, or one where each job has its own; wait, and raise, as `ready`."""
         if self._single_job:
             async with self.worker() as worker:
                 await worker.ready()

@@ -38,16 +38,12 @@ _END_SECONDS = 10.0  # until a supervisor that does not end is killed
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """Limits of each worker process.
-
-    Attributes:
-      sandbox: that `worker_sandbox` makes in it.
-    """
+    """Limits of each worker process."""
 
     memory_gb: float = option(0.0, "address space of each process; 0: no limit", "0")
     max_processes: int = option(0, "processes of a worker and all it starts; 0: no limit", "0")
     environment: tuple[str, ...] = option((), "further variables it sees, after PATH, HOME, …")
-    sandbox: SandboxOptions = field(default_factory=SandboxOptions)
+    sandbox: SandboxOptions = field(default_factory=SandboxOptions)  # of `worker_sandbox`
 
     @classmethod
     def of(cls, section: Any, sandbox: Any) -> "WorkerLimits":
@@ -167,11 +163,7 @@ def worker_sandbox(preload: Sequence[str] = ()) -> Any:
 
 
 class WorkerEnd:
-    """The worker's side of its socket; `receive` in one thread, `send` in any.
-
-    Attributes:
-      first: the first message from the process that started this one.
-    """
+    """The worker's side of its socket; `receive` in one thread, `send` in any."""
 
     def __init__(self):
         os.dup2(2, 1)  # standard output belongs to the command, not to what users print
@@ -179,7 +171,7 @@ class WorkerEnd:
         self._socket = socket.socket(fileno=int(sys.argv[1]))
         self._socket.set_inheritable(False)
         self._unread, self._lock = bytearray(), threading.Lock()
-        self.first = self.receive() or sys.exit()
+        self.first = self.receive() or sys.exit()  # message from the process that started this one
         # Modules are looked for where the starting process does, then elsewhere.
         path = self.first["path"]
         sys.path[:] = [*path, *(p for p in sys.path if p not in path)]

@@ -18,6 +18,7 @@ from rlx.fleet.client import Fleet
 from rlx.fleet.publish import Adapter
 from rlx.fleet.requests import Request, Sampling
 from rlx.model import hf, lora, peft
+from rlx.model import params as parameters
 from rlx.model.lora_config import LoraConfig
 
 CODE = grpc.StatusCode
@@ -338,7 +339,8 @@ def trained(model, dtype):
     """An adapter of `model`'s, and the whole weights that the trainer would publish."""
     config, params = hf.load(model)
     settings = LoraConfig(4, 8.0)
-    leaves, tree = jax.tree.flatten(lora.shapes(config, settings))
+    rows = lora.table(config, settings)
+    leaves, tree = jax.tree.flatten(parameters.shapes(config, rows=rows))
     keys = jax.random.split(jax.random.key(2), len(leaves))
     adapters = tree.unflatten(
         [0.05 * jax.random.normal(k, each.shape) for k, each in zip(keys, leaves, strict=True)]

@@ -37,7 +37,8 @@ def on_a_mesh():
     mesh, rows = sharding.make_mesh("fsdp:4,tensor:2"), parameters.table(CONFIG)
     params = parameters.init(CONFIG, jax.random.key(0))
     adapters = jax.tree.map(
-        lambda x: jax.random.normal(jax.random.key(1), x.shape), lora.shapes(CONFIG, TARGETS)
+        lambda x: jax.random.normal(jax.random.key(1), x.shape),
+        parameters.shapes(CONFIG, rows=lora.table(CONFIG, TARGETS)),
     )
     cut = jax.device_put(params, sharding.named_shardings(CONFIG, mesh))
     cut_adapters = jax.device_put(

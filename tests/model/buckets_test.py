@@ -86,7 +86,9 @@ def test_the_bytes_are_those_of_the_host_whatever_the_buckets(model, kept):
 @pytest.mark.parametrize("kept", ["float32", "bfloat16"])
 def test_adapters_are_merged_on_the_way_and_go_to_peft_as_they_are(kept):
     base = random_params(parameters.shapes(SMALL), kept)
-    adapters = random_params(lora.shapes(SMALL, TARGETS), "float32", 1)
+    adapters = random_params(
+        parameters.shapes(SMALL, rows=lora.table(SMALL, TARGETS)), "float32", 1
+    )
     rows = parameters.table(SMALL)
     merged = lora.merge(base, adapters, TARGETS)
     for dtype, size in itertools.product(("bfloat16", "float32"), (1, 3000, 1 << 30)):

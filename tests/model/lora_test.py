@@ -26,7 +26,7 @@ ALL = LoraConfig(rank=4, alpha=16.0)
 
 def random_adapters(config, settings, seed=0):
     """Adapters whose B is not zero either, large enough to change the logits."""
-    shapes = lora.shapes(config, settings)
+    shapes = parameters.shapes(config, rows=lora.table(config, settings))
     leaves, tree = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     return tree.unflatten(
@@ -59,7 +59,7 @@ def test_peft_loads_what_we_export_and_gives_our_logits(name, tmp_path_factory, 
     settings = ALL if config.qk_norm else SOME
     if config.fused:
         with pytest.raises(UserError, match=r"targets has v without q, .* name it whole: qkv_proj"):
-            lora.shapes(config, settings)
+            parameters.shapes(config, rows=lora.table(config, settings))
         settings = LoraConfig(rank=3, alpha=5.0, targets=("qkv_proj", "o_proj", "gate_up_proj"))
     if config.num_experts:  # whose matrices have none
         with pytest.raises(UserError, match=r"has gate, up, down and .*'q', 'k', 'v', 'o'"):
@@ -194,7 +194,7 @@ def test_the_frozen_matrices_cost_no_gradient(one):
 
 def test_sizes_agree():
     config = parameters_config()
-    shapes = lora.shapes(config, ALL)
+    shapes = parameters.shapes(config, rows=lora.table(config, ALL))
     sizes = [np.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)]
     assert lora.count(config, ALL) == sum(sizes)
     made = lora.init(config, ALL, jax.random.key(0))

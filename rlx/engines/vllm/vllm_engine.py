@@ -47,9 +47,6 @@ class VllmEngine(ModelEngine):
       hang_seconds: time without an answer after which EngineCore counts as dead; must exceed the
         longest prefill, as it answers between steps.
       options: further ones of `start_llm`.
-
-    Attributes:
-      llm: vLLM's AsyncLLM, once started.
     """
 
     def __init__(
@@ -67,10 +64,9 @@ class VllmEngine(ModelEngine):
         self._flushing, self._flushes = False, 0
         self._changing = asyncio.Lock()
         self._watcher: asyncio.Task | None = None
-        self.llm: Any = None
+        self.llm: Any = None  # vLLM's AsyncLLM, once started
 
     async def start(self) -> None:
-        """See Engine.start."""
         # Not in a thread: EngineCore ends with the thread that starts it.
         self.llm = start_llm(self.model_path, self._config, **self._options)
         self._process_others = self.llm.output_processor.process_outputs
@@ -103,7 +99,6 @@ class VllmEngine(ModelEngine):
         self._generated = 0
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
-        """See Engine.generate."""
         self._check_request(request)
         self._check_alive()
         wake = asyncio.Event()
@@ -136,7 +131,6 @@ class VllmEngine(ModelEngine):
             await self._abort([sample for sample in samples if not sample.ended])
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """See Engine.score."""
         self._check_score(request)
         core = self._core_score(request)
         for _ in range(_SCORE_ATTEMPTS):
@@ -158,19 +152,16 @@ class VllmEngine(ModelEngine):
         raise RuntimeError(f"EngineCore aborted the sequence {_SCORE_ATTEMPTS} times")
 
     async def pause(self) -> None:
-        """See Engine.pause."""
         async with self._changing:
             await self._core(self.llm.engine_core.pause_scheduler_async("keep", clear_cache=False))
             self._paused = True
 
     async def resume(self) -> None:
-        """See Engine.resume."""
         async with self._changing:
             await self._core(self.llm.engine_core.resume_scheduler_async())
             self._paused = False
 
     async def load(self, path: str, version: int, kv: str = "keep") -> int:
-        """See Engine.load."""
         async with self._changing:
             start = self._clock()
             await self._call("rlx_stage", path)
@@ -206,13 +197,11 @@ class VllmEngine(ModelEngine):
             return end - stopped
 
     def status(self) -> EngineStatus:
-        """See EngineStatus."""
         self._end_span()
         running = sum(sample.begun for sample in self._samples.values())
         return self._status(running=running, queued=len(self._samples) - running, slots=self._slots)
 
     async def close(self) -> None:
-        """See Engine.close."""
         if self._watcher:
             self._watcher.cancel()
         for sample in self._samples.values():
@@ -227,7 +216,6 @@ class VllmEngine(ModelEngine):
     # Requests.
 
     def _core_request(self, request: Request) -> Any:
-        """Return vLLM's form of `request`, without a seed."""
         from vllm.sampling_params import StructuredOutputsParams
 
         sampling, room = request.sampling, self._max_model_len - len(request.prompt_tokens)
@@ -248,7 +236,6 @@ class VllmEngine(ModelEngine):
         )
 
     def _core_score(self, request: ScoreRequest) -> Any:
-        """Return vLLM's form of `request`."""
         # vLLM samples at least one token. So the last token is not in the prompt and is the only
         # one allowed; its logprob is not affected. Prompts with logprobs use no cached prefix.
         return self._processed(

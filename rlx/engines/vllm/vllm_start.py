@@ -33,19 +33,12 @@ def start_llm(
     *,
     slots: int,
     max_model_len: int,
-    seed: int = 0,
-    dtype: str = "float32",
-    tensor_parallel: int = 1,
-    gpu_memory: float = 0.0,
+    seed: int = 0,  # of requests without one; must differ between servers
+    dtype: str = "float32",  # float32 | bfloat16, of weights, activations and cache
+    tensor_parallel: int = 1,  # workers, each with a slice of every layer and its own GPU or cores
+    gpu_memory: float = 0.0,  # share of each GPU; 0: vLLM's default
 ) -> Any:
-    """Return vLLM's AsyncLLM, started; raise UserError if it cannot serve the model.
-
-    Args:
-      seed: of requests without one; must differ between servers.
-      dtype: float32 | bfloat16, of weights, activations and cache.
-      tensor_parallel: worker processes, each with a slice of every layer and its own GPU or cores.
-      gpu_memory: share of each GPU; 0: vLLM's default.
-    """
+    """Return vLLM's AsyncLLM, started; raise UserError if it cannot serve the model."""
     cpu = on_cpu()
     _set_environment(cpu, tensor_parallel)
     try:

@@ -201,13 +201,9 @@ class RolloutWorker:
 
 
 def read(path: str) -> Tensors:
-    """Return HF name → tensor, memory-mapped.
+    """Return HF name → tensor, memory-mapped, of files whose paths are joined by newlines.
 
-    Args:
-      path: paths of safetensors files, joined by newlines.
-
-    Raises:
-      ValueError: a file is missing or damaged.
+    ValueError for a missing or damaged file.
     """
     tensors: Tensors = {}
     for part in path.split("\n"):
@@ -239,11 +235,7 @@ def check(tensors: Tensors, spec: dict[str, tuple[int, ...]]) -> None:
 
 
 def plan(model: torch.nn.Module, spec: dict[str, Any]) -> dict[str, list[str]]:
-    """Return vLLM's parameter name → names of the HF tensors to join on axis 0.
-
-    Raises:
-      ValueError: a parameter has no tensor, or a tensor no parameter.
-    """
+    """Return vLLM's parameter → HF tensors to join on axis 0; ValueError if either is missing."""
     fused = getattr(model, "packed_modules_mapping", {})
     sources: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -300,9 +292,8 @@ def stage_packed(
 def own_slices(module: torch.nn.Module, leaf: str, parts: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return this worker's slices of `parts`.
 
-    Args:
-      module: a layer of vLLM, with `tp_size` and `tp_rank`.
-      leaf: its parameter: weight | bias | a name in `_EXPERTS`.
+    `module` is a layer of vLLM, with `tp_size` and `tp_rank`; `leaf` is its weight, bias or a name
+    in `_EXPERTS`.
     """
     owner = getattr(module, "moe_config", module)
     size, rank = getattr(owner, "tp_size", 1), getattr(owner, "tp_rank", 0)
