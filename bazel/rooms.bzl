@@ -17,6 +17,7 @@ ROOMS = [
     "engines",
     "sandbox",
     "workers",
+    "environments",
     "rewards",
     "rollout",
     "agents",

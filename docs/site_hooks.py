@@ -21,7 +21,7 @@ NAV: dict[str, list[str]] = {
     "Concepts": ["concepts.md", "staleness.md", "biases.md", "mismatch.md"],
     "Train": ["extend.md", "models.md", "gguf.md", "torch.md"],
     "Algorithms": ["algorithms.md", "results.md"],
-    "Agents and tools": ["agents.md", "tools.md", "online.md", "debugging.md"],
+    "Agents and tools": ["agents.md", "tools.md", "environments.md", "online.md", "debugging.md"],
     "Scale and clusters": ["scale.md", "planning.md", "cluster.md", "fleet.md"],
     "Operate": ["metrics.md", "troubleshooting.md", "reliability.md", "security.md"],
     "Reference": ["config.md", "api.md", "inside.md", "contributing.md", "changelog.md"],

@@ -70,7 +70,8 @@ SECTIONS = {
                     ("jsonl", "arithmetic", "word_problems")),
         train=option("", ".jsonl, .json, .csv or .parquet file, or hub name with optional :split"),
         mix=option((), "((source, weight), …) in place of train; weights are shares of prompts"),
-        dataset=option("", "FILE.py:name, a function that returns rows; replaces train and mix"),
+        dataset=option("", "FILE.py:name, a function that returns rows, or reasoning_gym:TASK; "
+                       "replaces train and mix"),
         eval=option("", 'held-out rows, given like train; "": none, or generated rows'),
         system_prompt=option("", 'before each question; "": none'),
         question_key=option("question", "column with text, or with a list of chat messages"),
@@ -131,7 +132,8 @@ SECTIONS = {
         outage_seconds=option(120.0, "length of an outage that ends the run", "[0, inf)"),
         request_timeout_seconds=option(600.0, "limit for one attempt at a prompt"),
         workflow=option("rlvr", "one graded turn; or tools, multi_turn, online (applications ask); "
-                        "or FILE.py:Class, module:Class: your own workflow or agent"),
+                        "or FILE.py:Class, module:Class: your own workflow or agent; or "
+                        "reasoning_gym:TASK, which brings rows and rewards"),
         workflow_kwargs=option(None, "dict of arguments for its constructor"),
     ),
     "algorithm": _section(
@@ -278,6 +280,14 @@ def default() -> ConfigDict:
             part[name] = config_dict.placeholder(field.type or object) if unset else field.default
     c.observe.tensorboard = config_dict.placeholder(bool)  # `check` refuses it: see writers
     return c.lock()
+
+
+def with_environment(config: ConfigDict) -> ConfigDict:
+    """Set the rows, reward and workflow that a task in rollout.workflow stands for."""
+    if (name := config.rollout.workflow).startswith("reasoning_gym:"):
+        config.data.dataset, config.data.eval, config.rollout.workflow = name, "", "rlvr"
+        config.reward.name = "reasoning_gym"
+    return config
 
 
 def check(config: ConfigDict, *, trains: bool = True) -> None:

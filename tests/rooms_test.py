@@ -24,16 +24,16 @@ COMMANDS = (
 )  # fmt: skip
 ORDER = (
     "", "base", "system", "option", "journal", "algorithms", "cli", "model", "train", "observe",
-    "fleet", "engines", "sandbox", "workers", "rewards", "rollout", "agents", "launch", "mismatch",
-    "evaluation", "doctor", "plan", "debugger", "config", "areal", "run",
+    "fleet", "engines", "sandbox", "workers", "environments", "rewards", "rollout", "agents",
+    "launch", "mismatch", "evaluation", "doctor", "plan", "debugger", "config", "areal", "run",
 )  # fmt: skip
 LEVEL = {room: level for level, room in enumerate(ORDER)} | dict.fromkeys(
     (*COMMANDS, "commands"), 99
 )
 LIGHT_ROOMS = (
     "", "base", "system", "option", "journal", "config", "cli", "observe", "fleet", "engines",
-    "sandbox", "workers", "rewards", "rollout", "agents", "debugger", "launch", "evaluation",
-    "areal",
+    "sandbox", "workers", "environments", "rewards", "rollout", "agents", "debugger", "launch",
+    "evaluation", "areal",
 )  # fmt: skip
 LIGHT_FILES = (
     "algorithms/algorithm.py", "algorithms/presets.py",

@@ -55,12 +55,6 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as lines with columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
-
-
 def resample(values: Sequence[float], count: int) -> list[float]:
     """Return at most `count` values: means of equal consecutive parts of `values`."""
     if count <= 0 or len(values) <= count:

@@ -4,7 +4,8 @@
     package.module:name      as Python imports the module
     path/to/file.py:name     of a file that is in no package
 
-A failure in a user's module becomes a UserError of one line, with file and line.
+A failure in a user's module becomes a UserError of one line, with file and line. Names that begin
+with one of OF_ENVIRONMENTS belong to rlx/environments.
 """
 
 import importlib
@@ -25,14 +26,19 @@ _OF_FILE, _EDITED = "file_", "__edited__"  # how names of files' modules begin; 
 _STANDARD, _RLX = (f"{Path(file).parent}/" for file in (traceback.__file__, Path(__file__).parent))
 LIBRARIES = ("<frozen", _STANDARD, _RLX, "/site-packages/", "/dist-packages/")
 _LINE = 90  # characters of a source line
+OF_ENVIRONMENTS = ("mcp:", "reasoning_gym:")
 
 
 def find(key: str, name: str, table: Mapping[str, Any] = _NONE) -> Any:
     """Return the object that `name` names: an entry of `table`, `module:name` or `FILE.py:name`.
 
     UserError if there is no such entry, file, module or name (the nearest is suggested), or the
-    module cannot be imported; it begins with `key`, of the config or a flag.
+    module cannot be imported; it begins with `key`, of the config or a flag. `table` may
+    have `scheme:` → function of the rest of a name that begins with it.
     """
+    scheme, _, rest = name.partition(":")
+    if f"{scheme}:" in table:
+        return table[f"{scheme}:"](rest)
     place, separator, attribute = name.rpartition(":")
     if not separator and name in table:
         return table[name]
@@ -54,7 +60,7 @@ def find(key: str, name: str, table: Mapping[str, Any] = _NONE) -> Any:
 
 def is_own(name: str) -> bool:
     """Return whether `name` is spelled as a user's own code, not as an entry of a table."""
-    return ":" in name
+    return ":" in name and not name.startswith(OF_ENVIRONMENTS)
 
 
 def names(module: ModuleType) -> list[str]:

@@ -8,6 +8,8 @@ from rlx.base import UserError, unknown
 from rlx.rewards import rewards
 from rlx.rollout import data
 
+_TASKS = "reasoning_gym:"
+
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
@@ -42,9 +44,11 @@ def find(
 
     Rows of a path have these keys, and `reward` grades them unless NAME is one of BENCHMARKS.
     """
-    name, _, path = text.rpartition("=")
     if text in BENCHMARKS:
         return BENCHMARKS[text]
+    if text.startswith(_TASKS):
+        return Benchmark(text, text, "reasoning_gym")
+    name, _, path = text.rpartition("=")
     if name and "/" not in name:  # a/b=c.jsonl is a path
         reward = BENCHMARKS[name].reward if name in BENCHMARKS else reward
     elif text.endswith(data.FORMATS) or data.is_code(text):
@@ -63,7 +67,8 @@ def rows(benchmark: Benchmark, limit: int = 0) -> list[dict[str, Any]]:
         found = data.GENERATED[benchmark.name](0, "held_out", limit or 200)
     else:
         answer_key = rewards.answer_key([benchmark.reward], benchmark.answer_key)
-        found = data.load(benchmark.source, benchmark.question_key, answer_key, split="test")
+        most, keys = max(limit, 0) or None, (benchmark.question_key, answer_key)
+        found = data.load(benchmark.source, *keys, split="test", most=most)
     if limit < 0:
         raise UserError(f"--limit={limit} is negative; give 0 for all questions")
     named = [{**r, "question": r[benchmark.question_key]} if benchmark.source else r for r in found]
@@ -73,8 +78,18 @@ def rows(benchmark: Benchmark, limit: int = 0) -> list[dict[str, Any]]:
 def load_sets(
     text: str, reward: str, limit: int, question_key: str = "question", answer_key: str = "answer"
 ) -> list[tuple[Benchmark, list[dict[str, Any]]]]:
-    """Return the sets of `--datasets` with their rows; UserError for none, or a name twice."""
-    parts = [part.strip() for part in text.split(",")]
+    """Return the sets of `--datasets` with their rows; UserError for none, or a name twice.
+
+    `reasoning_gym:a,b` is one set of two tasks.
+    """
+    parts = list[str]()
+    for part in map(str.strip, text.split(",")):
+        task = part.partition("?")[0]
+        last = parts[-1] if parts and task.isidentifier() and task not in BENCHMARKS else ""
+        if last.startswith(_TASKS):
+            parts[-1] += f",{part}"
+        else:
+            parts.append(part)
     found = [find(part, reward, question_key, answer_key) for part in parts if part]
     if not found:
         raise UserError(f"--datasets={text!r} names none; give gsm8k,math_500 or a .jsonl path")

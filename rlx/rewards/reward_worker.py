@@ -21,6 +21,7 @@ from typing import Any
 
 from rlx.base import place
 from rlx.cli import user_code
+from rlx.environments import reasoning_tasks
 from rlx.rewards import rewards, symbolic
 from rlx.rewards.reward_pool import EACH, GROUP, TOGETHER, RewardCall, problem
 from rlx.workers.worker_process import WorkerEnd
@@ -54,6 +55,8 @@ def _load(end: WorkerEnd) -> dict[str, Callable]:
         kinds = {name: (_kind(f), place(f)) for name, f in functions.items()}
         if rewards.math in functions.values():
             symbolic.warm()
+        if rewards.reasoning_gym in functions.values():
+            reasoning_tasks.tasks()  # imports the package, in seconds
     except BaseException as error:  # SystemExit of a module, too
         end.send(id="", wrong=user_code.where(error))
         raise SystemExit from None

@@ -19,12 +19,14 @@ from typing import Any
 
 from rlx.base import UserError
 from rlx.cli import user_code
+from rlx.environments import reasoning_tasks
 from rlx.rewards import answers, equality, numbers
 from rlx.sandbox.sandbox import ProgramLimits
 from rlx.workers.worker_process import worker_sandbox
 
 RewardFunction = Callable[..., Any]  # a float; the pool checks it
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _LIMITS = ProgramLimits(wall_seconds=3.0, cpu_seconds=3.0)
 
 
@@ -94,6 +96,24 @@ async def code(prompt: str, completion: str, *ids: Sequence[int], answer: Any, *
     return float(outcome.status == "ok" and outcome.text.endswith(f"{passed}\n"))
 
 
+def reasoning_gym(
+    prompt: str, completion: str, *ids: Sequence[int], question: str, task: Mapping[str, Any],
+    **row: Any,
+) -> float:  # fmt: skip
+    r"""Return what the row's task of reasoning-gym gives the completion's answer, 0 to 1.
+
+    The answer is the last `<answer>…</answer>`, else the last `\boxed{…}`, else the whole text
+    without thoughts.
+
+    Args:
+      question, task: the columns of rows of `data.dataset=reasoning_gym:TASK`.
+    """
+    text = answers.outside_thoughts(prompt, completion)
+    tagged = _TAGGED.findall(text)
+    found = tagged[-1] if tagged else answers.last_box(text)
+    return reasoning_tasks.score((text if found is None else found).strip(), question, task)
+
+
 @functools.cache
 def _sandbox(loop: asyncio.AbstractEventLoop) -> asyncio.Future:
     """Return the worker's one sandbox once it is ready; it ends with the process."""
@@ -102,6 +122,7 @@ def _sandbox(loop: asyncio.AbstractEventLoop) -> asyncio.Future:
 
 REWARDS: dict[str, RewardFunction] = {
     "gsm8k": gsm8k, "math": math, "arithmetic": arithmetic, "code": code,
+    "reasoning_gym": reasoning_gym,
     "gsm8k_unfinished": partial(gsm8k, unfinished=True),
     "math_unfinished": partial(math, unfinished=True),
 }  # fmt: skip

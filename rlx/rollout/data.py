@@ -9,6 +9,7 @@ import functools
 import hashlib
 import inspect
 import io
+import itertools
 import json
 import math
 import re
@@ -23,6 +24,7 @@ import numpy as np
 
 from rlx.base import UserError, install, nearest
 from rlx.cli import user_code
+from rlx.environments import reasoning_tasks
 from rlx.rollout import arithmetic, word_problems
 
 Row = dict[str, Any]
@@ -31,6 +33,7 @@ MOST_ROWS = 1_000_000  # from a user's own code, which may never end
 _NONE: Mapping[str, str] = {}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _CODE = re.compile(r".+\.py:\w+|[\w.]+:\w+")
+_SCHEMES = {"reasoning_gym:": lambda names: functools.partial(reasoning_tasks.rows, names)}
 GENERATED = {"arithmetic": arithmetic.problems, "word_problems": word_problems.problems}
 
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?P<options>(:[\w.+\[\]%-]+){0,2})")
@@ -44,12 +47,13 @@ def load(
     texts: Mapping[str, str] = _NONE,  # keys of other required texts or messages → their options
     needed: Iterable[str] = (),  # keys of other required values
     split: str = "train",  # of a hub data set whose name has none, or a function that takes one
+    most: int | None = None,  # rows; None: all
 ) -> list[Row]:
     """Return the rows of a file, a hub data set or a user's code; `answer` holds `answer_key`.
 
     Args:
       source: a path; `owner/name`, `owner/name:split`, `owner/name:config:split`; FILE.py:name or
-        module:name. Files: .csv, .parquet, else .jsonl or a JSON array.
+        module:name; reasoning_gym:TASK. Files: .csv, .parquet, else .jsonl or a JSON array.
 
     Raises:
       UserError: a missing file, a bad row, an unreachable or unknown data set.
@@ -57,7 +61,7 @@ def load(
     options = {question_key: "data.question_key", answer_key: "data.answer_key", **texts}
     wanted = dict.fromkeys([*filter(None, options), *needed])
     rows = []
-    for where, row in _rows(source, split):
+    for where, row in itertools.islice(_rows(source, split), most):
         _check_keys(row, where, wanted, options)
         for key in filter(None, (question_key, *texts)):
             row[key] = _text_or_messages(row[key], f"{where}: {key!r}")
@@ -94,8 +98,8 @@ def named_sources(options: Any) -> list[tuple[str, float]]:
 
 
 def is_code(source: str) -> bool:
-    """Return whether a source is a user's code: FILE.py:name or module:name."""
-    return bool(_CODE.fullmatch(source))
+    """Return whether a source is code: FILE.py:name, module:name, or a name of `_SCHEMES`."""
+    return source.startswith(tuple(_SCHEMES)) or bool(_CODE.fullmatch(source))
 
 
 def _rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
@@ -117,13 +121,13 @@ def _rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
 
 def takes_split(source: str) -> bool:
     """Return whether a source is a function that takes `split`, so that it has held-out rows."""
-    made = user_code.find("dataset", source)
+    made = user_code.find("dataset", source, _SCHEMES)
     return callable(made) and "split" in inspect.signature(made).parameters
 
 
 def _own_rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
     """Yield place and row of a user's iterable, or of the one that a user's function returns."""
-    made, n = user_code.find("dataset", source), 0
+    made, n = user_code.find("dataset", source, _SCHEMES), 0
     try:
         if callable(made):
             made = made(split=split) if takes_split(source) else made()

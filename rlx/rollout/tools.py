@@ -1,4 +1,4 @@
-"""Tools that a model calls while it answers: a calculator, Python in a sandbox, users' own."""
+"""Tools that a model calls while it answers: a calculator, Python in a sandbox, of MCP, users'."""
 
 import ast
 import asyncio
@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 
 from rlx.base import UserError
 from rlx.cli import user_code
+from rlx.environments import mcp_tools
+from rlx.environments.mcp_tools import ToolError
 from rlx.rollout.workflows import close
 from rlx.sandbox.sandbox import SandboxOptions
 from rlx.system.loop_thread import run_alone
@@ -27,10 +29,6 @@ _TYPES: Mapping[str, Any] = {
 # arguments. The model reads its errors. The schema's first example is tried at the start. Optional:
 # `async aclose()`, and `markers`, start → end, in addition to `<name>` and `</name>`.
 Tool = Any
-
-
-class ToolError(Exception):
-    """A failed call, with a message for the model."""
 
 
 class Calculator:
@@ -119,19 +117,26 @@ def load(names: Sequence[str], sandbox: SandboxOptions) -> list[Tool]:
         raise UserError(f"{KEY}={names!r} names no tools; give a list such as ['calculator']")
     found: dict[str, Tool] = {}
     for name in names:
-        tool = user_code.find(KEY, name, TOOLS)
+        scheme, _, address = name.partition(":")
+        tool = None if scheme == "mcp" else user_code.find(KEY, name, TOOLS)
         try:
-            if inspect.isclass(tool):
-                takes = inspect.signature(tool).parameters
-                tool = tool(**({"sandbox": sandbox} if "sandbox" in takes else {}))
-            _check(tool, found)
-            found[tool.name] = tool
-            for example in tool.parameters.get("examples", [])[:1]:
-                run_alone(_try(tool, example), "trial of a tool", _TRIAL_SECONDS)
+            for made in mcp_tools.tools(address) if tool is None else [_made(tool, sandbox)]:
+                _check(made, found)
+                found[made.name] = made
+                for example in made.parameters.get("examples", [])[:1]:
+                    run_alone(_try(made, example), "trial of a tool", _TRIAL_SECONDS)
         except Exception as error:
             why = user_code.where(error, getattr(tool, "run", None))
             raise UserError(f"{KEY}: {name} cannot be used ({why})") from error
     return list(found.values())
+
+
+def _made(tool: Any, sandbox: SandboxOptions) -> Tool:
+    """Return a tool, or an instance of a class of tools."""
+    if not inspect.isclass(tool):
+        return tool
+    takes = inspect.signature(tool).parameters
+    return tool(**({"sandbox": sandbox} if "sandbox" in takes else {}))
 
 
 def _check(tool: Any, others: Mapping[str, Tool]) -> None:

@@ -27,11 +27,13 @@ def rows(
     named = [] if options.online else data.named_sources(keys)
     texts = {keys[name]: f"data.{name}" for name in names}
 
-    def load(source: str, rewarded: bool, split: str) -> list[dict]:
+    def load(source: str, rewarded: bool, split: str, most: int | None = None) -> list[dict]:
         graded = weights if rewarded else ()
         needed = {key for name in graded for key in rewards.columns(name)} - {"answer"}
         answer = rewards.answer_key(graded, keys.answer_key) if rewarded else ""
-        return data.load(source, keys.question_key, answer, texts=texts, needed=needed, split=split)
+        return data.load(
+            source, keys.question_key, answer, texts=texts, needed=needed, split=split, most=most
+        )
 
     def solved(row: dict) -> dict:
         return {**row, **{keys[name]: _SOLUTIONS[kind][name](row) for name in names}}
@@ -46,7 +48,7 @@ def rows(
     else:
         train = [Source(name, load(name, not names, "train"), weight) for name, weight in named]
         own = keys.dataset if keys.dataset and data.takes_split(keys.dataset) else keys.eval
-        held_out = Source(own, load(own, options.served, "test")[:n] if own else [])
+        held_out = Source(own, load(own, options.served, "test", n) if own and n else [])
     graded = [held_out] if options.served else []
     if options.online:  # one row, for the gate
         train = [Source("applications", [{keys.question_key: QUESTION}])]

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict, config_flags
 from rlx.base import UserError, nearest
 from rlx.cli.command import say
 from rlx.cli.key_names import embedded, meant, unknown_key
-from rlx.config import default, leaves
+from rlx.config import default, leaves, with_environment
 from rlx.launch import allocation
 
 
@@ -42,6 +42,8 @@ def parse(
 
             argv = areal_yaml.with_python(argv, Path(directory))
         config, values = _read(argv, config_needed, switches or {}, strings)
+    if config:
+        with_environment(config)
     if config and config.get("allocation_mode"):
         try:
             allocation.parse(config.allocation_mode)

@@ -30,7 +30,7 @@ from ml_collections import ConfigDict
 from rlx.base import Group, UserError
 from rlx.cli.command import say
 from rlx.cli.user_code import forget_edited
-from rlx.config import check
+from rlx.config import check, with_environment
 from rlx.doctor import failures
 from rlx.fleet.client import Fleet, NoFleet
 from rlx.mismatch.gate import sentence
@@ -94,7 +94,8 @@ def run(
       UserError: the config, inputs, servers or storage cannot work. The failure that exhausted
         the rollouts' budget is raised unchanged.
     """
-    config, workdir = apply_allocation(config.copy_and_resolve_references()), Path(workdir)
+    config = with_environment(apply_allocation(config.copy_and_resolve_references()))
+    workdir = Path(workdir)
     check(config)
     forget_edited()
     keep_freed_memory()

@@ -41,6 +41,7 @@ KEYS = dict(leaves(default()))
 RUN = {  # page → the tests that run its blocks, all of them
     "docs/agents.md": ("agents/docs_test.py", "run/extend_test.py"),
     "docs/debugging.md": ("debugger/docs_test.py",),
+    "docs/environments.md": ("environments/page_test.py",),
     "docs/extend.md": ("run/extend_test.py",),
     "docs/online.md": ("run/online_docs_test.py",),
     "docs/tools.md": ("agents/tools_page_test.py", "run/extend_test.py"),

@@ -1,0 +1,1 @@
+"""Tools, tasks and environments of other packages, under names of the form `PACKAGE:NAME`."""

@@ -1,0 +1,122 @@
+"""Make rows of the tasks of `reasoning-gym`, and grade answers by a task's own function.
+
+An entry of a task is a function of name, settings, seed and index, which a row holds. The grader
+makes the entry again, because tasks keep objects in it that JSON cannot hold.
+"""
+
+import ast
+import copy
+import dataclasses
+import functools
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import parse_qsl
+
+from rlx.base import UserError, install, nearest, seed_of, unknown
+
+_HELD_OUT_SHARE = 5  # 1 question in 5, by a hash of its text
+_TRAIN_ROWS, _HELD_OUT_ROWS = 5_000, 200  # without a `size`; some tasks take 0.1 s for a row
+_MOST_MISSES = 2_000  # questions in a row that belong to the other split
+
+
+def rows(names: str, split: str = "train") -> Iterator[dict[str, Any]]:
+    """Yield the rows of a split, of several tasks in turns.
+
+    No question of split `train` is in another split, whatever the seeds.
+
+    Args:
+      names: `TASK` or `TASK?SETTING=VALUE&…`, with commas between several. Settings are the task's,
+        and `size` and `seed` of its rows.
+
+    Raises:
+      UserError: there is no package, task or setting of this name, or a task refuses a setting.
+    """
+    streams = [_stream(text, split) for text in names.split(",")]
+    return itertools.chain.from_iterable(zip(*streams, strict=False))  # the shortest ends it
+
+
+def score(answer: str, question: str, task: Mapping[str, Any]) -> float:
+    """Return what a row's task gives an answer, 0 to 1.
+
+    Args:
+      question, task: the columns of the row.
+
+    Raises:
+      UserError: this version of the package makes another question.
+    """
+    data, entry = _entry(json.dumps(task))
+    if entry["question"] != question:
+        raise UserError(
+            f"reasoning-gym makes another question of {task}; install the version that made the row"
+        )
+    try:
+        return float(data.score_answer(answer, copy.deepcopy(entry)))
+    except Exception:  # some tasks raise for answers that they cannot read
+        data.score_answer(entry["answer"], entry)  # raises if the task fails for any answer
+        return 0.0
+
+
+def tasks() -> Mapping[str, tuple[type, ...]]:
+    """Return name → classes of all tasks; raise UserError without the package."""
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise UserError(
+            f"tasks of reasoning-gym need the extra: {install('reasoning-gym')} ({error})"
+        ) from None
+    return {name: parts for name, parts in DATASETS.items() if name != "composite"}
+
+
+def _stream(text: str, split: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one task."""
+    name, _, query = text.strip().partition("?")
+    settings = {key: _value(value) for key, value in parse_qsl(query)}
+    size = settings.pop("size", _TRAIN_ROWS if split == "train" else _HELD_OUT_ROWS)
+    seed = seed_of(f"{name} {settings.pop('seed', 0)} {split}".encode())  # tasks add the index
+    data, made, misses = _data_set(name, json.dumps(settings), seed), 0, 0
+    for index in itertools.count():
+        if made == size:
+            return
+        entry = data[index]
+        question = str(entry["question"])
+        if (seed_of(question.encode()) % _HELD_OUT_SHARE > 0) == (split == "train"):
+            task = {"name": name, "settings": settings, "seed": seed, "index": index}
+            yield {"question": question, "answer": str(entry["answer"]), "task": task}
+            made, misses = made + 1, 0
+        elif (misses := misses + 1) == _MOST_MISSES:
+            raise UserError(f"reasoning_gym:{text} has too few different questions for two splits")
+
+
+def _value(text: str) -> Any:
+    """Return a number, truth value or list that a text spells, else the text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+@functools.lru_cache(64)  # of a batch: each grades several answers
+def _entry(task: str) -> tuple[Any, dict[str, Any]]:
+    known = json.loads(task)
+    data = _data_set(known["name"], json.dumps(known["settings"]), known["seed"])
+    return data, data[known["index"]]
+
+
+@functools.lru_cache(64)
+def _data_set(name: str, settings: str, seed: int) -> Any:
+    """Return the package's data set of a task; raise UserError as `rows`."""
+    if name not in (known := tasks()):
+        near = nearest(name, known)
+        hint = f"did you mean {near!r}?" if near else "its GALLERY.md lists all of them"
+        raise UserError(f"reasoning-gym has no task {name!r}; {hint}")
+    data, config = known[name][:2]
+    given, fields = json.loads(settings), [field.name for field in dataclasses.fields(config)]
+    for key in given:
+        if key not in fields:
+            raise unknown(f"setting of {name}", key, fields)
+    try:
+        return data(config(**given, seed=seed))
+    except Exception as error:
+        raise UserError(f"{name} refuses {settings} ({error!r:.200}); correct them") from error
