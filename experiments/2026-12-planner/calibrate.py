@@ -8,6 +8,7 @@ Writes calibration.json: constants, and predicted beside published seconds, fitt
 import dataclasses
 import json
 import math
+import statistics
 from pathlib import Path
 
 import numpy as np
@@ -40,33 +41,46 @@ MODELS = {
         151936, 48, 2048, 6144, 32, 4, num_experts=128, experts_per_token=8, expert_dim=768
     ),
 }
-# Mean answers: AReaL's log of 7B says 7,900 tokens with 12 % at the limit of 16k. Its guide says that
-# generation and training have GPUs of their own, not how many: half is assumed. verl gives no mean,
-# which is fitted too, by the seconds of its updates.
-AREAL = {"card": "h800", "limit": 16384, "mean": 7800, "cut": 0.12, "prompt": 108, "forwards": 2}
-VERL = {"card": "h20", "limit": 28672, "mean": 0, "cut": 0.002, "prompt": 150, "forwards": 1}
+# All have 512 prompts. AReaL's log of 7B says 7,900 tokens an answer, with 12 % at the limit of 16k.
+# Its guide says that generation and training have GPUs of their own, not how many: half is assumed.
+# verl gives no mean, which is fitted too, by the seconds of its updates.
+AREAL = {
+    "prompts": 512,
+    "n": 16,
+    "card": "h800",
+    "limit": 16384,
+    "mean": 7800,
+    "cut": 0.12,
+    "prompt": 108,
+    "forwards": 2,
+}
+VERL = {
+    "prompts": 512,
+    "n": 16,
+    "card": "h20",
+    "limit": 28672,
+    "mean": 0,
+    "cut": 0.002,
+    "prompt": 150,
+    "forwards": 1,
+}
 RUNS = {  # name → run, published seconds a step
-    "AReaL 1.5B, 8": (AREAL | {"model": "1.5B", "prompts": 512, "n": 16, "gpus": 4, "own": 4}, 3461),
-    "AReaL 1.5B, 32": (AREAL | {"model": "1.5B", "prompts": 512, "n": 16, "gpus": 16, "own": 16}, 997),
-    "AReaL 1.5B, 128": (AREAL | {"model": "1.5B", "prompts": 512, "n": 16, "gpus": 64, "own": 64}, 391),
-    "AReaL 7B, 32": (AREAL | {"model": "7B", "prompts": 512, "n": 16, "gpus": 16, "own": 16}, 2275),
-    "AReaL 7B, 128": (AREAL | {"model": "7B", "prompts": 512, "n": 16, "gpus": 64, "own": 64}, 815),
-    "AReaL 32B, 128": (
-        AREAL | {"model": "32B", "prompts": 512, "n": 32, "gpus": 64, "own": 64, "tensor": 2}, 6707,
-    ),
-    "verl 7B, 32": (VERL | {"model": "7B", "prompts": 512, "n": 16, "gpus": 32}, 790.1),
-    "verl 7B, 64": (VERL | {"model": "7B", "prompts": 512, "n": 16, "gpus": 64}, 365.3),
-    "verl 7B, 128": (VERL | {"model": "7B", "prompts": 512, "n": 16, "gpus": 128}, 356.3),
-    "verl 7B, 16 + 16": (
-        VERL | {"model": "7B", "prompts": 512, "n": 16, "gpus": 16, "own": 16, "eta": 1}, 294.8,
-    ),
-    "verl 7B, 32 + 32": (
-        VERL | {"model": "7B", "prompts": 512, "n": 16, "gpus": 32, "own": 32, "eta": 1}, 189.3,
-    ),
-    "verl 7B, 64 + 64": (
-        VERL | {"model": "7B", "prompts": 512, "n": 16, "gpus": 64, "own": 64, "eta": 1}, 150.6,
-    ),
-}  # fmt: skip
+    name: (base | {"model": model, "gpus": gpus, "own": own, "eta": eta, **more}, seconds)
+    for name, base, model, gpus, own, eta, seconds, more in (
+        ("AReaL 1.5B, 8", AREAL, "1.5B", 4, 4, 0, 3461, {}),
+        ("AReaL 1.5B, 32", AREAL, "1.5B", 16, 16, 0, 997, {}),
+        ("AReaL 1.5B, 128", AREAL, "1.5B", 64, 64, 0, 391, {}),
+        ("AReaL 7B, 32", AREAL, "7B", 16, 16, 0, 2275, {}),
+        ("AReaL 7B, 128", AREAL, "7B", 64, 64, 0, 815, {}),
+        ("AReaL 32B, 128", AREAL, "32B", 64, 64, 0, 6707, {"n": 32, "tensor": 2}),
+        ("verl 7B, 32", VERL, "7B", 32, 0, 0, 790.1, {}),
+        ("verl 7B, 64", VERL, "7B", 64, 0, 0, 365.3, {}),
+        ("verl 7B, 128", VERL, "7B", 128, 0, 0, 356.3, {}),
+        ("verl 7B, 16 + 16", VERL, "7B", 16, 16, 1, 294.8, {}),
+        ("verl 7B, 32 + 32", VERL, "7B", 32, 32, 1, 189.3, {}),
+        ("verl 7B, 64 + 64", VERL, "7B", 64, 64, 1, 150.6, {}),
+    )
+}
 # prime-rl's trainer: model, GPU, GPUs, tokens a GPU and update → share of the peak
 UPDATES = {
     "prime-rl 4B, 16k": ("4B", "h100", 8, 32_768, 16_384, 0.139),
@@ -74,7 +88,7 @@ UPDATES = {
     "prime-rl 0.6B, 16k": ("0.6B", "h100", 1, 32_768, 16_384, 0.111),
     "prime-rl 0.6B, 64k": ("0.6B", "h100", 1, 131_072, 65_536, 0.268),
 }
-# verl's updates of these runs on 32, 64, 128 GPUs, and AReaL's: seconds without other forward passes
+# GPUs → seconds of the updates of verl's runs, without other forward passes
 VERL_UPDATES = {32: 269.8, 64: 133.4, 128: 113.8}
 FITTED = ("bandwidth", "step", "sequence", "mfu", "half")
 PUBLISHED = (
@@ -192,7 +206,7 @@ def main() -> None:
         print(f"{name:>20}: left out {math.exp(error) - 1:+.0%}", flush=True)
     missed = sorted(abs(math.log(r["left_out"] / r["published"])) for r in rows.values())
     record = {
-        "constants": {**dataclasses.asdict(calibration), "error": round(missed[len(missed) // 2], 2)},
+        "constants": {**dataclasses.asdict(calibration), "error": round(statistics.median(missed), 2)},
         "verl_mean_tokens": round(mean), "runs": rows,
     }  # fmt: skip
     (HERE / "calibration.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -42,11 +42,10 @@ class PlanRequest:
     run: Recorded | None
 
     @classmethod
-    def of(cls, config: ConfigDict | None, values: Any, workdir: Path | None) -> "PlanRequest":
+    def of(cls, config: ConfigDict, values: Any, workdir: Path | None) -> "PlanRequest":
         """Return the question; UserError if the run is unreadable."""
         run = Recorded(workdir) if workdir else None
-        if config is None:
-            assert run is not None
+        if run:
             config = run.config(max(run.batches.groups) + 1)
         return cls(config, values, CARDS[values.gpu], int(values.gpus), run)
 
@@ -67,6 +66,7 @@ class PlanRequest:
                 answers.append(float(one.loss_mask.sum()))
                 prompts.append(len(one.loss_mask) - answers[-1])
         limit = sizes.max_new_tokens
+        usual = self._number("prompt_tokens", sizes.max_prompt_tokens / 2)
         lengths = Lengths.measured(answers) if answers else Lengths.fit(
             self._number("answer_tokens", limit / 2), limit, self._number("cut_share", 0.1)
         )  # fmt: skip
@@ -74,7 +74,7 @@ class PlanRequest:
             sizes, self.card,
             Limits(rollout.batch_prompts, rollout.max_staleness, rollout.max_concurrent_rollouts),
             lengths,
-            statistics.mean(prompts or [self._number("prompt_tokens", sizes.max_prompt_tokens / 2)]),
+            statistics.mean(prompts or [usual]),
             config.fleet.slots,
             algorithm.needs_proximal_pass(sizes.train.minibatches) + algorithm.needs_reference,
             config.trainer, self._number("tool_seconds", 0.0),
