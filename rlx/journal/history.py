@@ -179,19 +179,23 @@ class Batches(NamedTuple):
     Attributes:
       groups: step, from 0 → place of each group of its batch.
       weights: version → fields of its last record of kind `weights`.
+      attempts: group_id → the attempt that made it; none for 0.
     """
 
     groups: dict[int, list[Place]]
     weights: dict[int, Mapping[str, Any]]
+    attempts: dict[int, int]
 
 
 def batches(records: Iterable[tuple[Record, Place]]) -> Batches:
     """Return the batches that the last process to do a step trained on; incomplete ones go."""
     places: dict[int, Place] = {}
-    found = Batches({}, {})
+    found = Batches({}, {}, {})
     for record, place in records:
         fields = record.fields
-        if record.kind == "group":
+        if record.kind == "admit":
+            found.attempts[fields["group_id"]] = fields["attempt"]
+        elif record.kind == "group":
             places[fields["group_id"]] = place
         elif record.kind == "take" and all(g in places for g in fields["groups"]):
             found.groups[fields["step"]] = [places[g] for g in fields["groups"]]

@@ -25,8 +25,8 @@ VARIABLES = (
     "OMP_NUM_THREADS", "JAX_COMPILATION_CACHE_DIR",
 )  # fmt: skip
 SAME = (  # facts that decide a run's bits, as dotted names
-    "platform", "processor", "trainer_cores", "compute_threads", "devices", "servers",
-    "variables.XLA_FLAGS",
+    "platform", "processor", "trainer_cores", "server_cores", "compute_threads", "devices",
+    "servers", "variables.XLA_FLAGS",
     *(f"packages.{name}" for name in ("rlx", "jax", "jaxlib", "optax", "torch", "vllm")),
 )  # fmt: skip
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from rlx.base import UserError
 from rlx.journal import records
-from rlx.model import directory
 from rlx.observe.metrics import STARTS
 from rlx.run.inputs import INITIAL
 from rlx.run.replay_run import Plan, Recorded
@@ -23,10 +22,8 @@ _JOURNAL = f"journal/{0:020d}.records"
 def write(path: Path, recorded: Recorded, plan: Plan) -> None:
     """Write the bundle of a plan's steps; UserError if it cannot be written."""
     workdir, config = recorded.workdir, recorded.config(plan.begin + 1)
-    model = workdir / INITIAL
-    model = model if model.is_dir() else directory.resolve(config.model.path)
     files = {name: workdir / name for name in ("config.json", STARTS, "metrics.jsonl")}
-    files |= _below(workdir / "code", "code") | _below(model, INITIAL)
+    files |= _below(workdir / "code", "code") | _below(recorded.model(config), INITIAL)
     if plan.origin:
         files |= _below(plan.origin, f"checkpoints/{plan.origin.name}")
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
@@ -51,7 +48,9 @@ def _records(recorded: Recorded, plan: Plan) -> Iterator[bytes]:
     for step in range(plan.begin, plan.last):
         groups = [place.read() for place in recorded.batches.groups[step]]
         ids = [record.fields["group_id"] for record in groups]
+        tried = recorded.batches.attempts
         events = [(record.kind, record.fields, record.packed) for record in groups]
+        events += [("admit", {"group_id": g, "attempt": tried.get(g, 0)}, b"") for g in ids]
         events.append(("take", {"step": step, "groups": ids}, b""))
         if step + 1 in recorded.batches.weights:
             events.append(("weights", recorded.batches.weights[step + 1], b""))

@@ -195,6 +195,7 @@ def build(
     place = {
         "cores": len(cores),
         "trainer_cores": len(plan.trainer),
+        "server_cores": len(own_plan.servers[0]) if own_plan.servers else "",
         "devices": update.devices,
         "precision": precision.message,
         "peak_flops": precision.peak,

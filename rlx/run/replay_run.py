@@ -44,12 +44,11 @@ class Recorded:
     """The steps of a run, from 1, as its directory has them.
 
     Attributes:
-      metrics: step → line of metrics.jsonl. batches: of the journal. model: HF directory of the
-        first weights, where the run has made them.
+      metrics: step → line of metrics.jsonl. batches: of the journal.
     """
 
     def __init__(self, workdir: Path):
-        self.workdir, self.model = workdir, workdir / INITIAL
+        self.workdir = workdir
         self.metrics = {r["step"]: r for r in read_jsonl(workdir / "metrics.jsonl") if has_step(r)}
         self.batches = history.batches(journal.read(workdir / "journal"))
         self._starts = {s["start"]: s for s in read_jsonl(workdir / STARTS) if "start" in s}
@@ -70,6 +69,11 @@ class Recorded:
         config = config_of(self.start(step)["config"])
         config.update_from_flattened_dict(changed or {})
         return config
+
+    def model(self, config: ConfigDict) -> Path:
+        """Return the HF directory of the first weights."""
+        made = self.workdir / INITIAL
+        return made if made.is_dir() else directory.resolve(config.model.path)
 
     def groups(self, step: int) -> list[Group]:
         """Return the batch of a step."""
@@ -95,8 +99,11 @@ class Plan(NamedTuple):
     last: int
 
 
-def plan(recorded: Recorded, first: int = 0, last: int = 0) -> Plan:
+def plan(recorded: Recorded, first: int = 0, last: int = 0, generation: bool = False) -> Plan:
     """Return how to replay steps `first` to `last`; 0: as far as the records reach.
+
+    Args:
+      generation: begin before the versions of these steps' samples, if that is possible.
 
     Raises:
       UserError: the journal or the checkpoints do not reach these steps.
@@ -108,6 +115,9 @@ def plan(recorded: Recorded, first: int = 0, last: int = 0) -> Plan:
     known = {0: None, **{checkpoint.step_of(path): path for path in whole}}
     begins = [step for step in known if step < last and set(range(step + 1, last + 1)) <= there]
     begins = [step for step in begins if step < first] if first else begins[:1]
+    if generation and begins:
+        oldest = max(0, first - 1 - recorded.config(last).rollout.max_staleness)
+        begins = [step for step in begins if step <= oldest] or [min(begins)]
     if not begins:
         raise UserError(
             f"cannot replay steps {first or 1} to {last}: the journal has steps {min(there)} to "
@@ -123,11 +133,13 @@ def replay(
     changed: Changed,
     say: Callable[[str], None],
     out: Path | None = None,
+    after: Callable[[int, Update, State], bool] = lambda *_: True,
 ) -> bool:
     """Train and compare; return whether all steps are bitwise those of the run.
 
     Args:
       out: new directory of the metrics and the final weights.
+      after: called before the first and after each step; returns whether it is like the run's.
     """
     config = recorded.config(plan.begin + 1, changed)
     check(config)
@@ -138,8 +150,7 @@ def replay(
         with trainers.join_processes(config, Event()) as hosts:
             if hosts.index:
                 return trainers.follow(config, hosts)[1]
-            model = recorded.model
-            model = model if model.is_dir() else directory.resolve(config.model.path)
+            model = recorded.model(config)
             inputs = Inputs()
             inputs.train, inputs.model_dir = TrainOptions.of(config), model
             library.check_devices(inputs)
@@ -148,11 +159,12 @@ def replay(
                 options = TrainOptions.of(config), RunOptions.of(config).context
                 return conductor.driver(hosts, partial(library.make, *options), path=str(model))
 
-            begun, differing, compared = time.monotonic(), 0, [0, 0]
+            begun, differing, compared, same = time.monotonic(), 0, [0, 0], True
             say(f"replaying steps {plan.begin + 1} to {plan.last} from "
                 f"{plan.origin or f'the first weights in {model}'}")  # fmt: skip
             for step, update, state, metrics in _steps(recorded, plan, changed, make, model):
-                if out:
+                same = after(step, update, state) and same
+                if out and step > plan.begin:
                     append_jsonl(out / "metrics.jsonl", {"step": step, **metrics})
                 if step < plan.first:
                     continue
@@ -168,18 +180,21 @@ def replay(
             took = f"in {time.monotonic() - begun:.1f} s; the run took {trained:.1f} s for them"
             if differing:
                 say(f"{differing} of {compared[0]} steps differ, {took}")
-                say(_reasons(changed, there, update.devices))
             else:
                 say(f"the metrics of {compared[0]} steps and the weights of {compared[1]} versions "
                     f"are bitwise those of the run, {took}")  # fmt: skip
+            if differing or not same:
+                why = [f"{key} is {value}" for key, value in changed.items()]
+                why += filter(None, [elsewhere(there, update.devices)])
+                say("; ".join(why) or "settings, machine and packages are those of the run")
             conductor.stop(hosts, step=plan.last, complete=True)
-    return not differing
+    return same and not differing
 
 
 def _steps(
     recorded: Recorded, plan: Plan, changed: Changed, make: Make, model: Path
 ) -> Iterator[tuple[int, Update, State, dict[str, Any]]]:
-    """Yield each step with the trainer, its state, and the metrics."""
+    """Yield `plan.begin` and each step with the trainer, its state, and the metrics."""
     config, means = recorded.config(plan.begin + 1, changed), dict[str, float]()
     update = make(config)
     if plan.origin:
@@ -188,6 +203,7 @@ def _steps(
         state, means = update.restore(plan.origin), host["executor"].get("means", {})
     else:
         state = update.init()
+    yield plan.begin, update, state, {}
     options = TrainOptions.of(config)
     for step in range(plan.begin + 1, plan.last + 1):
         now = recorded.config(step, changed)
@@ -239,12 +255,10 @@ _OF_THE_RUN = (
 )  # fmt: skip
 
 
-def _reasons(changed: Changed, there: Mapping[str, Any], devices: str) -> str:
-    """Return what differs between the run, in the environment `there`, and this process."""
+def elsewhere(there: Mapping[str, Any], devices: str) -> str:
+    """Return how this process differs from the run's, in the environment `there`, or ""."""
     place = {"trainer_cores": len(os.sched_getaffinity(0)), "devices": devices}
-    why = [f"{key} is {value}" for key, value in changed.items()]
-    why += filter(None, [resume.machine_warning(there, environment.describe(place))])
-    return "; ".join(why) or "settings, machine and packages are those of the run"
+    return resume.machine_warning(there, environment.describe(place))
 
 
 @contextmanager

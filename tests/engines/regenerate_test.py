@@ -1,0 +1,107 @@
+"""Samples that an engine made while its weights changed, made again bit for bit."""
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from rlx.engines.jax.jax_engine import JaxEngine
+from rlx.engines.jax.regenerate import Recording, Regenerator, batches
+from rlx.fleet.requests import Request, Sampling
+from rlx.fleet.sample import Completion, GenerateCall, PartialSample
+from tests.fixtures.served import prompt_of
+
+STEPS, COUNT, LOST = 4, 6, 5  # decode steps; samples; the one whose server is lost
+OPTIONS = {"slots": COUNT, "max_model_len": 96, "decode_steps": STEPS}
+SAMPLING = Sampling(min_new_tokens=30, max_new_tokens=50, top_k=20, seed=3)
+
+
+def weights(tiny_model_dir, path, version):
+    """A version's file, which differs from others by more than a factor."""
+    tensors = load_file(tiny_model_dir / "model.safetensors")
+    rng = np.random.default_rng(version)
+    changed = {k: t * rng.uniform(0.9, 1.1, t.shape).astype(t.dtype) for k, t in tensors.items()}
+    save_file(changed, path)
+    return str(path)
+
+
+async def recorded(model, files, kv):
+    """Samples during which the weights change twice; one goes on in another request."""
+    engine = JaxEngine(model, **OPTIONS)
+    await engine.start()
+    samples = [PartialSample(1) for _ in range(COUNT)]
+
+    async def sample(number):
+        call = GenerateCall(prompt_of(number, 5 + number), SAMPLING, None, 0)
+        own, cut = samples[number], number != LOST
+        while not call.finished(own):
+            async with aclosing(engine.generate(call.request([own]))) as stream:
+                async for chunk in stream:
+                    own.add(chunk)
+                    if not cut and own.length >= 3 * STEPS:
+                        cut = True
+                        break
+        asked = replace(call.request([PartialSample(1)]), request_id=str(number))
+        return Recording(asked, own.completion())
+
+    async def change():
+        for version, length in ((1, 8), (2, 20)):
+            while samples[0].length < length:
+                await asyncio.sleep(0.001)
+            await engine.load(files[version], version, kv)
+
+    *found, _ = await asyncio.gather(*map(sample, range(COUNT)), change())
+    await engine.close()
+    return found
+
+
+def bits(made):
+    return made.tokens.tolist(), np.float32(made.logprobs).tobytes(), made.versions.tolist()
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute", "abort"])
+def test_samples_are_made_again_across_weights_and_requests(tiny_model_dir, tmp_path, kv):
+    files = {v: weights(tiny_model_dir, tmp_path / f"{v}.safetensors", v) for v in (1, 2)}
+    files[0] = str(tiny_model_dir)
+    found = asyncio.run(recorded(files[0], files, kv))
+    assert sum(len(set(each.made.versions.tolist())) == 3 for each in found) >= COUNT - 1
+    engine = Regenerator(files[0], kv, **OPTIONS)
+
+    def again(*recordings):
+        return [bits(made) for made in engine.make(recordings, files.__getitem__)]
+
+    own, made = [bits(each.made) for each in found], again(*found)
+    assert made[:LOST] == own[:LOST]
+    tries = [replace(found[LOST], prefills=frozenset({call})) for call in range(1, 12)]
+    assert own[LOST] in again(*tries)
+    if kv == "keep":  # else a prefill with new weights may have replaced the other one
+        assert made[LOST] != own[LOST]
+        assert again(*tries).count(own[LOST]) == 1
+
+    late = found[0].made.versions.copy()  # weights that are switched a decode call late
+    switch = int(np.argmax(late > 0))
+    late[switch : switch + STEPS] = 0
+    moved = replace(found[0], made=replace(found[0].made, versions=late))
+    (other,) = again(moved)
+    assert np.frombuffer(other[1], np.float32)[switch] != found[0].made.logprobs[switch]
+    engine.end()
+    other = Regenerator(files[0], "recompute" if kv == "keep" else "keep", **OPTIONS)
+    assert [bits(each) for each in other.make(found, files.__getitem__)] != own
+    other.end()
+
+
+def recording(*versions):
+    made = Completion(*np.zeros((2, len(versions)), np.float32), np.array(versions), "stop")
+    return Recording(Request("", np.ones(1, np.int32), SAMPLING), made)
+
+
+def test_a_batch_has_one_series_of_versions():
+    short, long, later, other = (
+        recording(0, 0), recording(0, 0, 0, 0, 1, 1), recording(1, 1, 1, 1), recording(0, 0, 1)
+    )  # fmt: skip
+    found = batches([short, later, other, long], 2, 8)
+    assert found == [[long, short], [later], [other]]
+    assert batches([long, long, long], 2, 2) == [[long, long], [long]]
