@@ -5,6 +5,7 @@ All rows of a microbatch are one sequence, [1, N] without padding. Its segments 
 """
 
 import importlib.util
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import varlen as torch_varlen
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
@@ -38,12 +40,19 @@ CALL_PAIRS = 1 << 14
 
 def kernel(device: str, compute_dtype: str, model_type: str = "") -> str:
     """Return the name of the attention for loading a model on this kind of device."""
-    for name, (where, module) in KERNELS.items():
+    for name, (where, _) in KERNELS.items():
         fits = not where or (where == device and compute_dtype != "float32")
         fits = fits and not (model_type == "gpt_oss" and name.startswith("flash"))  # has sinks
-        if fits and importlib.util.find_spec(module):
+        if fits and installed(name):
             return name
     raise AssertionError("rlx_segments needs nothing")
+
+
+def installed(name: str) -> bool:
+    """Return whether a kernel is here, and takes the arguments that models need."""
+    if name == "rlx_varlen":  # before PyTorch 2.13 it has no grouped heads
+        return "enable_gqa" in inspect.signature(torch_varlen.varlen_attn).parameters
+    return importlib.util.find_spec(KERNELS[name][1]) is not None
 
 
 class Block(NamedTuple):
@@ -232,13 +241,11 @@ def varlen(
             module, query, key, value, attention_mask, scaling, sliding_window=sliding_window,
             **more,
         )  # fmt: skip
-    from torch.nn.attention.varlen import varlen_attn
-
     # Under autocast RoPE leaves queries and keys in float32, values in half precision.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
     window = ((sliding_window or 0) - 1, 0)
-    out = varlen_attn(
+    out = torch_varlen.varlen_attn(
         q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling,
         window_size=window, enable_gqa=grouped,
     )  # fmt: skip

@@ -4,7 +4,6 @@ Forward and backward of packed segments with grouped heads, in bfloat16 on a GPU
 CPU. The plain one is torch's attention of each segment in float32.
 """
 
-import importlib.util
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,8 +61,8 @@ def run(o: dict[str, Any]) -> dict[str, Any]:
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     sizes, cases = segment_lengths(2, o["length"]), {}
     fitting = [
-        name for name, (where, module) in attention.KERNELS.items()
-        if where in ("", DEVICE) and importlib.util.find_spec(module)
+        name for name, (where, _) in attention.KERNELS.items()
+        if where in ("", DEVICE) and attention.installed(name)
     ]  # fmt: skip
     for name in fitting:
         for kv_heads in (o["heads"], o["heads"] // 6 or 1, 1):

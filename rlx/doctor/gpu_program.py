@@ -6,7 +6,7 @@ run. A `Reading` says what a device computes, moves and receives; `Reading.secon
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from math import prod
@@ -29,6 +29,9 @@ _NO_KERNEL = frozenset((
     "all-reduce-done", "reduce-scatter-done", "collective-permute-done", "async-done",
     "async-update", "fusion-done",
 ))  # fmt: skip
+_SLICES = frozenset(("dynamic-slice", "slice", "gather"))
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # in place → operand with the new part
+_WORKSPACE = re.compile(r", [su]8\[\d+\](\{0\})?\)$")  # of a library call: not read by others
 PRODUCTS = 0.65  # share of a card's peak that large products reach
 
 
@@ -93,24 +96,37 @@ class Reading:
     """The work of one device in a call of the program.
 
     Attributes:
-      flops: of matrix products, with those computed again.
+      products: (FLOPs, bytes) of a matrix product → runs; those computed again count too.
       attention_flops: of cuDNN's attention, as of one segment a row.
-      bytes: read and written by kernels that are no products; `product_bytes`: by products.
+      bytes: read and written by kernels that are no products.
+      kernels: runs of any.
       calls: library kernel → runs.
     """
 
-    flops: float = 0.0
+    products: Counter[tuple[float, float]] = field(default_factory=Counter)
     attention_flops: float = 0.0
     bytes: float = 0.0
-    product_bytes: float = 0.0
+    kernels: int = 0
     calls: dict[str, int] = field(default_factory=dict)
     collectives: list[Collective] = field(default_factory=list)
 
+    @property
+    def flops(self) -> float:
+        """FLOPs of all products."""
+        return sum(times * flops for (flops, _), times in self.products.items())
+
+    @property
+    def moved(self) -> float:
+        """Bytes that all kernels except attention read and write."""
+        return self.bytes + sum(times * moved for (_, moved), times in self.products.items())
+
     def seconds(self, card: Card, reach: "Reach") -> float:
         """Return the roofline time of the program on a card, kernel after kernel."""
-        computing = self.flops / reach.products + self.attention_flops / reach.attention
-        moving = self.bytes / (card.bandwidth * reach.memory)
-        return computing / card.flops + moving + self.waiting(card)
+        peak, bandwidth = card.flops * reach.products, card.bandwidth * reach.memory
+        computing = self.attention_flops / (card.flops * reach.attention)
+        for (flops, moved), times in self.products.items():
+            computing += times * max(flops / peak, moved / bandwidth)
+        return computing + self.bytes / bandwidth + self.waiting(card)
 
     def waiting(self, card: Card) -> float:
         """Return the seconds of collectives that no product hides."""
@@ -125,21 +141,22 @@ class Reach(NamedTuple):
     memory: float
 
 
-def read(text: str, per_host: int = 8) -> Reading:
+def read(text: str, per_host: int = 8, trips: Iterable[int] = ()) -> Reading:
     """Return what a program does.
 
     Args:
       text: of an optimized, scheduled module.
       per_host: devices of one host.
+      trips: runs of each loop whose number depends on data, in the program's order.
     """
     computations, entry = parse(text)
     out, found = Reading(), dict[tuple, Collective]()
-    for instruction, times, place, computation in _walk(computations, entry, 1, "entry"):
-        flops = times * _flops(computations, computation, instruction)
-        if "__cudnn" in instruction.line:
-            out.attention_flops += flops
-        else:
-            out.flops += flops
+    for instruction, times, place, computation in _walk(
+        computations, entry, 1, "entry", iter(trips)
+    ):
+        flops = _flops(computations, computation, instruction)
+        attends = "__cudnn" in instruction.line
+        out.attention_flops += times * flops * attends
         if target := instruction.attribute(r'custom_call_target="([^"]+)"'):
             out.calls[target] = out.calls.get(target, 0) + times
         if kind := _collective(instruction):
@@ -154,11 +171,12 @@ def read(text: str, per_host: int = 8) -> Reading:
                 )  # fmt: skip
             found[key] = one
         elif instruction.opcode not in _NO_KERNEL:
-            moved = times * _moved(computations, computation, instruction)
-            if flops:
-                out.product_bytes += moved
-            else:
-                out.bytes += moved
+            out.kernels += times
+            moved = _moved(computations, computation, instruction)
+            if flops and not attends:
+                out.products[flops, moved] += times
+            elif not attends:
+                out.bytes += times * moved
     out.collectives = sorted(found.values(), key=lambda c: -c.bytes)
     return out
 
@@ -218,25 +236,27 @@ def _dims(shape: str) -> list[int]:
 
 
 def _walk(
-    computations: Mapping[str, Computation], name: str, times: int, place: str
+    computations: Mapping[str, Computation], name: str, times: int, place: str, trips: Iterator[int]
 ) -> Iterator[tuple[Instruction, int, str, Computation]]:
     """Yield every scheduled instruction with its number of runs, its place and its computation."""
     for instruction in computations[name].values():
         if instruction.opcode == "while":
-            count = _trips(instruction)
+            count = _trips(instruction, trips)
             inside = f"loop × {count}" if place == "entry" else f"{place} × {count}"
-            yield from _walk(computations, instruction.called, times * count, inside)
+            yield from _walk(computations, instruction.called, times * count, inside, trips)
         elif instruction.opcode == "call":
-            yield from _walk(computations, instruction.called, times, place)
+            yield from _walk(computations, instruction.called, times, place, trips)
         else:
             yield instruction, times, place, computations[name]
 
 
-def _trips(loop: Instruction) -> int:
-    """Return how often a loop runs; at most, where that depends on data."""
+def _trips(loop: Instruction, given: Iterator[int]) -> int:
+    """Return how often a loop runs; where that depends on data, the next one given, or a bound."""
     known = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
     if known:
         return int(known)
+    if count := next(given, 0):
+        return count
     # Loops over the chunks of a batch stop early; each array that they walk has a row a chunk.
     rows = Counter(int(n) for n in re.findall(r"\w+\[(\d+),[\d,]+\]", loop.shape))
     return rows.most_common(1)[0][0] if rows else 1
@@ -266,7 +286,7 @@ def _moved(
 ) -> float:
     """Return the bytes that a kernel reads and writes.
 
-    Slices of stacked arrays, read or written inside a fusion, count by the slice.
+    Slices of arrays, read or written in place, count by the slice.
     """
     inner = computations.get(one.called, {}) if "fusion" in one.opcode else {}
     users: dict[str, list[tuple[Instruction, int]]] = {}  # with the place of the operand
@@ -282,18 +302,22 @@ def _moved(
     total = 0.0
     for index, name in enumerate(one.operands):
         whole = size(computation[name].shape) if name in computation else 0
-        own = given[index].name if index in given else ""
-        readers = [reader for reader, _ in users.get(own, [])]
-        if readers and not any(place for _, place in users[own]):
-            if all(r.opcode in ("dynamic-slice", "gather") for r in readers):
-                whole = sum(size(r.shape) for r in readers)
-            elif all(r.opcode == "dynamic-update-slice" for r in readers):
-                whole = 0
+        readers = users.get(given[index].name, []) if index in given else [(one, index)]
+        if readers and all(not at and r.opcode in _SLICES | _UPDATES.keys() for r, at in readers):
+            whole = sum(size(r.shape) for r, _ in readers if r.opcode in _SLICES)
         total += whole
-    root = next((e for e in inner.values() if e.line.lstrip().startswith("ROOT")), None)
-    if root is not None and root.opcode == "dynamic-update-slice" and root.operands[1] in inner:
-        return total + size(inner[root.operands[1]].shape)
-    return total + size(one.shape)
+    scope = inner or computation
+    root = next((e for e in inner.values() if e.line.lstrip().startswith("ROOT")), one)
+    written = [scope[x] for x in root.operands] if root.opcode == "tuple" else [root]
+    return total + sum(_written(scope, each) for each in written)
+
+
+def _written(scope: Computation, one: Instruction) -> int:
+    """Return the bytes that an instruction writes; of an update in place, its part."""
+    if one.opcode == "bitcast" and one.operands[0] in scope:
+        return _written(scope, scope[one.operands[0]])
+    new = one.operands[_UPDATES[one.opcode]] if one.opcode in _UPDATES else ""
+    return size(scope[new].shape if new in scope else _WORKSPACE.sub(")", one.shape))
 
 
 def _collective(one: Instruction) -> str:

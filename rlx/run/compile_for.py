@@ -1,4 +1,4 @@
-"""Compile a run's trainer for GPUs that are not here, and judge what comes out.
+"""Compile a run's trainer and JAX engine for GPUs that are not here, and judge what comes out.
 
 Needs JAX's CUDA plugin, and neither a GPU nor CUDA. XLA's plan of memory and its schedule are what
 a GPU would run; autotuning is the exception, because it measures, so seconds are a range.
@@ -7,7 +7,7 @@ a GPU would run; autotuning is the exception, because it measures, so seconds ar
 import shutil
 import sys
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -25,6 +25,7 @@ from rlx.doctor.findings import Finding
 from rlx.doctor.gpu_cards import Card
 from rlx.doctor.gpu_program import Reach, Reading
 from rlx.doctor.memory import RunSizes
+from rlx.engines.kv_memory import make_plan, token_bytes
 from rlx.launch import xla_flags
 from rlx.model import directory, remat
 from rlx.model import params as parameters
@@ -40,6 +41,8 @@ SLOW, FAST = Reach(0.58, 0.28, 0.80), Reach(0.72, 0.42, 0.90)
 DEFAULT_SHARE, LARGEST_SHARE = 0.75, 0.92  # of a GPU's memory that JAX takes; that it can take
 SHOWN = 4  # collectives of a program
 TRAINS = ("train step", "microbatch")  # programs of the policy's loss
+TRAINER_FULL = "lower train.max_tokens_per_microbatch, set model.remat=full, or use more GPUs"
+ENGINE_FULL = "lower fleet.slots or fleet.max_model_len"
 
 
 def set_up(environment: MutableMapping[str, str]) -> None:
@@ -74,6 +77,8 @@ def _has_assembler() -> bool:
 def findings(config: ConfigDict, text: str) -> Iterator[Finding]:
     """Yield the rows of each program of the trainer, compiled for the GPUs that `text` names.
 
+    The rows of the run's JAX engine, which has one of these GPUs, follow.
+
     Args:
       text: as of `gpu_cards.parse`.
     """
@@ -88,14 +93,45 @@ def findings(config: ConfigDict, text: str) -> Iterator[Finding]:
         what = f"{len(devices)} × {run.card.kind}, {mesh}; {held} on each"
         yield Finding("compiled", "GPUs", "ok", what)
         for name, program in trainer.lowered(run.row_length, accumulates=run.accumulates):
-            began = time.monotonic()
-            compiled = program.compile()
-            seconds = time.monotonic() - began
-            reading = gpu_program.read(compiled.as_text(), run.each)
-            yield _memory_row(name, compiled.memory_analysis(), run.card, seconds)
+            row, reading = _compile(name, program, run, TRAINER_FULL)
+            yield row
             trained = trainer.tokens_a_device(run.row_length) * (name in TRAINS)
             yield _speed_row(name, reading, run, trained)
             yield from _collective_rows(name, reading, run.card)
+        if run.sizes.has_fleet and run.sizes.engine == "jax":
+            yield from _engine(run, devices[0])
+
+
+def _engine(run: "_Target", device: Any) -> Iterator[Finding]:
+    """Yield the rows of the JAX engine's programs, on one GPU."""
+    from rlx.engines.jax.programs import PROMPTS, Programs
+    from rlx.train import device_programs
+
+    model, sizes, dtype = run.model, run.sizes, run.sizes.publish_dtype
+    plan = make_plan(sizes.slots, sizes.max_model_len, sizes.decode_steps)
+    width = np.dtype(dtype).itemsize
+    weights = width * parameters.count(model)
+    cache = token_bytes(model, dtype) * plan.slots * plan.length
+    what = f"{plan.slots} × {plan.length:,} tokens; weights {size(weights)}, cache {size(cache)}"
+    yield Finding("compiled", "JAX engine", "ok", what)
+    programs = Programs(model, plan, sizes.decode_steps, dtype)
+    chunks = plan.prompt // plan.chunk
+    for name, key, trips in (
+        ("decode", programs.full, (sizes.decode_steps,)),
+        ("cache write", ("append", plan.slots), ()),
+        ("prefill", ("prefill", PROMPTS), (chunks, PROMPTS)),
+    ):
+        program = device_programs.lower_on(device, *programs.program(key))
+        # While new weights are read, the old ones decode.
+        row, reading = _compile(name, program, run, ENGINE_FULL, trips, weights)
+        yield row
+        if name == "decode":
+            # Of an embedding that is not the head, a step reads a few rows.
+            unread = 0 if model.tie_embeddings else width * model.vocab_size * model.model_dim
+            needed = weights - unread + cache
+            yield _decode_row(reading, run.card, plan.slots, sizes.decode_steps, needed)
+        else:
+            yield _speed_row(name, reading, run, 0)
 
 
 def scan(config: ConfigDict, text: str) -> Iterator[Finding]:
@@ -165,8 +201,8 @@ class _Target:
             )
         path = directory.resolve(config.model.path)
         model = directory.load_config(path).within(RunOptions.of(config).context)
-        dtype = config.model.compute_dtype.replace(AUTO, "bfloat16")
-        config.model.update(compute_dtype=dtype)
+        for key in ("compute_dtype", "publish_dtype"):
+            config.model[key] = config.model[key].replace(AUTO, "bfloat16")
         return cls(model, sizes_of(config, model), card, hosts, each)
 
     @property
@@ -194,21 +230,44 @@ def _planned(plan: Any) -> int:
     return plan.argument_size_in_bytes + plan.temp_size_in_bytes + results
 
 
-def _memory_row(name: str, plan: Any, card: Card, seconds: float) -> Finding:
-    """Return the row that compares XLA's plan of memory with the card's."""
-    total = _planned(plan)
+def _compile(
+    name: str, program: Any, run: _Target, remedy: str, trips: Iterable[int] = (), other: int = 0
+) -> tuple[Finding, Reading]:
+    """Return a program's row of memory, with `other` bytes next to it, and what it does."""
+    began, memory = time.monotonic(), run.card.memory
+    compiled = program.compile()
+    plan = compiled.memory_analysis()
+    total = _planned(plan) + other
     what = (
-        f"{size(total)} of {size(card.memory)} planned: arguments "
-        f"{size(plan.argument_size_in_bytes)}, temporaries {size(plan.temp_size_in_bytes)}; "
-        f"compiled in {seconds:.0f} s"
+        f"{size(total)} of {size(memory)} planned: arguments "
+        f"{size(plan.argument_size_in_bytes)}, temporaries {size(plan.temp_size_in_bytes)}"
+        f"{f', new weights {size(other)}' if other else ''}; "
+        f"compiled in {time.monotonic() - began:.0f} s"
     )
-    if total <= DEFAULT_SHARE * card.memory:
-        return Finding("compiled", name, "ok", what)
-    if total <= LARGEST_SHARE * card.memory:
+    level = "problem"
+    if total <= LARGEST_SHARE * memory:
+        level = "warning"
         remedy = f"JAX takes {DEFAULT_SHARE:.0%} of a GPU; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
-        return Finding("compiled", name, "warning", what, remedy)
-    remedy = "lower train.max_tokens_per_microbatch, set model.remat=full, or use more GPUs"
-    return Finding("compiled", name, "problem", what, remedy)
+    if total <= DEFAULT_SHARE * memory:
+        level, remedy = "ok", ""
+    row = Finding("compiled", name, level, what, remedy)
+    return row, gpu_program.read(compiled.as_text(), run.each, trips)
+
+
+def _decode_row(reading: Reading, card: Card, slots: int, steps: int, needed: int) -> Finding:
+    """Return the row of a decode step, which has to read `needed` bytes of weights and cache."""
+    slow, fast = (reading.seconds(card, reach) / steps for reach in (SLOW, FAST))
+    moved = reading.moved / steps
+    moving, computing = moved / card.bandwidth, reading.flops / steps / card.flops
+    what = (
+        f"{1e3 * fast:.3g} to {1e3 * slow:.3g} ms a step, limited by "
+        f"{'bandwidth' if moving > computing else 'products'}: {size(int(moved))} moved, "
+        f"{moved / needed:.2f} × weights and cache, {size(int(moved / slots))} a token; "
+        f"at the card's peak {1e3 * moving:.2g} ms, and {1e3 * computing:.2g} ms of products; "
+        f"{reading.kernels / steps:,.0f} kernels; "
+        f"{slots / slow:,.0f} to {slots / fast:,.0f} tokens a second"
+    )
+    return Finding("compiled", "decode time", "ok", what)
 
 
 def _speed_row(name: str, reading: Reading, run: _Target, trained: float) -> Finding:

@@ -142,6 +142,12 @@ def _placed(leaf: Any, place: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=place)
 
 
+def lower_on(device: jax.Device, function: Any, donated: tuple[int, ...], arguments: Any) -> Any:
+    """Return a function lowered for a device of `gpus`; `arguments` are shapes."""
+    arguments = jax.tree.map(partial(_placed, place=SingleDeviceSharding(device)), arguments)
+    return _lower(jax.jit(function, donate_argnums=donated), *arguments)
+
+
 def _lower(program: Any, *arguments: Any) -> Any:
     platform = sharding.target_device().platform.replace("gpu", "cuda")
     return program.trace(*arguments).lower(lowering_platforms=(platform,))

@@ -1,5 +1,7 @@
 """Programs of GPUs as text: products, bytes and collectives counted by hand."""
 
+from collections import Counter
+
 import pytest
 
 from rlx.base import UserError
@@ -58,7 +60,7 @@ def test_products_and_bytes_of_a_loop_count_as_often_as_it_runs():
     product = 2 * 16 * 32 * 64
     assert (reading.flops, reading.attention_flops) == (3 * product, 0)
     assert reading.calls == {"__cublas$gemm": 3}
-    assert reading.product_bytes == 3 * 2 * (16 * 64 + 64 * 32 + 16 * 32)
+    assert reading.moved - reading.bytes == 3 * 2 * (16 * 64 + 64 * 32 + 16 * 32)
     picked = 2 * 4 * 3 * 32 + 4 * 3 * 2
     assert reading.bytes == 2 * 4 * 64 * 32 + 4 + picked, "a slice and rows of the stack, not all"
 
@@ -94,10 +96,57 @@ def test_groups_of_several_hosts_are_found_in_each_form(groups, crosses):
     assert gpu_program.read(text).collectives[0].between_hosts == crosses
 
 
+DECODE = f"""HloModule decode, is_scheduled=true
+
+%written (p0.2: bf16[8,64], p1.2: s32[], p2.2: bf16[1,64], p3.2: s32[2]) -> (bf16[8,64]) {{
+  %p0.2 = bf16[8,64]{{1,0}} parameter(0)
+  %p1.2 = s32[] parameter(1)
+  %p2.2 = bf16[1,64]{{1,0}} parameter(2)
+  %p3.2 = s32[2]{{0}} parameter(3)
+  %row = bf16[8,64]{{1,0}} dynamic-update-slice(%p0.2, %p2.2, %p1.2, %p1.2)
+  %same = bf16[8,64]{{1,0}} bitcast(%row)
+  %rows.2 = bf16[8,64]{{1,0}} scatter(%p0.2, %p3.2, %p2.2), to_apply=%last
+  ROOT %both = (bf16[8,64]{{1,0}}, bf16[8,64]{{1,0}}) tuple(%same, %rows.2)
+}}
+
+%step (state.2: (s32[], bf16[8,64], bf16[64,64])) -> (s32[], bf16[8,64], bf16[64,64]) {{
+  %state.2 = (s32[], bf16[8,64]{{1,0}}, bf16[64,64]{{1,0}}) parameter(0)
+  %x.2 = bf16[8,64]{{1,0}} get-tuple-element(%state.2), index=1
+  %w.2 = bf16[64,64]{{1,0}} get-tuple-element(%state.2), index=2
+  %y.2 = (bf16[8,64]{{1,0}}, s8[4194304]{{0}}) custom-call(%x.2, %w.2), {GEMM}
+  ROOT %out.2 = (s32[], bf16[8,64]{{1,0}}, bf16[64,64]{{1,0}}) tuple(%state.2, %x.2, %w.2)
+}}
+
+ENTRY %main (a: bf16[8,64], w: bf16[64,64], new: bf16[1,64], at: s32[2]) -> bf16[8,64] {{
+  %a = bf16[8,64]{{1,0}} parameter(0)
+  %w.3 = bf16[64,64]{{1,0}} parameter(1)
+  %new = bf16[1,64]{{1,0}} parameter(2)
+  %at = s32[2]{{0}} parameter(3)
+  %n = s32[] constant(0)
+  %init = (s32[], bf16[8,64]{{1,0}}, bf16[64,64]{{1,0}}) tuple(%n, %a, %w.3)
+  %steps = (s32[], bf16[8,64]{{1,0}}, bf16[64,64]{{1,0}}) while(%init), condition=%cond, body=%step
+  %kept = (bf16[8,64]{{1,0}}, bf16[8,64]{{1,0}}) fusion(%a, %n, %new, %at), calls=%written
+  ROOT %alone = bf16[8,64]{{1,0}} dynamic-update-slice(%a, %new, %n, %n)
+}}
+"""
+
+
+def test_updates_in_place_count_by_their_part_and_a_workspace_not_at_all():
+    """Else a cache would seem to be copied at every step, and each product to move 4 MB more."""
+    reading = gpu_program.read(DECODE, trips=[5])
+    assert reading.products == {(2 * 8 * 64 * 64, 2 * (8 * 64 + 64 * 64 + 8 * 64)): 5}
+    row, place, places = 2 * 64, 4, 8
+    fused = place + row + places + 2 * row
+    assert reading.bytes == fused + (row + 2 * place + row)
+    assert reading.kernels == 5 + 2
+
+
 def test_a_roofline_adds_products_and_other_kernels():
-    reading = gpu_program.Reading(flops=989e12, attention_flops=98.9e12, bytes=3.352e12)
+    """The first product is limited by the peak, the second by the bandwidth."""
+    products = Counter({(494.5e12, 1.0): 2, (1.0, 3.352e12): 1})
+    reading = gpu_program.Reading(products, attention_flops=98.9e12, bytes=3.352e12)
     seconds = reading.seconds(CARDS["h100"], Reach(0.5, 0.2, 1.0))
-    assert seconds == pytest.approx(2.0 + 0.5 + 1.0)
+    assert seconds == pytest.approx(2.0 + 1.0 + 0.5 + 1.0)
 
 
 @pytest.mark.parametrize(

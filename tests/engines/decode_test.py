@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlx.engines.jax import decode, kv_cache
+from rlx.engines.jax import decode, kv_cache, programs, serving_params
 from rlx.engines.jax.programs import Programs
-from rlx.engines.jax.serving_params import serving_params
 from rlx.engines.kv_memory import make_plan
 from rlx.model import decoder, hf, params
 from rlx.model.model_config import TRAITS, ModelConfig
@@ -74,7 +73,7 @@ def random_params(config, seed=0):
 
 def serve(config, weights, dtype=jnp.float32):
     """The engine's layout of the trainer's parameters, by way of HF's."""
-    return serving_params(hf.to_hf(weights, config), config, dtype)
+    return serving_params.serving_params(hf.to_hf(weights, config), config, dtype)
 
 
 def forced(tokens, score=jax.nn.log_softmax):
@@ -85,6 +84,14 @@ def forced(tokens, score=jax.nn.log_softmax):
         return token, jnp.take_along_axis(score(logits), token[:, None], axis=1)[:, 0]
 
     return choose
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_serving_layout_is_known_without_weights(name):
+    config = CONFIGS[name]
+    weights = serve(config, params.init(config, jax.random.key(0)), jnp.bfloat16)
+    kinds = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
+    assert serving_params.shapes(config, "bfloat16") == kinds
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -280,3 +287,40 @@ def test_copied_slots_have_what_their_sources_had(dtype):
         array[[3, 0, 5]] = array[[7, 20, 7]]
     got = programs.copy(cache, moves)
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+def test_on_a_gpu_new_tokens_are_written_where_a_cpu_writes_them(monkeypatch):
+    """A write past the end is dropped there; here it is shifted back, to a sequence that ended."""
+    rng = np.random.default_rng(0)
+    cache, recent = (
+        jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), part)
+        for part in (
+            kv_cache.init_cache(WIDE, 5, 64, jnp.float32),
+            kv_cache.init_recent(WIDE, 4, STEPS, jnp.float32),
+        )
+    )
+    positions = jnp.array([0, 17, 60, 62])
+    wanted = kv_cache.append(cache, recent, positions)
+    monkeypatch.setattr(kv_cache, "on_cpu", lambda: False)
+    got = kv_cache.append(cache, recent, positions)
+    for a, b, old, new in zip(got, wanted, cache, recent, strict=True):
+        for x, y in zip(a, b, strict=True):
+            np.testing.assert_array_equal(np.delete(x, 3, axis=0), np.delete(y, 3, axis=0))
+        ended = np.concatenate([old.values[3, :, :62], new.values[3, :, :2]], axis=1)
+        np.testing.assert_array_equal(a.values[3], ended)
+
+
+def test_programs_agree_within_a_bound_up_to_other_tokens():
+    """The third token follows another one; the most probable second one differs by rounding."""
+    one = decode.Block(
+        np.array([[5, 6, 7]]), np.array([[-0.1, -0.7, -3.0]], np.float32), np.array([3])
+    )
+    other = decode.Block(
+        np.array([[5, 9, 1], [0, 0, 0]]),
+        np.array([[-0.2, -0.8, -9.0], [0, 0, 0]], np.float32), np.array([3, 0]),
+    )  # fmt: skip
+    assert programs._near(one, other)
+    assert not programs._near(one._replace(tokens=other.tokens[:1]), other)
+    assert not programs._near(one._replace(logprobs=one.logprobs - np.float32([0, 1, 0])), other)
+    assert programs._near(*(b._replace(logprobs=b.logprobs * np.nan) for b in (one, other)))
+    assert not programs._near(one._replace(logprobs=one.logprobs * np.nan), other)

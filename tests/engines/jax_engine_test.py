@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from rlx.base import UserError
 from rlx.engines.engine import EngineStopped
+from rlx.engines.jax import programs
 from rlx.engines.jax.jax_engine import JaxEngine
 from rlx.fleet.requests import Request, Sampling
 from rlx.model import decoder, hf
@@ -150,6 +151,33 @@ def test_other_shapes_of_the_engine_give_the_same_completions(running, tiny_mode
             np.testing.assert_allclose(answers[0][index].logprobs, sample.logprobs, atol=1e-5)
     finally:
         other.close()
+
+
+@pytest.mark.parametrize(("rounding", "trials"), [(0.1, programs.TRIALS), (1.0, -1)])
+def test_on_a_gpu_a_smaller_program_is_used_within_a_bound(
+    tiny_model_dir, monkeypatch, rounding, trials
+):
+    """Its libraries add in an order that depends on the shape, so that bits never agree."""
+    original = programs.Programs._decode
+
+    def rounded(self, params, cache, shape, inputs):
+        block, recent = original(self, params, cache, shape, inputs)
+        error = rounding if shape.slots < self.full.slots else 0.0
+        return block._replace(logprobs=block.logprobs + error), recent
+
+    monkeypatch.setattr(programs, "on_cpu", lambda: False)
+    monkeypatch.setattr(programs.Programs, "_decode", rounded)
+    own = Running(tiny_model_dir)
+    try:
+        for _ in range(2):
+            own.ask(prompt_of(5), seed=1, max_new_tokens=30)
+            own.engine.wait_compiled()
+        tried = {s: n for s, n in own.engine._programs._agreed.items() if s.slots < 12}
+        assert tried
+        assert set(tried.values()) == {trials}
+        assert own.engine._programs.prompts == programs.PROMPTS
+    finally:
+        own.close()
 
 
 def test_draws_follow_the_model(running, model):

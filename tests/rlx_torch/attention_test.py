@@ -1,5 +1,7 @@
 """Which attention a model is loaded with, and in which dtype the kernels of CUDA are asked."""
 
+import importlib.util
+
 import torch
 from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
@@ -11,6 +13,18 @@ def test_kernels_of_half_precision_are_for_half_precision_alone():
     assert attention.kernel("cuda", "float32") == "rlx_segments"
     assert attention.kernel("cuda", "bfloat16") != "rlx_segments"
     assert attention.kernel("cpu", "bfloat16") == "rlx_segments"
+
+
+def test_pytorch_before_2_13_takes_fused_attention_of_segments(monkeypatch):
+    """Its varlen kernel has no argument for grouped heads; calling it would be a TypeError."""
+
+    def varlen_attn(query, key, value, *places, scale=None, window_size=(-1, -1)):
+        raise AssertionError
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "flash" in name else name)
+    assert attention.kernel("cuda", "bfloat16") == "rlx_varlen"
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    assert attention.kernel("cuda", "bfloat16") == "rlx_segments"
 
 
 def test_the_kernel_is_given_one_dtype_and_heads_after_tokens(monkeypatch):

@@ -1,4 +1,4 @@
-"""The trainer compiled for GPUs that are not here: what XLA plans, calls and sends.
+"""Trainer and JAX engine compiled for GPUs that are not here: what XLA plans, calls and sends.
 
 Needs JAX's CUDA plugin on Python 3.12 or newer, and no GPU. Each case is the real program of a run.
 """
@@ -116,3 +116,20 @@ def test_a_large_run_fits_and_sends_each_weight_and_gradient_once(tmp_path, name
         )
         assert scattered == pytest.approx(case.scattered, rel=0.06), sent
         assert reduced == pytest.approx(case.reduced, rel=0.06, abs=0.02), sent
+
+
+@pytest.mark.deviceless
+@pytest.mark.skipif(not HERE, reason="needs Python 3.12 and jax-cuda13-plugin")
+def test_a_decode_step_moves_the_weights_and_the_cache_once(tmp_path):
+    """A copy of the cache would move twice its bytes more."""
+    keys = ("engine=jax", "slots=64", "max_model_len=4096")
+    keys = (f"--config.fleet.{key}" for key in keys)
+    rows = compiled(tmp_path, FEW, "configs/gsm8k.py", "h100:1", *keys)
+    for program, planned in {"decode": 2.9, "cache write": 1.9, "prefill": 2.9}.items():
+        level, found = rows[program]
+        assert level == "ok", found
+        assert gigabytes(found) == pytest.approx(planned, rel=0.06), found
+    found = rows["decode time"][1]
+    [times] = re.findall(r"([\d.]+) × weights and cache", found)
+    assert float(times) == pytest.approx(1.28, rel=0.06), found
+    assert "limited by bandwidth" in found

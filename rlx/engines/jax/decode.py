@@ -77,7 +77,8 @@ def _angles(config: ModelConfig, positions: jax.Array) -> dict[int, tuple[jax.Ar
 def _logits(params: ServingParams, config: ModelConfig, x: jax.Array) -> jax.Array:
     """Return logits [R, V] float32 (a reward model's values [R, 1]) for a stream [R, D]."""
     x = _rms_norm(x, params.final_norm, config)
-    logits = jnp.einsum("rd,vd->rv", x, params.head, preferred_element_type=jnp.float32)
+    head = params.embed if params.head is None else params.head
+    logits = jnp.einsum("rd,vd->rv", x, head, preferred_element_type=jnp.float32)
     return logits if config.value_head else softcapped(logits, config.logit_softcap)
 
 

@@ -8,8 +8,8 @@
     pause, resume, swap ── inbox ──▶ taken between two decode calls
 
 The engine thread owns slots, cache and weights; the event loop only puts messages in its inbox, so
-no lock is needed. Completions depend on (weights, prompt, seed, sample index) only, bit for bit;
-see slots.py, programs.py and decode.py.
+no lock is needed. On a CPU completions depend on (weights, prompt, seed, sample index) only, bit
+for bit; see slots.py, programs.py and decode.py. On a GPU they differ by rounding.
 """
 
 import asyncio

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from rlx.model.model_config import ModelConfig
+from rlx.model.ops import on_cpu
 
 
 class LayerCache(NamedTuple):
@@ -42,7 +43,7 @@ def init_recent(config: ModelConfig, slots: int, steps: int, dtype: Any) -> Cach
 def write(old: jax.Array, block: jax.Array, start: Sequence[Any]) -> jax.Array:
     """Return `old` with `block` at indices `start`."""
     # As bits: XLA's CPU backend would convert a whole bfloat16 array to float32 and back.
-    if old.dtype != jnp.bfloat16 or jax.default_backend() != "cpu":
+    if old.dtype != jnp.bfloat16 or not on_cpu():
         return jax.lax.dynamic_update_slice(old, block, start)
     bits = old.view(jnp.uint16), block.view(jnp.uint16)
     return jax.lax.dynamic_update_slice(bits[0], bits[1], start).view(old.dtype)
@@ -73,7 +74,20 @@ def take(cache: Cache, slot: jax.Array) -> Cache:
 
 
 def append(cache: Cache, recent: Cache, positions: jax.Array) -> Cache:
-    """Write `recent` [B, K, R, H], from `decode`, to the first B slots at `positions` [B]."""
+    """Write `recent` [B, K, R, H], from `decode`, to the first B slots at `positions` [B].
+
+    Only a sequence that has ended reaches past the cache's end; such a write need not be kept.
+    """
+    slots, steps = recent[0].keys.shape[0], recent[0].keys.shape[2]
+    if not on_cpu():  # a kernel for each array, where the loop has one for each array and slot
+        at = jnp.arange(slots)[:, None], positions[:, None] + jnp.arange(steps)
+        return tuple(
+            LayerCache(
+                old.keys.at[at[0], :, :, at[1]].set(new.keys.swapaxes(1, 2), unique_indices=True),
+                old.values.at[at[0], :, at[1]].set(new.values.swapaxes(1, 2), unique_indices=True),
+            )
+            for old, new in zip(cache, recent, strict=True)
+        )
 
     def fill(slot, cache):
         def put(old, new, axis):
@@ -87,7 +101,6 @@ def append(cache: Cache, recent: Cache, positions: jax.Array) -> Cache:
             for old, new in zip(cache, recent, strict=True)
         )
 
-    slots = recent[0].keys.shape[0]
     return jax.lax.fori_loop(0, slots, fill, cache)
 
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from rlx.model.ops import on_cpu
+
 _LOWEST = jnp.iinfo(jnp.int32).min
 
 
@@ -24,6 +26,8 @@ class Restriction(NamedTuple):
 
 def row_sum(x: jax.Array) -> jax.Array:
     """Sum over the last axis, keeping it: [..., n] float32 → [..., 1]."""
+    if not on_cpu():  # fused with what makes x
+        return jnp.sum(x, axis=-1, keepdims=True)
     # XLA's CPU reductions add in an order that depends on the number of rows. Its products of two
     # matrices with several rows each do not, so multiply by ones.
     rows, ones = x.reshape(-1, x.shape[-1]), jnp.ones((16, x.shape[-1]), x.dtype)

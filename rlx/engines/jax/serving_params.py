@@ -5,7 +5,7 @@ and up. Matrices are [out, in], for which XLA's CPU product adds in one order fo
 rows. So a completion does not depend on its batch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,8 @@ class ServingParams(NamedTuple):
     """Weights; every matrix is [out, in].
 
     Attributes:
-      embed, head: [V, D], the same array if tied; a reward model's head is [1, D].
+      embed: [V, D].
+      head: [V, D], None if tied; a reward model's is [1, D].
       final_norm: [D].
       layers: per layer, `qkv` [(G·K + 2·K)·H, D], `o`, `gate_up` [2·F, D] and `down`. Optional:
         biases, norms, and a mixture's `router` [E, D], with F the columns of all E experts.
@@ -29,7 +30,7 @@ class ServingParams(NamedTuple):
     embed: jax.Array
     layers: tuple[dict[str, jax.Array], ...]
     final_norm: jax.Array
-    head: jax.Array
+    head: jax.Array | None
 
 
 def serving_params(
@@ -44,43 +45,66 @@ def serving_params(
     Raises:
       ValueError: a tensor has NaN or infinity.
     """
-    rows = {row.path[-1]: row for row in parameters.table(config)}
 
-    def read(name, index=0):
-        full = rows[name].names[index]
-        tensor = np.asarray(tensors[full])[rows[name].part]
+    def read(row, index):
+        full = row.names[index]
+        tensor = np.asarray(tensors[full])[row.part]
         if not jnp.issubdtype(tensor.dtype, jnp.floating):
             raise ValueError(f"tensor {full!r} is {tensor.dtype}; publish floating point weights")
         if not np.isfinite(tensor).all():
             raise ValueError(f"tensor {full!r} is not finite; publish finite weights")
         return tensor
 
-    def put(*parts, axis=0):
+    def put(parts, axis):
         joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis)
         return jnp.asarray(np.ascontiguousarray(joined, dtype))
 
+    return _layout(config, read, put)
+
+
+def shapes(config: ModelConfig, dtype: Any) -> ServingParams:
+    """Return the serving layout with a `jax.ShapeDtypeStruct` for each array."""
+
+    def read(row, index):
+        return (row.shape[-1], *row.hf_shape[1:]) if row.joined_size else row.hf_shape
+
+    def put(parts, axis):
+        joined = (*parts[0][:axis], sum(part[axis] for part in parts), *parts[0][axis + 1 :])
+        return jax.ShapeDtypeStruct(joined, dtype)
+
+    return _layout(config, read, put)
+
+
+def _layout(
+    config: ModelConfig,
+    read: Callable[[parameters.Row, int], Any],
+    put: Callable[[Sequence[Any], int], Any],
+) -> ServingParams:
+    """Return the layout of what `put` makes of parts, joined along an axis, that `read` gives."""
+    rows = {row.path[-1]: row for row in parameters.table(config)}
+
+    def joined(*names, index=0):
+        return put([read(rows[name], index) for name in names], 0)
+
     def layer(index):
-        joined = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+        parts = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
         if config.attention_bias:
-            joined["qkv_bias"] = ("q_bias", "k_bias", "v_bias")
+            parts["qkv_bias"] = ("q_bias", "k_bias", "v_bias")
         norms = (*parameters.NORMS[config.norms], "q_norm", "k_norm")
         single = (*norms, "o", "o_bias", "down", "router")
-        joined |= {name: (name,) for name in single if name in rows}
+        parts |= {name: (name,) for name in single if name in rows}
         experts = {}
         if config.num_experts:
             numbers = range(index * config.num_experts, (index + 1) * config.num_experts)
-            both = [read(name, i) for name in ("expert_gate", "expert_up") for i in numbers]
-            down = [read("expert_down", i) for i in numbers]
-            experts = {"gate_up": put(*both), "down": put(*down, axis=1)}
-            del joined["gate_up"]
-        return experts | {
-            key: put(*(read(n, index) for n in parts)) for key, parts in joined.items()
-        }
+            both = [read(rows[f"expert_{x}"], i) for x in ("gate", "up") for i in numbers]
+            down = [read(rows["expert_down"], i) for i in numbers]
+            experts = {"gate_up": put(both, 0), "down": put(down, 1)}
+            del parts["gate_up"]
+        return experts | {key: joined(*names, index=index) for key, names in parts.items()}
 
-    embed = put(read("embed"))
     return ServingParams(
-        embed=embed,
+        embed=joined("embed"),
         layers=tuple(layer(index) for index in range(config.num_layers)),
-        final_norm=put(read("final_norm")),
-        head=next((put(read(n)) for n in ("value_head", "lm_head") if n in rows), embed),
+        final_norm=joined("final_norm"),
+        head=next((joined(name) for name in ("value_head", "lm_head") if name in rows), None),
     )
