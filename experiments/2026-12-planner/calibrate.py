@@ -41,7 +41,7 @@ MODELS = {
         151936, 48, 2048, 6144, 32, 4, num_experts=128, experts_per_token=8, expert_dim=768
     ),
 }
-# All have 512 prompts. AReaL's log of 7B says 7,900 tokens an answer, with 12 % at the limit of 16k.
+# All have 512 prompts. AReaL's log of 7B says 7,900 tokens an answer, 12 % at the limit of 16k.
 # Its guide says that generation and training have GPUs of their own, not how many: half is assumed.
 # verl gives no mean, which is fitted too, by the seconds of its updates.
 AREAL = {
@@ -204,9 +204,10 @@ def main() -> None:
         error = errors(without)[name]
         rows[name]["left_out"] = rows[name]["published"] * math.exp(error)
         print(f"{name:>20}: left out {math.exp(error) - 1:+.0%}", flush=True)
-    missed = sorted(abs(math.log(r["left_out"] / r["published"])) for r in rows.values())
+    missed = [abs(math.log(r["left_out"] / r["published"])) for r in rows.values()]
+    typical = round(statistics.median(missed), 2)
     record = {
-        "constants": {**dataclasses.asdict(calibration), "error": round(statistics.median(missed), 2)},
+        "constants": {**dataclasses.asdict(calibration), "error": typical},
         "verl_mean_tokens": round(mean), "runs": rows,
     }  # fmt: skip
     (HERE / "calibration.json").write_text(json.dumps(record, indent=1) + "\n")

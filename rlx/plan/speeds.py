@@ -18,7 +18,7 @@ WIDTH = 2  # bytes of a weight and of a number of the KV cache, bfloat16
 
 @dataclass(frozen=True)
 class Calibration:
-    """Constants fitted once to published runs, see experiments/2026-12-planner.
+    """Constants fitted on 2026-11-27 to published runs, see experiments/2026-12-planner.
 
     Attributes:
       bandwidth: share of the memory's bandwidth that decoding reaches.
@@ -31,15 +31,15 @@ class Calibration:
       error: typical relative error of a step's seconds, leaving the predicted run out of the fit.
     """
 
-    bandwidth: float = 0.6
+    bandwidth: float = 0.82
     flops: float = 0.5
-    step: float = 4e-3
-    sequence: float = 1e-4
+    step: float = 2.7e-3
+    sequence: float = 1.6e-4
     reduce: float = 2e-5
-    mfu: float = 0.45
-    half: float = 85_000.0
+    mfu: float = 0.59
+    half: float = 76_000.0
     update: float = 1.0
-    error: float = 0.3
+    error: float = 0.22
 
 
 @dataclass(frozen=True)
