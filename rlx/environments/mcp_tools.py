@@ -36,16 +36,12 @@ class ToolError(Exception):
 
 @dataclass(frozen=True)
 class McpTool:
-    """A tool of a server, as `rlx.rollout.tools` takes one.
+    """A tool of a server, as `rlx.rollout.tools` takes one."""
 
-    Attributes:
-      name: an identifier. called: the server's name of the tool.
-    """
-
-    name: str
+    name: str  # an identifier
     description: str
     parameters: Mapping[str, Any]
-    called: str
+    called: str  # the server's name of the tool
     server: "McpServer"
 
     async def run(self, /, **arguments: Any) -> str:
@@ -53,18 +49,14 @@ class McpTool:
         return await self.server.call(self.called, arguments)
 
     async def aclose(self) -> None:
-        """Close the server's connection."""
         await self.server.aclose()
 
 
 def tools(address: str) -> list[McpTool]:
     """Return the tools of a server, which must answer within a minute.
 
-    Args:
-      address: http:// or https://, or a command, where `$NAME` is a variable of the environment.
-
-    Raises:
-      UserError: there is no package `mcp`, no such program, no answer, or no tool.
+    The address is http:// or https://, or a command, where `$NAME` is a variable of the
+    environment. UserError if there is no package `mcp`, no such program, no answer, or no tool.
     """
 
     async def listed() -> list[McpTool]:
@@ -98,10 +90,7 @@ class McpServer:
         self._connections = set[asyncio.Task]()
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return what a tool answers; raise ToolError if it fails or the server is gone.
-
-        A connection that broke is made again by the next call.
-        """
+        """Return what a tool answers; raise ToolError if it fails or the server is gone."""
         now = asyncio.get_running_loop().time
         ready, ended = self._connection()
         try:
@@ -115,7 +104,7 @@ class McpServer:
                 raise
         except Exception as error:
             if getattr(error, "code", None) in _BROKEN:
-                self._end(ended, _reason(error))
+                self._end(ended, _reason(error))  # the next call makes another connection
             raise ToolError(_reason(error)) from None
         self._answered = now()
         text = "\n".join(map(_text, result.content))

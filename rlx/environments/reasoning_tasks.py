@@ -24,28 +24,16 @@ _MOST_MISSES = 2_000  # questions in a row that belong to the other split
 def rows(names: str, split: str = "train") -> Iterator[dict[str, Any]]:
     """Yield the rows of a split, of several tasks in turns.
 
-    No question of split `train` is in another split, whatever the seeds.
-
-    Args:
-      names: `TASK` or `TASK?SETTING=VALUE&…`, with commas between several. Settings are the task's,
-        and `size` and `seed` of its rows.
-
-    Raises:
-      UserError: there is no package, task or setting of this name, or a task refuses a setting.
+    No question of split `train` is in another split, whatever the seeds. `names` are `TASK` or
+    `TASK?SETTING=VALUE&…`, with commas between several. Settings are the task's, and `size` and
+    `seed` of its rows. UserError without such a package, task or setting, or if a task refuses it.
     """
     streams = [_stream(text, split) for text in names.split(",")]
     return itertools.chain.from_iterable(zip(*streams, strict=False))  # the shortest ends it
 
 
 def score(answer: str, question: str, task: Mapping[str, Any]) -> float:
-    """Return what a row's task gives an answer, 0 to 1.
-
-    Args:
-      question, task: the columns of the row.
-
-    Raises:
-      UserError: this version of the package makes another question.
-    """
+    """Return what a row's task gives an answer, 0 to 1; UserError if it makes another question."""
     data, entry = _entry(json.dumps(task))
     if entry["question"] != question:
         raise UserError(

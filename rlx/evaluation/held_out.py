@@ -81,10 +81,7 @@ class HeldOut:
             self._under_way.append((step, executor.loop.submit(self._record(step, executor))))
 
     def take(self, seconds: float | None = 0.0) -> Iterator[dict[str, Any]]:
-        """Yield the records finished within `seconds`, in order; None: all of them.
-
-        An evaluation that fails is reported and due again; the run goes on.
-        """
+        """Yield the records finished within `seconds`, in order; None: all of them."""
         end = None if seconds is None else time.monotonic() + seconds
         while self._under_way:
             step, future = self._under_way[0]
@@ -95,7 +92,7 @@ class HeldOut:
             try:
                 yield future.result()
             except Exception as error:
-                self.done.discard(step)
+                self.done.discard(step)  # it is due again, and the run goes on
                 self.say(f"no evaluation of step {step}: {type(error).__name__}: {error}")
 
     async def _record(self, step: int, executor: Executor) -> dict[str, Any]:

@@ -59,10 +59,7 @@ def find(
 
 
 def rows(benchmark: Benchmark, limit: int = 0) -> list[dict[str, Any]]:
-    """Return the set's rows with `question` and `answer`; the first `limit` unless that is 0.
-
-    UserError for a missing file, an unreachable hub, or a row without its keys.
-    """
+    """Return the set's first `limit` rows, 0: all, with `question` and `answer`; or UserError."""
     if not benchmark.source:
         found = data.GENERATED[benchmark.name](0, "held_out", limit or 200)
     else:
@@ -78,16 +75,13 @@ def rows(benchmark: Benchmark, limit: int = 0) -> list[dict[str, Any]]:
 def load_sets(
     text: str, reward: str, limit: int, question_key: str = "question", answer_key: str = "answer"
 ) -> list[tuple[Benchmark, list[dict[str, Any]]]]:
-    """Return the sets of `--datasets` with their rows; UserError for none, or a name twice.
-
-    `reasoning_gym:a,b` is one set of two tasks.
-    """
+    """Return the sets of `--datasets` with their rows; UserError for none, or a name twice."""
     parts = list[str]()
     for part in map(str.strip, text.split(",")):
         task = part.partition("?")[0]
         last = parts[-1] if parts and task.isidentifier() and task not in BENCHMARKS else ""
         if last.startswith(_TASKS):
-            parts[-1] += f",{part}"
+            parts[-1] += f",{part}"  # `reasoning_gym:a,b` is one set of two tasks
         else:
             parts.append(part)
     found = [find(part, reward, question_key, answer_key) for part in parts if part]

@@ -42,20 +42,14 @@ class _Row:
 
 
 class RowRunner:
-    """Runs rows that are submitted one by one, each with options of its own.
-
-    Args:
-      loop: started. fleet: connected on the loop.
-      concurrency: rows in work at one time.
-      patience: with failed attempts. A row's future fails after its last attempt; all futures fail
-        once too many attempts do.
-      timeout: seconds for one attempt.
-      say: takes a line about an outage.
-    """
+    """Runs rows that are submitted one by one, each with options of its own."""
 
     def __init__(
-        self, loop: LoopThread, fleet: Generator, *, concurrency: int, patience: Patience,
-        timeout: float, say: Callable[[str], None] = lambda text: None,
+        self, loop: LoopThread, fleet: Generator, *,  # started, and connected on the loop
+        concurrency: int,  # rows in work at one time
+        patience: Patience,  # a future fails after its last attempt, all once too many do
+        timeout: float,  # seconds for one attempt
+        say: Callable[[str], None] = lambda text: None,  # takes a line about an outage
     ):  # fmt: skip
         self._open: dict[int, _Row] = {}  # by the executor's group_id
         self._ids, self._waiting = itertools.count(), deque[int]()

@@ -91,11 +91,9 @@ def keep(
 
 
 def summary(name: str, path: Path, questions: int, asked: Asked) -> dict[str, Any]:
-    """Return the table's row of one samples file, and the number of questions with a failed sample.
-
-    The first record of a sample counts; a failure counts only without another record.
-    """
+    """Return the table's row of a samples file, and how many questions have a failed sample."""
     samples: dict[int, dict[int, dict]] = {}
+    # The first record of a sample counts, a failure only without another record.
     for record in sorted(read_jsonl(path), key=lambda record: "error" in record):
         if record["sample"] < asked.n_samples:
             samples.setdefault(record["index"], {}).setdefault(record["sample"], record)
@@ -125,15 +123,13 @@ def shortfall(rows: Sequence[Mapping[str, Any]], out: Path) -> list[str]:
 
 
 def settings(
-    asked: Asked, models: Mapping[str, str], datasets: Mapping[str, list],
-    further: Mapping[str, Any], out: Path,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the object of settings.json; raise UserError if OUT has samples of other settings.
-
-    Args:
-      models: name → path. datasets: name → [source, number of rows].
-      further: other settings that change the samples.
-    """
+    asked: Asked,
+    models: Mapping[str, str],  # name → path
+    datasets: Mapping[str, list],  # name → [source, number of rows]
+    further: Mapping[str, Any],  # other settings that change the samples
+    out: Path,
+) -> dict[str, Any]:
+    """Return the object of settings.json; raise UserError if OUT has samples of other settings."""
     own = {
         **further,
         "temperature": asked.temperature,

@@ -19,10 +19,7 @@ RIGHT = 0.5  # a reward above it counts as a right answer
 def pass_at_k(n: int, right: int, k: int) -> float:
     """Return the chance that k of n samples hold a right one: 1 − C(n − c, k) / C(n, k).
 
-    Unbiased (Chen et al., arXiv:2107.03374, eq. 1).
-
-    Args:
-      n: samples drawn, ≥ k. right: c, how many of them are right. k: ≥ 1, else ValueError.
+    Unbiased (Chen et al., arXiv:2107.03374, eq. 1). `right` is c; ValueError unless 1 ≤ k ≤ n.
     """
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} of {n} samples; want 1 ≤ k ≤ n")
@@ -30,14 +27,10 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 
 def maj_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> float:
-    """Return how often the commonest of k answers is right: the mean over blocks of k samples.
+    """Return the share of blocks of k samples whose commonest answer is right, in [0, 1].
 
-    Args:
-      answers: of the samples in order; None has no vote. right: whether each is right.
-      k: samples of a vote, ≥ 1; samples left over do not vote.
-
-    Returns:
-      In [0, 1]; a tie goes to the answer that came first, a block without any answer is wrong.
+    A tie goes to the answer that came first; None has no vote, and a block of None is wrong.
+    Samples left over do not vote. ValueError unless 1 ≤ k ≤ samples.
     """
     if not 1 <= k <= len(answers):
         raise ValueError(f"maj@{k} of {len(answers)} samples; want 1 ≤ k ≤ samples")
@@ -51,12 +44,9 @@ def maj_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> fl
 
 
 def ballot(completion: str) -> str | None:
-    """Return a completion's answer as text to vote with; equal numbers are equal texts.
-
-    Of several readings the first that is a number counts, else the first. None: no answer.
-    """
+    """Return a completion's answer as text to vote with, the same for equal numbers; or None."""
     found = final_answers(outside_thoughts("", completion))
-    for reading in map(tidy, found):
+    for reading in map(tidy, found):  # the first that is a number counts, else the first
         if number := numbers.read(reading):
             return f"{number.value}{'%' if number.percent else ''}"
     return compact(tidy(found[0])) or None if found else None
@@ -66,9 +56,7 @@ def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float
     """Return the confidence interval (low, high) of a mean; None for fewer than two questions.
 
     For shares it is Wilson's score interval (10.2307/2276774), for values outside [0, 1] Student's.
-
-    Args:
-      values: one for each question. level: in (0, 1).
+    There is a value for each question; `level` is in (0, 1).
     """
     if (n := len(values)) < 2:
         return None
@@ -93,9 +81,8 @@ def per_question(
 ) -> dict[str, float]:  # fmt: skip
     """Return the table's quantities for one question.
 
-    Args:
-      greedy: its record at temperature 0, or None. samples: its sampled records in order; a record
-        has reward, tokens and answer. One with an `error` is wrong and has no length.
+    `greedy` is its record at temperature 0, or None; `samples` are in order. A record has reward,
+    tokens and answer. One with an `error` is wrong and has no length.
     """
     out = {}
     if greedy is not None:

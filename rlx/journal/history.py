@@ -25,28 +25,17 @@ Samples = dict[tuple[int, int], list[Piece]]  # of one attempt, by call and inde
 
 
 class Recovered(NamedTuple):
-    """The state of an executor that was killed.
+    """The state of an executor that was killed."""
 
-    Attributes:
-      host: as of `Executor.state`, with the events since.
-      groups: the finished groups that `host` names.
-      samples: group_id → unfinished samples.
-      whole: the records follow the position of `host` without a gap.
-    """
-
-    host: dict[str, Any]
-    groups: list[Group]
-    samples: dict[int, Samples]
-    whole: bool
+    host: dict[str, Any]  # in the form of `Executor.state`, with the events since
+    groups: list[Group]  # the finished groups that `host` names
+    samples: dict[int, Samples]  # group_id → unfinished samples
+    whole: bool  # whether the records follow the position of `host` without a gap
 
 
 def position(host: Mapping[str, Any] | None) -> tuple[int, int] | None:
-    """Return the first record that a checkpoint needs, and the last that it contains.
-
-    Args:
-      host: state of the checkpoint's executor; None: there is no checkpoint.
-    """
-    if host is None:
+    """Return the first record that a checkpoint needs, and the last that it contains."""
+    if host is None:  # there is no checkpoint
         return _STARTS_AT_ZERO
     return tuple(host["journal"]) if host.get("journal") else None
 
@@ -54,13 +43,9 @@ def position(host: Mapping[str, Any] | None) -> tuple[int, int] | None:
 def recover(
     host: Mapping[str, Any], at: tuple[int, int] | None, records: Iterable[Record]
 ) -> Recovered:
-    """Return the state `host` after the events that follow it.
-
-    Args:
-      at: result of `position`; None: `host` was written without a journal.
-      records: those from the first that `at` names.
-    """
+    """Return the state `host` after the events in `records`, from the first that `at` names."""
     state, kept = _State(host), set(host.get("buffered", ())) | set().union(*host.get("order", ()))
+    # `at` is the result of `position`; None if `host` was written without a journal.
     whole, due, last = at is not None, at[1] + 1 if at else 0, -1
     packed: dict[int, Record] = {}
     samples: dict[int, Samples] = {}
@@ -174,17 +159,11 @@ class _State:
 
 
 class Batches(NamedTuple):
-    """The batches that a run trained on, and its weights.
+    """The batches that a run trained on, and its weights."""
 
-    Attributes:
-      groups: step, from 0 → place of each group of its batch.
-      weights: version → fields of its last record of kind `weights`.
-      attempts: group_id → the attempt that made it; none for 0.
-    """
-
-    groups: dict[int, list[Place]]
-    weights: dict[int, Mapping[str, Any]]
-    attempts: dict[int, int]
+    groups: dict[int, list[Place]]  # step, from 0 → place of each group of its batch
+    weights: dict[int, Mapping[str, Any]]  # version → fields of its last record of kind `weights`
+    attempts: dict[int, int]  # group_id → the attempt that made it; none for 0
 
 
 def batches(records: Iterable[tuple[Record, Place]]) -> Batches:

@@ -43,15 +43,10 @@ class Place(NamedTuple):
 
 
 class Journal:
-    """Appends records to the files of a directory; with `keep` = 0 it does nothing.
-
-    Args:
-      number: of the next record.
-      keep: bytes of all files, at most; the oldest file is deleted first.
-    """
+    """Appends records to files of a directory, `keep` bytes at most; with 0 it does nothing."""
 
     def __init__(self, directory: Path, number: int, keep: int):
-        self._directory, self._next, self._keep = directory, number, keep
+        self._directory, self._next, self._keep = directory, number, keep  # number of the next one
         self._most = min(keep // _FILES, _MOST)
         self._error: Exception | None = None
         self._lock, self._queue = threading.Lock(), SimpleQueue[Any]()
@@ -154,10 +149,7 @@ def read(directory: Path, first: int = 0) -> Iterator[tuple[Record, Place]]:
 def cut(directory: Path, first: int = 0) -> tuple[int, int]:
     """Remove what follows the first damage from number `first` on.
 
-    Later files are kept as `*.damaged`, which no reader takes.
-
-    Returns:
-      The bytes removed, and the number of the next record.
+    Return the bytes removed, and the number of the next record.
     """
     removed, number, intact = 0, first, set()
     for path, found, damaged in _intact(directory, first):
@@ -169,7 +161,7 @@ def cut(directory: Path, first: int = 0) -> tuple[int, int]:
     for path in _files(directory, first):
         if path not in intact:
             removed += path.stat().st_size
-            path.rename(path.with_suffix(".damaged"))
+            path.rename(path.with_suffix(".damaged"))  # which no reader takes
     return removed, max(number, first)
 
 

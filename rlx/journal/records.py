@@ -23,20 +23,14 @@ _LEVEL = 1  # of zlib: half the bytes of versions, masks and texts for little ti
 
 
 class Record(NamedTuple):
-    """One event of a run.
+    """One event of a run."""
 
-    Attributes:
-      number: position among all records of the run, from 0; ascending.
-      packed: the compressed group of kinds `group` and `tokens`, else b"".
-      begin, end: offsets of its bytes in the scanned data.
-    """
-
-    number: int
+    number: int  # position among all records of the run, from 0; ascending
     kind: str
     fields: Mapping[str, Any]
-    packed: bytes
-    begin: int
-    end: int
+    packed: bytes  # the compressed group of kinds `group` and `tokens`, else b""
+    begin: int  # offset of its first byte in the scanned data
+    end: int  # offset behind its last byte
 
     def group(self) -> Group:
         """Return the group of a record that has one."""

@@ -140,12 +140,9 @@ def settings(allocation: Allocation) -> dict[str, str | int]:
 
 
 def place(allocation: Allocation, hosts: Mapping[str, Sequence[int]]) -> tuple[Placed, ...]:
-    """Assign GPUs of hosts (name → ids) to the parts in order; UserError if there are too few.
-
-    A server or tensor group is on one host; one that is larger gets whole hosts.
-    """
+    """Assign GPUs of hosts (name → ids) to the parts in order; UserError if there are too few."""
     free = {host: list(ids) for host, ids in hosts.items()}
-    largest, placed = max(map(len, free.values()), default=0), []
+    largest, placed = max(map(len, free.values()), default=0), []  # larger parts get whole hosts
     taken: list[tuple[str, int]] = []
 
     def too_few(part: Part, each: int, index: int) -> UserError:

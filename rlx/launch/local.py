@@ -50,19 +50,17 @@ class CpuPlan:
 def cpu_plan(cores: Sequence[int], num_servers: int, threads: int = 0) -> CpuPlan:
     """Divide `cores`, ids of usable ones, between the trainer and its servers.
 
-    Each server gets `threads` cores of its own, 0 for as many as every process, and the trainer
-    the rest. With too few cores, servers share all except the trainer's first; a single core is
-    shared by all.
+    Each server gets `threads` cores, 0 for as many as every process, and the trainer the rest.
     """
     cores = tuple(cores)
-    if num_servers == 0 or len(cores) == 1:
+    if num_servers == 0 or len(cores) == 1:  # all share a single core
         return CpuPlan(cores, (cores,) * num_servers)
     each = min(threads or max(1, len(cores) // (num_servers + 1)), len(cores) - 1)
     own = len(cores) - each * num_servers
     if own >= 1:
         starts = range(own, len(cores), each)
         return CpuPlan(cores[:own], tuple(cores[s : s + each] for s in starts))
-    return CpuPlan(cores[:1], _shared(cores[1:], num_servers, each))
+    return CpuPlan(cores[:1], _shared(cores[1:], num_servers, each))  # too few: servers share
 
 
 def servers_plan(cores: Sequence[int], num_servers: int, threads: int = 0) -> CpuPlan:
@@ -319,10 +317,7 @@ class _Server:
                 os.killpg(self.pid, number)
 
     def write_stacks(self) -> str:
-        """Have the process write the stacks of its threads to its log; return where they are.
-
-        A stopped process writes nothing, and the result is "".
-        """
+        """Have the process write its threads' stacks to its log; return where, "" if it cannot."""
         size = self.log.stat().st_size
         if self.pid:
             os.kill(self.pid, signal.SIGUSR1)  # see rlx.serve

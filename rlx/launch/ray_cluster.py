@@ -41,10 +41,7 @@ class Keeper(KeptCommand):
     """Runs one command on the node that this actor is on."""
 
     def begin(self, process: Process, env: Mapping[str, str], cwd: str, log: str) -> Process:
-        """Start a process, with output to `log`; return it with its host and port here.
-
-        It sees the GPUs of this actor. A server uses the address of this node and a free port.
-        """
+        """Start a process on this actor's GPUs, output to `log`; return it with host and port."""
         import ray
 
         host, port, argv = ray.util.get_node_ip_address(), process.port, process.argv[1:]

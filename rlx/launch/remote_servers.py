@@ -129,10 +129,7 @@ class Machines:
 def checks_of(
     host: str, found: Any, here: Mapping[str, Any], span: tuple[float, float]
 ) -> list[Check]:
-    """Return the checks of a host with the result `found` of `look`, against the one `here`.
-
-    `span` is this machine's clock before and after, in seconds.
-    """
+    """Return the checks of a host with the result `found` of `look`, against the one `here`."""
     if isinstance(found, UserError):
         text, _, remedy = str(found).rpartition("; ")
         return [Check(host, "reach", False, text, remedy)]
@@ -140,6 +137,7 @@ def checks_of(
     other = [f"{name} {versions[name] or 'missing'} (here {ours[name]})"
              for name in ours if ours[name] and versions[name] != ours[name]]  # fmt: skip
     gpus = f"{len(found['gpus'])} x {found['gpus'][0]}" if found["gpus"] else "none"
+    # `span` is this machine's clock before and after, in seconds.
     off = max(span[0] - found["clock"], found["clock"] - span[1], 0.0)
     python = found["python"].split(".")[:2] == here["python"].split(".")[:2]
     results: tuple[tuple[str, bool, str, str], ...] = (

@@ -89,10 +89,7 @@ class MetricsWriter:
 
 
 def forget(workdir: str | os.PathLike, first_step: int) -> int:
-    """Remove the records of `first_step` and later steps; return the number of unreadable lines.
-
-    `set_aside` moves unreadable lines to a file of their own.
-    """
+    """Remove the records of `first_step` and later steps; return the number of unreadable lines."""
     workdir, unreadable = Path(workdir), 0
     for name in RECORDS:
         # The gate is passed again before `first_step`, with the weights of the step before.

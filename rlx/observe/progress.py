@@ -35,16 +35,13 @@ _LINE_SECONDS = 10.0
 
 
 class Progress:
-    """Shows a run's progress; a context manager. Safe to call from any thread.
-
-    Args:
-      title: names the run. clock: returns seconds.
-      log: a file that gets each message too, with its time.
-    """
+    """Shows a run's progress; a context manager. Safe to call from any thread."""
 
     def __init__(
-        self, total_steps: int, console: Console | None = None, *, title: str = "",
-        clock: Callable[[], float] = time.monotonic, log: Path | None = None,
+        self, total_steps: int, console: Console | None = None, *,
+        title: str = "",  # name of the run
+        clock: Callable[[], float] = time.monotonic,  # seconds
+        log: Path | None = None,  # file that gets each message too, with its time
     ):  # fmt: skip
         self._log, self._total = log, total_steps
         self._console = console or Console(highlight=False)
@@ -263,15 +260,10 @@ class Progress:
 
 
 class ProgressBar:
-    """Shows `done` of `wanted` as rich's bar, or as a line every ten seconds.
-
-    Args:
-      stream: stderr by default, so that a table on stdout can be piped.
-      clock: seconds, monotonic.
-    """
+    """Shows `done` of `wanted` as rich's bar, or as a line every ten seconds."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
-        self._stream = stream or sys.stderr
+        self._stream = stream or sys.stderr  # so that a table on stdout can be piped
         self._clock, self._began, self._shown = clock, 0.0, float("-inf")
         self._what, self._task = "", progress.TaskID(0)
         self._bar = progress.Progress(

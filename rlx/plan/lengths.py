@@ -20,14 +20,9 @@ class Lengths:
 
     @classmethod
     def fit(cls, mean: float, limit: int, cut: float) -> "Lengths":
-        """Return a log-normal one, cut at `limit`.
+        """Return a log-normal one of this mean, tokens, with a share `cut` in [0, 1) at `limit`.
 
-        Args:
-          mean: of the lengths after the cut, tokens, below `limit`.
-          cut: share of answers that reach the limit, in [0, 1).
-
-        Raises:
-          UserError: no log-normal distribution has this mean and this share.
+        The mean includes these. UserError if no log-normal distribution has this mean and share.
         """
         normal, cut = NormalDist(), max(cut, _LEAST_CUT)
         z = normal.inv_cdf(1 - cut)

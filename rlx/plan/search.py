@@ -26,22 +26,16 @@ _SHARED = 0.4  # a GPU's memory for a server that shares it with the trainer, se
 
 @dataclass(frozen=True)
 class Workload:
-    """A run, on GPUs of one kind.
+    """A run, on GPUs of one kind."""
 
-    Attributes:
-      sizes: of its trainer and servers, for memory.
-      forwards: passes of the proximal and the reference policy.
-      trainer: jax | torch.
-    """
-
-    sizes: RunSizes
+    sizes: RunSizes  # of its trainer and servers, for memory
     card: Card
     limits: Limits
     lengths: Lengths
     prompt_tokens: float
     slots: int
-    forwards: float
-    trainer: str = "jax"
+    forwards: float  # passes of the proximal and the reference policy
+    trainer: str = "jax"  # or torch
     tool_seconds: float = 0.0
     recompute: bool = False
     calibration: Calibration = Calibration()  # noqa: RUF009

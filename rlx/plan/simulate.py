@@ -22,50 +22,35 @@ from rlx.rollout.staleness import Limits, Staleness
 
 @dataclass(frozen=True)
 class Setup:
-    """A run to simulate.
-
-    Attributes:
-      samples: answers of a prompt, which one server makes.
-      slots: most sequences that a server decodes together.
-      prompt_tokens: of every prompt. tool_seconds: an answer's time outside the model.
-      shared: whether the trainer runs on the servers' GPUs, so that these wait for it.
-      recompute: whether a server computes its KV caches again after an update.
-    """
+    """A run to simulate."""
 
     limits: Limits
-    samples: int
+    samples: int  # answers of a prompt, which one server makes
     servers: int
-    slots: int
+    slots: int  # most sequences that a server decodes together
     server: ServerSpeed
     training: TrainerSpeed
     lengths: Lengths
-    prompt_tokens: float
-    tool_seconds: float = 0.0
-    shared: bool = False
-    recompute: bool = False
+    prompt_tokens: float  # of every prompt
+    tool_seconds: float = 0.0  # an answer's time outside the model
+    shared: bool = False  # whether the trainer runs on the servers' GPUs, so that these wait for it
+    recompute: bool = False  # whether a server computes its KV caches again after an update
     seed: int = 0
 
 
 @dataclass(slots=True)
 class Prediction:
-    """Means over the steps after warm-up.
+    """Means over the steps after warm-up."""
 
-    Attributes:
-      step_seconds: from one batch to the next. trainer_idle, servers_idle: shares of that time.
-      tokens: prompt and answer tokens of a batch.
-      lags: versions between a group's oldest token and its batch → share of groups.
-      preempted: sequences that lost their KV cache when memory was full, a step.
-      running: sequences that a server decodes together, mean over busy time.
-      spans: (process, name, start, end) in seconds, for a timeline.
-    """
-
-    step_seconds: float = 0.0
-    trainer_idle: float = 0.0
-    servers_idle: float = 0.0
-    tokens: float = 0.0
+    step_seconds: float = 0.0  # from one batch to the next
+    trainer_idle: float = 0.0  # share of step_seconds
+    servers_idle: float = 0.0  # share of step_seconds
+    tokens: float = 0.0  # prompt and answer tokens of a batch
+    # Versions between a group's oldest token and its batch → share of groups.
     lags: dict[int, float] = field(default_factory=dict)
-    preempted: float = 0.0
-    running: float = 0.0
+    preempted: float = 0.0  # sequences a step that lost their KV cache when memory was full
+    running: float = 0.0  # sequences that a server decodes together, mean over busy time
+    # (process, name, start, end) in seconds, for a timeline.
     spans: list[tuple[str, str, float, float]] = field(default_factory=list)
 
 
@@ -277,13 +262,9 @@ class _Run:
 
 
 def simulate(setup: Setup, steps: int = 0) -> Prediction:
-    """Return the prediction for a run.
-
-    Args:
-      steps: batches that are simulated after warm-up; 0: six, and more with a large bound.
-    """
+    """Return the prediction for a run, of `steps` batches after warm-up."""
     eta = int(setup.limits.max_staleness)
-    warm, steps = eta + 2, steps or 6 + eta // 2
+    warm, steps = eta + 2, steps or 6 + eta // 2  # 0: six, and more with a large bound
     run = _Run(setup)
     run.run(warm)
     begun = run.now

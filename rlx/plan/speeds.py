@@ -18,43 +18,30 @@ WIDTH = 2  # bytes of a weight and of a number of the KV cache, bfloat16
 
 @dataclass(frozen=True)
 class Calibration:
-    """Constants fitted on 2026-11-27 to published runs, see experiments/2026-12-planner.
+    """Constants fitted on 2026-11-27 to published runs, see experiments/2026-12-planner."""
 
-    Attributes:
-      bandwidth: share of the memory's bandwidth that decoding reaches.
-      flops: share of the peak FLOP/s that prefill, and decoding with many sequences, reaches.
-      step: seconds of a decode step whatever its size. sequence: seconds more for each sequence.
-      reduce: seconds of one all-reduce between the GPUs of a server.
-      mfu: share of the peak that training reaches with many tokens a GPU; with `half` tokens a GPU
-        and update it reaches half of that.
-      update: seconds of an update whatever its size.
-      error: typical relative error of a step's seconds, leaving the predicted run out of the fit.
-    """
-
-    bandwidth: float = 0.82
+    bandwidth: float = 0.82  # share of the memory's bandwidth that decoding reaches
+    # Share of the peak FLOP/s that prefill, and decoding with many sequences, reaches.
     flops: float = 0.5
-    step: float = 2.7e-3
-    sequence: float = 1.6e-4
-    reduce: float = 2e-5
-    mfu: float = 0.59
-    half: float = 76_000.0
-    update: float = 1.0
+    step: float = 2.7e-3  # seconds of a decode step whatever its size
+    sequence: float = 1.6e-4  # seconds more for each sequence
+    reduce: float = 2e-5  # seconds of one all-reduce between the GPUs of a server
+    mfu: float = 0.59  # share of the peak that training reaches with many tokens a GPU
+    half: float = 76_000.0  # tokens a GPU and update with which it reaches half of that
+    update: float = 1.0  # seconds of an update whatever its size
+    # Typical relative error of a step's seconds, leaving the predicted run out of the fit.
     error: float = 0.22
 
 
 @dataclass(frozen=True)
 class ServerSpeed:
-    """An engine on `tensor` GPUs of one kind.
-
-    Attributes:
-      memory: share of a GPU's memory for weights and KV cache.
-    """
+    """An engine on `tensor` GPUs of one kind."""
 
     model: ModelConfig
     card: Card
     tensor: int
     calibration: Calibration
-    memory: float = 0.85
+    memory: float = 0.85  # share of a GPU's memory for weights and KV cache
 
     @cached_property
     def weights(self) -> int:
@@ -109,22 +96,16 @@ class ServerSpeed:
 
 @dataclass(frozen=True)
 class TrainerSpeed:
-    """The trainer: `gpus` of one kind.
-
-    Attributes:
-      forwards: forward passes for each update, without the update's own: 1 for the proximal
-        policy, 1 for a reference.
-      recomputed: share of the forward pass that the backward pass computes again.
-      updates: optimizer steps of a batch.
-    """
+    """The trainer: `gpus` of one kind."""
 
     model: ModelConfig
     card: Card
     gpus: int
     calibration: Calibration
+    # Forward passes for each update, without its own: 1 for the proximal policy, 1 for a reference.
     forwards: float = 1.0
-    recomputed: float = 1.0
-    updates: int = 1
+    recomputed: float = 1.0  # share of the forward pass that the backward pass computes again
+    updates: int = 1  # optimizer steps of a batch
 
     def seconds(self, lengths: np.ndarray) -> float:
         """Return seconds of a batch of trajectories; lengths: [N], prompt and answer, tokens."""
@@ -136,10 +117,7 @@ class TrainerSpeed:
         return flops / (self.gpus * self.card.flops * reached) + self.updates * c.update
 
     def publish_seconds(self, servers: int) -> float:
-        """Return seconds from a finished update to the last server's confirmation.
-
-        The trainer's hosts send their shards; a server receives at the speed of its network.
-        """
+        """Return seconds from a finished update to the last server's confirmation."""
         size = params.count(self.model) * WIDTH
-        hosts = max(self.gpus // 8, 1)
-        return size * max(1.0, servers / hosts) / self.card.network
+        hosts = max(self.gpus // 8, 1)  # which send their shards
+        return size * max(1.0, servers / hosts) / self.card.network  # each receives at this speed

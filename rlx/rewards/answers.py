@@ -105,11 +105,8 @@ _PAIRS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 
 def outside_thoughts(prompt: str, completion: str, unfinished: bool = False) -> str:
-    """Return the text behind the last closed thought, and before an open one unless `unfinished`.
-
-    A prompt that ends in `<think>` has opened a thought.
-    """
-    text = "<think>" * prompt.rstrip().endswith("<think>") + completion
+    """Return the text behind the last closed thought; unless `unfinished`, before an open one."""
+    text = "<think>" * prompt.rstrip().endswith("<think>") + completion  # opened by the prompt
     text = re.split(f"</{_THOUGHT}", text)[-1]
     return text if unfinished else re.split(f"<{_THOUGHT}", text, maxsplit=1)[0]
 
@@ -170,9 +167,8 @@ def final_number(text: str) -> Fraction | None:
 def reference(answer: Any, solution: Any = None) -> str | None:
     r"""Return the answer of a dataset row as written; None where the row has none.
 
-    Args:
-      answer: an expression, a list of them, or a solution with a `\boxed{…}`, a `####` or, if it is
-        long, a `$…$`. Empty or None: `solution` counts, a text with a `\boxed{…}`.
+    The answer is an expression, a list of them, or a solution with a `\boxed{…}`, a `####` or, if
+    it is long, a `$…$`. Empty or None: `solution` counts, a text with a `\boxed{…}`.
     """
     if isinstance(answer, list | tuple):
         answer = ", ".join(str(part) for part in answer)

@@ -2,8 +2,7 @@ r"""Read numbers as people and models write them, as exact fractions.
 
 `find` reads the numbers in free text. `read` reads a text that is one number with its unit, such as
 `-1,000.50`, `3/4`, `1½`, `\frac{3}{4}`, `2.5 \times 10^{-4}`, `0.1\overline{6}`, `$5`, `50%` or
-`5 \text{ cm}^2`.
-Time is linear in the text, and no text raises.
+`5 \text{ cm}^2`. Time is linear in the text, and no text raises.
 """
 
 import re

@@ -43,11 +43,8 @@ class RewardError(RuntimeError):
 
 
 def problem(value: Any) -> str | None:
-    """Return why a value cannot be a reward; None if it is a number that is finite in float32.
-
-    Integers, floats and truth values of Python and numpy are numbers; text and arrays are not.
-    """
-    if isinstance(value, numbers.Real | np.bool_):
+    """Return why a value is no reward; None for a number that is finite in float32."""
+    if isinstance(value, numbers.Real | np.bool_):  # not text, and not an array
         try:
             if abs(float(value)) <= _LARGEST:
                 return None
@@ -167,11 +164,7 @@ class RewardPool:
     async def _values(
         self, worker: WorkerProcess, name: str, calls: Sequence[RewardCall], sent: str
     ) -> tuple[int, int, list[float]]:
-        """Return the worker's process id, when it began, ns, and what a function gives each call.
-
-        Args:
-          sent: the calls as the worker gets them.
-        """
+        """Return the worker's process id, when it began, ns, and the rewards of the calls."""
         kind, place, limit, setting = EACH, "", _START_SECONDS, "to start"
         found: dict[int, float] = {}  # by completion
         now = asyncio.get_running_loop().time
@@ -196,7 +189,7 @@ class RewardPool:
                     limit, setting = limit * len(calls), f"{setting} of each completion"
                 clock.reschedule(now() + limit)
                 begun = time.monotonic_ns()
-                last = await worker.run_job({"name": name, "calls": sent}, on_reward)
+                last = await worker.run_job({"name": name, "calls": sent}, on_reward)  # pickled
             if "error" not in last:
                 return int(pid), begun, [found[index] for index in range(len(calls))]
             what = _describe(calls[last["index"] or 0], last["index"])

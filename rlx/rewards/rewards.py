@@ -39,9 +39,6 @@ def gsm8k(
     Both are read alike: `#### 72`, else the last `\boxed{72}`, else the last number; with
     signs, currency, thousands separators, percent, units, decimals and fractions, compared as
     exact fractions.
-
-    Args:
-      answer: the number, or a whole solution that ends in `#### 72`.
     """
     wanted = answers.final_number(str(answer))
     got = answers.final_number(answers.outside_thoughts(prompt, completion, unfinished))
@@ -59,11 +56,7 @@ def math(
     The final answer is the last closed `\boxed{…}`, else what follows `####` or "answer is", else
     the last `$…$` or number (`answers.final_answers`). Numbers, percentages, units, choices,
     words, and tuples or sets of them are compared exactly, the rest by math-verify, within
-    bounds (`equality.equal`).
-
-    Args:
-      answer: the expression, or a solution with `\boxed{…}`, `$…$` or `#### …` in it.
-      solution: read when there is no answer; a text with a `\boxed{…}`.
+    bounds (`equality.equal`). `answers.reference` reads the row's `answer` or `solution`.
     """
     wanted = answers.reference(answer, solution)
     if wanted is None:
@@ -81,12 +74,10 @@ def arithmetic(prompt: str, completion: str, *ids: Sequence[int], answer: Any, *
 async def code(prompt: str, completion: str, *ids: Sequence[int], answer: Any, **row: Any) -> float:
     """Return 1 when the completion's last fenced block of Python passes the tests, else 0.
 
-    A program that ends before the tests have passes none. It may still look for what they print
-    at their end, or change what they call: tests in its own process judge no adversary.
-
-    Args:
-      answer: the tests: Python that is run after the program, in its names, and raises where it
-        is wrong, as `assert add(1, 2) == 3`.
+    The tests in `answer` are Python that is run after the program, in its names, and raises where
+    it is wrong, such as `assert add(1, 2) == 3`. A program that ends before them passes none. It
+    may still look for what they print at their end, or change what they call: tests in its own
+    process judge no adversary.
     """
     if not (blocks := _FENCE.findall(completion)):
         return 0.0
@@ -104,9 +95,6 @@ def reasoning_gym(
 
     The answer is the last `<answer>…</answer>`, else the last `\boxed{…}`, else the whole text
     without thoughts.
-
-    Args:
-      question, task: the columns of rows of `data.dataset=reasoning_gym:TASK`.
     """
     text = answers.outside_thoughts(prompt, completion)
     tagged = _TAGGED.findall(text)
@@ -167,37 +155,30 @@ def weights_of(name: str, terms: Iterable[Any]) -> dict[str, float]:
 
 
 def columns(name: str) -> list[str]:
-    """Return the keys that rows need for reward `name`: its parameters without a default.
-
-    The first four, which are given by position, are no keys of the row; nor are those of OF_GROUP.
-    """
+    """Return the keys that rows need for reward `name`: its parameters without a default."""
     parameters = inspect.signature(resolve(name)).parameters.values()
     placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = [p for p in parameters if p.kind == p.KEYWORD_ONLY]
     if any(p.name == "completions" for p in parameters):
         placed, named = [], [p for p in (*placed, *named) if p.name not in OF_GROUP]
+    # The first four are given by position, so they are no keys of the row.
     return [p.name for p in (*placed[4:], *named) if p.default is p.empty]
 
 
 def answer_key(names: Iterable[str], key: str = "answer") -> str:
-    """Return `key`, of the rows' answers, if rows must have it; else "".
-
-    They must if one of the rewards takes an answer, or if the key is another: it was chosen.
-    """
+    """Return `key`, of the rows' answers, if rows must have it; else ""."""
+    # Another key than the default was chosen, so the rows must have it.
     return key if key != "answer" or any("answer" in columns(name) for name in names) else ""
 
 
 def check_rows(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Raise UserError for the first row to which reward `name` could never give 1.
-
-    Otherwise `gsm8k` would silently return 0 for each answer without a number.
-    """
+    """Raise UserError for the first row to which reward `name` could never give 1."""
     name = name.removesuffix("_unfinished")
     if name not in ("gsm8k", "math"):
         return
     for index, row in enumerate(rows):
         answer = row.get("answer")
-        if name == "gsm8k" and answers.final_number(str(answer)) is None:
+        if name == "gsm8k" and answers.final_number(str(answer)) is None:  # it would return 0
             raise UserError(
                 f"row {index + 1}: the answer {str(answer)[-60:]!r} holds no number; "
                 "mend the row, or set reward.name=math for symbolic answers"

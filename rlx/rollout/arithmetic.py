@@ -47,15 +47,12 @@ def stream(seed: int, split: str) -> Iterator[dict[str, str]]:
 def distinct(
     name: str, seed: int, split: str, draw: Callable[[random.Random, int], dict[str, Any] | None]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of `draw` with distinct questions without end; UserError for a wrong split.
-
-    `draw` gets the number of rows before, and returns None if a row belongs to another split.
-    """
+    """Yield rows of `draw` with distinct questions without end; UserError for a wrong split."""
     if split not in SPLITS:
         raise unknown("split", split, SPLITS)
     rng, seen = random.Random(f"{name} {seed} {split}"), set[str]()
     while True:
-        row = draw(rng, len(seen))
+        row = draw(rng, len(seen))  # None if a row belongs to another split
         if row and row["question"] not in seen:
             seen.add(row["question"])
             yield row
@@ -103,16 +100,12 @@ def careful_solution(question: str) -> str:
 
 
 def wrong_solution(question: str) -> str:
-    r"""Return a plausible solution with a wrong boxed answer; always the same for a question.
-
-    Half of them make one mistake and continue with it, `a+38:75`. The others guess the answer at
-    some step, as the packaged model does: `a+38~\boxed{60}`.
-    """
+    """Return a plausible solution with a wrong boxed answer; always the same for a question."""
     rng, chain = random.Random(f"wrong {question}"), steps(question)
-    if rng.random() < 0.5 and (mistake := _mistake(chain, rng)):
+    if rng.random() < 0.5 and (mistake := _mistake(chain, rng)):  # `a+38:75`, then goes on
         at, error = mistake
         return _written(question, [s.result + error * (i >= at) for i, s in enumerate(chain)])
-    at = rng.randrange(len(chain))
+    at = rng.randrange(len(chain))  # guess here, as the packaged model does: `a+38~\boxed{60}`
     lines = [f":{first_value(question)}", *(f"{s.term}:{s.result}" for s in chain[:at])]
     guesses = [g for g in range(0, 100, 10) if 0 < abs(g - chain[-1].result) <= _GUESS_NOISE]
     return "\n".join([*lines, f"{chain[at].term}~\\boxed{{{rng.choice(guesses)}}}"])

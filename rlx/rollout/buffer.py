@@ -94,11 +94,7 @@ def finish(buffer: Buffer, version: int, group: Group) -> Buffer:
 def repeated(
     known: Mapping[int, Group], order: Iterable[Sequence[int]], step: int, limits: Limits
 ) -> list[list[Group]]:
-    """Return the batches from `step` on that a killed run took, up to one that cannot be repeated.
-
-    Without them (I) holds for the other unconsumed groups as it did in the killed run. `known` has
-    groups by id, `order` the ids of each batch.
-    """
+    """Return a killed run's batches from `step` on, up to one that cannot be repeated."""
     found: list[list[Group]] = []
     for at, ids in enumerate(order, step):
         batch = [known[group_id] for group_id in ids if group_id in known]
@@ -108,15 +104,12 @@ def repeated(
         if max(lags, default=0) > limits.max_staleness:
             break
         found.append(batch)
-    return found
+    return found  # without these groups, (I) holds as it did in the killed run
 
 
 def restore(groups: Iterable[Group], step: int, limits: Limits) -> tuple[Buffer, list[Group]]:
-    """Return a buffer of a killed run's groups, and the groups that do not fit, oldest first.
-
-    All fit unless η or B became smaller, or their tokens' versions are still to come.
-    """
-    left_over: list[Group] = []
+    """Return a buffer of a killed run's groups, and the groups that do not fit, oldest first."""
+    left_over: list[Group] = []  # if η or B became smaller, or versions are still to come
     buffer = Buffer()
     for group in sorted(groups, key=lambda g: (g.oldest_version, g.group_id), reverse=True):
         oldest = group.oldest_version if group.oldest_version >= 0 else step

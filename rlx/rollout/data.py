@@ -51,12 +51,9 @@ def load(
 ) -> list[Row]:
     """Return the rows of a file, a hub data set or a user's code; `answer` holds `answer_key`.
 
-    Args:
-      source: a path; `owner/name`, `owner/name:split`, `owner/name:config:split`; FILE.py:name or
-        module:name; reasoning_gym:TASK. Files: .csv, .parquet, else .jsonl or a JSON array.
-
-    Raises:
-      UserError: a missing file, a bad row, an unreachable or unknown data set.
+    A source is a path, `owner/name`, `owner/name:split`, `owner/name:config:split`, FILE.py:name,
+    module:name or reasoning_gym:TASK. Files are .csv, .parquet, else .jsonl or a JSON array.
+    UserError for a missing file, a bad row, an unreachable or unknown data set.
     """
     options = {question_key: "data.question_key", answer_key: "data.answer_key", **texts}
     wanted = dict.fromkeys([*filter(None, options), *needed])

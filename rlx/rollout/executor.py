@@ -75,10 +75,7 @@ class Ticket:
 
 
 class Executor:
-    """Admits prompts, runs workflows, and hands out batches of groups.
-
-    Admission begins with the first `set_version`, when the fleet has its first weights.
-    """
+    """Admits prompts, runs workflows, and hands out batches of groups."""
 
     def __init__(
         self,
@@ -163,7 +160,7 @@ class Executor:
     # Methods for the trainer's thread; `set_version` and `wake` for any thread.
 
     def set_version(self, version: int) -> None:
-        """Record that every live server has acknowledged `version`."""
+        """Record that every live server has acknowledged `version`; the first begins admission."""
         with self._changed:
             self._staleness = staleness.publish(self._staleness, version)
             if not self._stopped:
@@ -183,10 +180,8 @@ class Executor:
     def collect(self, timeout: float | None = None) -> list[Group] | None:
         """Wait for the next batch; return its groups by group_id, or None after `timeout` seconds.
 
-        Raises:
-          RolloutError, UserError: too many failures; the last one is the cause.
-          Unavailable: no attempt can succeed any more.
-          Exhausted: the data is solved, and no batch is left.
+        Raises RolloutError or UserError after too many failures, with the last one as the cause;
+        Unavailable if no attempt can succeed any more; Exhausted if no batch is left.
         """
         begun = self._clock()
         with self._changed:
@@ -221,12 +216,7 @@ class Executor:
             return self._staleness.version
 
     def counters(self) -> dict[str, float]:
-        """Return the run's totals of events, and this process's totals of tokens and seconds.
-
-        `dropped` counts accepted groups that are neither trained on nor buffered. `wait_seconds` is
-        the trainer's waiting time, `idle_seconds` the time without any live prompt.
-        `continued_tokens` and `repeated_tokens` are those of a killed process's unfinished samples.
-        """
+        """Return the run's totals of events, and this process's totals of tokens and seconds."""
         with self._changed:
             state, buffered = self._staleness, self._buffered
             consumed = state.consumed * self._limits.batch_prompts
@@ -235,14 +225,14 @@ class Executor:
                 idle += self._clock() - self._idle_since
             return {
                 **{event: getattr(state, event) for event in (*_COUNTED, "accepted")},
-                "dropped": self._dropped + state.accepted - consumed - buffered,
+                "dropped": self._dropped + state.accepted - consumed - buffered,  # not trained on
                 "running": state.running,
                 "buffered": buffered,
                 "generated_tokens": self._generated_tokens - self.unfinished.continued,
-                "continued_tokens": self.unfinished.continued,
-                "repeated_tokens": self.unfinished.repeated,
-                "wait_seconds": self._wait_seconds,
-                "idle_seconds": idle,
+                "continued_tokens": self.unfinished.continued,  # of a killed process's samples
+                "repeated_tokens": self.unfinished.repeated,  # of a killed process's samples
+                "wait_seconds": self._wait_seconds,  # the trainer's
+                "idle_seconds": idle,  # without any live prompt
             }
 
     @property
@@ -256,13 +246,12 @@ class Executor:
     def state(self) -> dict[str, Any]:
         """Return JSON-able facts for `restore`; the journal has the finished groups.
 
-        Call it when the last collected batch has been trained on. Unfinished prompts start again
-        after `restore`, with the same seeds, and continue the samples that the journal has.
+        Call it when the last collected batch has been trained on.
         """
         with self._changed:
             admitted = [*self._live.values(), *self._resumed]
             waiting = [*admitted, *self._retry, *(ticket for _, ticket in self._later)]
-            pending = [(t.group_id, t.attempt) for t in waiting]
+            pending = [(t.group_id, t.attempt) for t in waiting]  # start again, with the same seeds
             number = self._note("state", {"step": self._staleness.consumed})
             return {
                 "step": self._staleness.consumed,
@@ -282,21 +271,17 @@ class Executor:
             }
 
     def restore(
-        self, host: Mapping[str, Any], groups: Iterable[Group], allow_change: bool = False,
-        samples: Mapping[int, Samples] | None = None,
-    ) -> str:  # fmt: skip
+        self,
+        host: Mapping[str, Any],  # from `state`, or `journal.history.recover`
+        groups: Iterable[Group],  # those of `buffered` and `order` in `host` that are known
+        allow_change: bool = False,  # else a changed dataset is a UserError
+        samples: Mapping[int, Samples] | None = None,  # group_id → its unfinished samples
+    ) -> str:
         """Resume from a `state` before the first `set_version`; return how rows changed, or "".
 
         Batches that were taken after the state come first and unchanged. Finished groups that are
         missing, or that a lowered max_staleness makes too old, are generated again. Prompts that
         had failed keep the attempts they had left, at least one.
-
-        Unless `allow_change`, a changed dataset is a UserError.
-
-        Args:
-          host: from `state`, or `journal.history.recover`.
-          groups: those of `buffered` and `order` in `host` that are known.
-          samples: group_id → its unfinished samples.
         """
         with self._changed:
             if self._open or self._staleness.admitted:
@@ -459,11 +444,7 @@ class Executor:
         return self._best if math.isfinite(self._best) else None
 
     def _count_rejection(self, reward: float) -> None:
-        """End the run after too many rejections in a row.
-
-        The data counts as solved when the run has trained and at least half of these groups equal
-        the best reward so far. Otherwise the run ends in an error.
-        """
+        """End the run after too many rejections in a row, in an error unless the data is solved."""
         if not self._rejected:
             self._rejected_since = self._clock()
         self._rejected.append(reward)
@@ -475,7 +456,7 @@ class Executor:
             f"equal (the last: all {reward:g})"
         )
         learned = self._staleness.consumed > 0
-        if learned and 2 * right >= len(self._rejected):
+        if learned and 2 * right >= len(self._rejected):  # the data is solved
             self._stop(Exhausted(f"{found}, {right} of them at the best reward, {self._best:g}"))
             return
         # A judge that is down may give all answers the same reward for a while.

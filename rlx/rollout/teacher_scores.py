@@ -33,7 +33,6 @@ class Scored:
         return replace(group, trajectories=tuple(scored))
 
     async def aclose(self) -> None:
-        """Close the workflow."""
         await workflows.close(self._workflow)
 
     async def _scored(self, trajectory: Trajectory, task: Task) -> Trajectory:

@@ -65,7 +65,6 @@ class ToolUse:
         self._prompts.check(row, name)
 
     async def run(self, fleet: Generator, task: Task) -> Group:
-        """Return the group of the task's row."""
         stop = tuple(self._ends)
         episodes = await begin(fleet, self._prompts, task, self._sampling, self._n, stop)
         used = await run_all(*(self._answer(fleet, episode) for episode in episodes))
@@ -75,7 +74,6 @@ class ToolUse:
         return Group(task.group_id, tuple(found), task.row)
 
     async def aclose(self) -> None:
-        """Close the tools."""
         for tool in self._tools.values():
             await close(tool)
 

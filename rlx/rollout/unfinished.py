@@ -63,17 +63,12 @@ class Attempt:
 
 
 class Unfinished:
-    """The attempts under way, on one event loop.
-
-    Attributes:
-      kept: group_id → samples that a killed process left, until the prompt is admitted.
-      continued: tokens of a killed process that calls took. repeated: those that none took.
-    """
+    """The attempts under way, on one event loop."""
 
     def __init__(self, note: Callable[..., int]):  # as of Journal.append
         self._note, self._live = note, dict[int, Attempt]()
-        self.kept: dict[int, Samples] = {}
-        self.continued = self.repeated = 0
+        self.kept: dict[int, Samples] = {}  # group_id → what a killed process left, until admitted
+        self.continued = self.repeated = 0  # tokens of a killed process that calls took, or did not
         self._timer: asyncio.TimerHandle | None = None
 
     def restore(self, kept: Mapping[int, Samples], groups: Container[int], ended: bool) -> None:

@@ -75,10 +75,7 @@ def split_of(numbers: list[int]) -> str:
 
 @functools.cache
 def phrases(split: str) -> dict[str, tuple[str, ...]]:
-    """Return the sentences of a split by kind, one for each wording in `<…|…>`.
-
-    A sentence is held out if its hash, or that of a wording in it, says so.
-    """
+    """Return the sentences of a split by kind, one for each wording in `<…|…>`."""
     text = Path(__file__).with_suffix(".txt").read_text()
     lines = [line for line in text.splitlines() if line and line[0] != "#"]
     drawn = [w for line in lines for part in re.findall("<(.*?)>", line) for w in part.split("|")]

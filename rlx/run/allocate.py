@@ -58,17 +58,13 @@ def apply_allocation(config: ConfigDict, trains: bool = True) -> ConfigDict:
 
 
 def share(config: ConfigDict, gpus: Sequence[str], processes: int = 0) -> GpuShares | None:
-    """Return each process's GPUs here, None if all see every one; UserError if they do not fit.
-
-    `gpus` are names as in CUDA_VISIBLE_DEVICES. The trainer's processes, 0 if their number is not
-    known, see all its GPUs.
-    """
+    """Return each process's GPUs here, None if all see every one; UserError if they do not fit."""
     if not config.allocation_mode or not gpus:
         return None
     parsed = allocation.parse(config.allocation_mode)
     own = sum(part.gpus for part in parsed.parts if part.trains)
     wanted = own if config.trainer == "torch" else 1
-    if processes not in (0, wanted):
+    if processes not in (0, wanted):  # of the trainer, which all see its GPUs; 0: unknown
         raise UserError(
             f"allocation_mode={config.allocation_mode} needs a trainer of {wanted} process"
             f"{'es' * (wanted != 1)}, and this one has {processes}; set train.mesh and "
@@ -94,10 +90,7 @@ def gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 @contextmanager
 def gpu_environment(config: ConfigDict) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """Restrict this process to the trainer's GPUs; yield those of each server, () if not shared.
-
-    Enter it before JAX or torch look for devices, which they do once. Raises like `share`.
-    """
+    """Restrict this process to the trainer's GPUs; yield those of each server, () if not shared."""
     count = Cluster.of(os.environ, **config.cluster).count if config.allocation_mode else 0
     shares, changed = share(config, gpus(), count), {}
     if shares:
@@ -105,7 +98,7 @@ def gpu_environment(config: ConfigDict) -> Iterator[tuple[tuple[str, ...], ...]]
         if set(shares.trainer) & {gpu for ids in shares.servers for gpu in ids}:
             # The memory that servers leave, less a tenth.
             changed[_JAX_MEMORY] = f"{max(0.9 - config.fleet.gpu_memory, 0.05):g}"
-    with changed_environment(changed):
+    with changed_environment(changed):  # before JAX or torch look for devices, which they do once
         yield shares.servers if shares else ()
 
 

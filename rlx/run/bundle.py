@@ -61,10 +61,7 @@ def _records(recorded: Recorded, plan: Plan) -> Iterator[bytes]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Path]:
-    """Yield the directory of a run; a bundle is unpacked into one during the block.
-
-    UserError if the bundle is damaged.
-    """
+    """Yield the directory of a run, or of an unpacked bundle; UserError if it is damaged."""
     if path.is_dir():
         yield path
         return

@@ -74,14 +74,8 @@ def _has_assembler() -> bool:
     return bool(shutil.which("ptxas")) or any(path.is_file() for path in places)
 
 
-def findings(config: ConfigDict, text: str) -> Iterator[Finding]:
-    """Yield the rows of each program of the trainer, compiled for the GPUs that `text` names.
-
-    The rows of the run's JAX engine, which has one of these GPUs, follow.
-
-    Args:
-      text: as of `gpu_cards.parse`.
-    """
+def findings(config: ConfigDict, text: str) -> Iterator[Finding]:  # text: see gpu_cards.parse
+    """Yield the rows of the trainer's and the engine's programs, compiled for the GPUs `text`."""
     # JAX reads the variables of `set_up` when it is imported.
     from rlx.train import device_programs
 
@@ -135,10 +129,7 @@ def _engine(run: "_Target", device: Any) -> Iterator[Finding]:
 
 
 def scan(config: ConfigDict, text: str) -> Iterator[Finding]:
-    """Yield a row for each mesh and `model.remat`, compiled for the GPUs that `text` names.
-
-    The last row has the one that trains most tokens a second and fits.
-    """
+    """Yield a row for each mesh and `model.remat` on GPUs `text`, then the fastest that fits."""
     from rlx.train import device_programs
 
     run = _Target.of(config, text)
@@ -271,18 +262,14 @@ def _decode_row(reading: Reading, card: Card, slots: int, steps: int, needed: in
 
 
 def _speed_row(name: str, reading: Reading, run: _Target, trained: float) -> Finding:
-    """Return the row of a program's work and its roofline time.
-
-    Args:
-      trained: tokens that a GPU trains on in a call; 0: the program trains on none.
-    """
+    """Return the row of a program's work and its roofline time."""
     slow, fast = (reading.seconds(run.card, reach) for reach in (SLOW, FAST))
     waiting, flops = reading.waiting(run.card), reading.flops + reading.attention_flops
     calls = ", ".join(f"{count} {call.strip('_')}" for call, count in reading.calls.items())
     what = f"{fast:.3g} to {slow:.3g} s: {flops / 1e12:.0f} TFLOP"
     what += f", {size(int(reading.bytes))} moved outside products"
     what += f", {waiting:.2g} s waiting for other GPUs" if reading.collectives else ""
-    if trained:
+    if trained:  # tokens that a GPU trains on in a call
         useful = trained * run.flops_a_token / run.card.flops
         what += f"; MFU {useful / slow:.0%} to {useful / fast:.0%}"
         what += f", {trained / slow:,.0f} to {trained / fast:,.0f} tokens a second and GPU"

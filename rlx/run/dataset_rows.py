@@ -73,17 +73,14 @@ _SOLUTIONS: dict[str, dict[str, Callable[[dict], str]]] = {  # of generated rows
 def fitting(
     rows: list[dict], name: str, check: Callable[[dict, str], None], overlong: str
 ) -> list[dict]:
-    """Return the rows that pass `check`, which takes a row and its name; UserError for others.
-
-    With overlong="skip", rows that are too long are left out, if any is left; "error" raises.
-    """
+    """Return the rows that pass `check`, which takes a row and its name; UserError for others."""
     found: list[dict] = []
     for index, row in enumerate(rows):
         try:
             check(row, f"row {index + 1} of {name}")
             found.append(row)
         except Overlong as error:
-            if overlong != "skip":
+            if overlong != "skip":  # which leaves them out, if any row is left
                 raise
             if index + 1 == len(rows) and not found:
                 raise UserError(f"data.overlong=skip leaves no row of {name}: {error}") from None

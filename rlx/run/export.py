@@ -57,18 +57,14 @@ class Export:
     def save(
         self, workdir: Path, state: State, submit: Callable[..., Future], saved: Future[Any]
     ) -> Sequence[Future]:
-        """Begin to write the merged `workdir`/hf, and for LoRA `workdir`/adapter in PEFT's format.
-
-        Args:
-          submit: runs a function in another thread.
-          saved: their checkpoint; they replace earlier directories once it is complete.
-        """
+        """Begin to write `workdir`/hf, merged, and for LoRA `workdir`/adapter in PEFT's format."""
 
         def write_adapters(tensors: Buckets) -> Future:
-            return submit(
+            return submit(  # in another thread
                 peft.write, workdir / "adapter", self._lora, tensors, str(self._model_dir)
             )
 
+        # They replace earlier directories once their checkpoint, `saved`, is complete.
         written = [self.write(workdir / "hf", state, submit, saved.result)]
         if self._lora:
             adapters = self._update.weights(state, adapters=True)
@@ -133,11 +129,8 @@ def prune(directory: Path, keep: int) -> None:
 
 
 def require_base(host: Mapping[str, Any], base: bytes, directory: Path) -> None:
-    """Raise UserError unless a checkpoint's adapters belong to the base with this digest.
-
-    Without LoRA both digests are empty. `directory` is the base's, for the message.
-    """
-    wanted = host.get("lora_base", "")
+    """Raise UserError unless a checkpoint's adapters belong to the base with this digest."""
+    wanted = host.get("lora_base", "")  # both digests are empty without LoRA
     if wanted != base.hex():
         raise UserError(
             f"the checkpoint's adapters belong to base {wanted[:12] or 'none'} and {directory} is "

@@ -43,11 +43,8 @@ class Every:
 
 
 def due(every: Every, last: Position, now: Position) -> bool:
-    """Return whether an action last done at `last` is due at `now`.
-
-    Epochs and steps count from the start of the run: every 4 steps means steps 4, 8, …
-    Seconds count from `last`.
-    """
+    """Return whether an action last done at `last` is due at `now`."""
+    # Epochs and steps count from the start of the run, so 4 means 4, 8, …; seconds from `last`.
     return (
         (every.epochs > 0 and now.epoch // every.epochs > last.epoch // every.epochs)
         or (every.steps > 0 and now.step // every.steps > last.step // every.steps)

@@ -46,12 +46,7 @@ class Missing(AttributeError):
 
 
 class Inputs:
-    """Options, model, dataset rows and workflow of a run, before reward workers start.
-
-    Attributes:
-      held_out: groups of `eval_rows` for dataset training; empty for training on rollouts.
-      model_rewarded: (workflow, fleet) → workflow with a reward model's values; None without one.
-    """
+    """Options, model, dataset rows and workflow of a run, before reward workers start."""
 
     options: RunOptions
     train: TrainOptions
@@ -68,22 +63,18 @@ class Inputs:
     train_rows: list[dict]
     eval_rows: list[dict]
     notes: str  # message about overlong rows and inexact answers; may be empty
-    held_out: list[Group]
-    model_rewarded: Callable[..., Workflow] | None
+    held_out: list[Group]  # of `eval_rows`, for dataset training; empty for training on rollouts
+    model_rewarded: Callable[..., Workflow] | None  # see `_model_rewarded`
 
     def __getattr__(self, name: str) -> Any:
         raise Missing(name)
 
 
 def prepare(config: ConfigDict, row: Row = lambda *_: nullcontext(lambda *_: None)) -> Inputs:
-    """Read and check everything a run needs, in the doctor's order; UserError names what is wrong.
-
-    Args:
-      row: context of each check; a run stops at the first error, the doctor records it.
-    """
+    """Read and check all that a run needs, in the doctor's order; UserError names what is wrong."""
     inputs = Inputs()
     inputs.options = RunOptions.of(config)
-    with row("config", "values"):
+    with row("config", "values"):  # a run stops at the first error, the doctor records it
         configs.check(config)
     with row("config", "reward"):
         inputs.weights = check_reward(config)

@@ -78,15 +78,13 @@ def random_weights(inputs: Inputs, directory: Path) -> None:
 
 
 def make(options: TrainOptions, context: int, path: str, **dtypes: Any) -> Update:
-    """Return a trainer that starts from the weights of an HF directory.
-
-    `context` is what a server takes, tokens of prompt and answer; process 0 has decided `dtypes`.
-    """
-    options = replace(options, **dtypes)
+    """Return a trainer that starts from the weights of an HF directory."""
+    options = replace(options, **dtypes)  # decided by process 0
     if options.compile:  # JAX would fail to store these programs, with a warning for each
         jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
 
     def first(places: parameters.Params) -> parameters.Params:
         return hf.load(path, options.dtype, places)[1]
 
+    # `context` is what a server takes, tokens of prompt and answer.
     return JaxUpdate(hf.load_config(path).within(context), options, source=first)

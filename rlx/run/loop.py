@@ -151,7 +151,6 @@ class _Loop:
       compiles: True until the first step has compiled.
       solved: no useful prompt is left.
       fruitless: consecutive recorded steps without learning.
-      seconds: of each phase since the last record. published: metrics of the last publish.
       under_way: the dispatched step without a record, its groups, and its metrics.
       device: thread that waits for the steps in order. computed: when the last was, in seconds.
     """
@@ -167,8 +166,8 @@ class _Loop:
         self.served = options.served
         self.generated, self.fruitless, self.saveable, self.solved = 0, 0, True, False
         self.compiles = self.config.trainer == "jax" or self.config.train.compile
-        self.seconds: dict[str, float] = {}
-        self.published: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # of each phase since the last record
+        self.published: dict[str, float] = {}  # metrics of the last publish
         self.publishing: Future | None = None
         self.under_way: tuple[int, list[Group], Future[Mapping[str, Any]]] | None = None
         self.device, self.saves = ThreadPoolExecutor(1, "device"), Saves(parts, step, self._phase)
@@ -212,10 +211,7 @@ class _Loop:
                 self._export()
 
     def _collect(self) -> list[Group] | None:
-        """Return the next batch; None after a signal, or when no useful prompt is left.
-
-        Records the current step if the device completes it before a batch is ready.
-        """
+        """Return the next batch; None after a signal, or when no useful prompt is left."""
         try:
             if self.under_way:
                 step, _, metrics = self.under_way
@@ -226,7 +222,7 @@ class _Loop:
                     ):
                         if groups := self._take(0.0):
                             return groups
-                self._record()
+                self._record()  # the device has completed the step before a batch is ready
             while not self.parts.stop.is_set():
                 self._check_newcomers()  # the batch may need these servers
                 with self._phase("wait"):

@@ -104,11 +104,8 @@ def build(
     killed: Killed | None,  # the killed process that used the workdir before, if any
     hosts: Hosts,  # the trainer's processes; this one is number 0
     gpus: Sequence[Sequence[str]],  # of each local server; empty: servers see all
-) -> tuple[State, int]:
-    """Build and start everything; `stack` ends it in reverse order. UserError if a part fails.
-
-    Returns the train state, which the first update donates, and its step.
-    """
+) -> tuple[State, int]:  # the train state, which the first update donates, and its step
+    """Build and start everything; `stack` ends it in reverse order. UserError if a part fails."""
     config, workdir, inputs, hooks = parts.config, parts.workdir, parts.inputs, parts.hooks
     begun, library = time.monotonic(), trainers.library(config)
     cores = sorted(os.sched_getaffinity(0))
@@ -331,12 +328,7 @@ def publish_dir(
 
 
 def _gate(config: ConfigDict, inputs: Inputs, first: Path, saved: Path) -> Gate:
-    """Return the run's gate; its prompts are evenly spread training rows.
-
-    Args:
-      first, saved: HF directories of the run's first weights and of its last checkpoint, which a
-        server may still have; they need not exist.
-    """
+    """Return the run's gate; its prompts are evenly spread training rows."""
     rows, count = inputs.train_rows, min(config.gate.prompts, len(inputs.train_rows))
     chosen = [rows[i * len(rows) // count] for i in range(count)]
     prompts = [np.array(inputs.prompts.ids(row), np.int32) for row in chosen]
@@ -360,6 +352,7 @@ def _gate(config: ConfigDict, inputs: Inputs, first: Path, saved: Path) -> Gate:
         ),
         measure.tolerance(exact, config.gate.max_delta, config.gate.mean_delta),
         seed=config.seed,
+        # A server may still have these HF directories, which need not exist.
         earlier={"the run's first weights": first, "the last checkpoint": saved},
         dtype=model.dtype,
     )

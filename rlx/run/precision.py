@@ -39,11 +39,8 @@ class Precision(NamedTuple):
 def decide(
     config: ConfigDict, model: ModelConfig, devices: Devices, begun: str = "", processes: int = 1
 ) -> Precision:
-    """Return the dtypes that `auto` means; on a CPU measure products for up to half a second.
-
-    `devices` are those of all `processes`; `begun` is the dtype with which the run began, or "".
-    """
-    wanted = config.model.compute_dtype
+    """Return the dtypes that `auto` means; on a CPU measure products for up to half a second."""
+    wanted = config.model.compute_dtype  # `begun` is the dtype with which the run began, or ""
     known, native = wanted.replace(AUTO, begun.replace(AUTO, "")), devices.has_bfloat16
     width, inner = model.model_dim, model.expert_dim or model.mlp_dim
     fewer = max(16, int(_FLOPS / (2 * width * inner)))
@@ -58,7 +55,7 @@ def decide(
                 taken = timeit.timeit(run, number=1)
                 seconds[dtype] = min(seconds[dtype] or taken, taken)
     dtype = known or choose(native, **seconds)
-    peak = devices.count * peak_flops(devices.kind, dtype)
+    peak = devices.count * peak_flops(devices.kind, dtype)  # devices of all `processes`
     if seconds[dtype]:
         peak = processes * 2 * math.prod(shape) / seconds[dtype]
     why = "as the run began" if known else f"bfloat16 is {'' if native else 'not '}native here"

@@ -31,17 +31,12 @@ _SEARCHED = 3  # samples of a step that differ, before no prefill is looked for
 
 
 class Compared(NamedTuple):
-    """A sample that was made again.
-
-    Attributes:
-      same: tokens before the first that differs.
-      gaps: |Δ logprob| of these tokens, nats.
-    """
+    """A sample that was made again."""
 
     own: Recording
     made: Completion
-    same: int
-    gaps: np.ndarray
+    same: int  # tokens before the first that differs
+    gaps: np.ndarray  # [same], |Δ logprob| of these tokens, nats
 
     @property
     def differs(self) -> bool:
@@ -60,15 +55,7 @@ class Compared(NamedTuple):
 
 
 class Generation:
-    """Compares the samples of a run with what the engine makes.
-
-    Args:
-      most: samples of a step to make again.
-      say: takes a line for the user.
-
-    Raises:
-      UserError: the run's samples cannot be made again.
-    """
+    """Compares the samples of a run with what the engine makes; UserError if it cannot."""
 
     def __init__(self, recorded: Recorded, plan: Plan, most: int, say: Callable[[str], None]):
         config = recorded.config(plan.last)
@@ -79,6 +66,7 @@ class Generation:
             if value != only:
                 what = f"{key}={value}: --generation makes samples again for {only} only"
                 raise UserError(f"{what}; leave it out")
+        # `most` samples of a step are made again; `say` takes a line for the user.
         self._recorded, self._plan, self._most, self._say = recorded, plan, most, say
         self._files = tempfile.TemporaryDirectory(prefix="rlx-replay-")
         self._weights = dict[int, str]()  # version → safetensors file, or HF directory
@@ -88,11 +76,7 @@ class Generation:
         self._counts = Counter[str]()
 
     def after(self, step: int, update: Update, state: State) -> bool:
-        """Compare the samples of a step's batch, and keep the weights after it.
-
-        Returns:
-          Whether all tokens are as recorded.
-        """
+        """Compare a step's samples, and keep the weights after it; return whether all are equal."""
         same = step < self._plan.first or self._compare(step, update.devices)
         self._keep(step, update, state)
         return same
@@ -163,11 +147,9 @@ class Generation:
         return [compared(*pair, self._bound) for pair in zip(asked, made, strict=True)]
 
     def _explained(self, found: Compared) -> Compared:
-        """Find the prefills that explain a difference.
-
-        A server that continues a sample computes its cache from its tokens, with other last bits.
-        The journal does not have the decode call, so each is tried, the latest first.
-        """
+        """Find the prefills that explain a difference."""
+        # A server that continues a sample computes its cache from its tokens, with other last bits.
+        # The journal does not have the decode call, so each is tried, the latest first.
         while found.differs:
             had, first = found.own.prefills, found.same // self._options["decode_steps"]
             calls = [call for call in range(first, 0, -1) if call not in had]

@@ -41,11 +41,7 @@ Make = Callable[[ConfigDict], Update]
 
 
 class Recorded:
-    """The steps of a run, from 1, as its directory has them.
-
-    Attributes:
-      metrics: step → line of metrics.jsonl. batches: of the journal.
-    """
+    """The steps of a run, from 1, as its directory has them."""
 
     def __init__(self, workdir: Path):
         self.workdir = workdir
@@ -88,12 +84,9 @@ def config_of(found: Mapping[str, Any]) -> ConfigDict:
 
 
 class Plan(NamedTuple):
-    """Steps to compare, `first` to `last`, and the checkpoint to begin from, after step `begin`.
+    """Steps to compare, `first` to `last`, and the checkpoint to begin from, after step `begin`."""
 
-    `origin` None: the run's first weights.
-    """
-
-    origin: Path | None
+    origin: Path | None  # None: the run's first weights
     begin: int
     first: int
     last: int
@@ -102,11 +95,7 @@ class Plan(NamedTuple):
 def plan(recorded: Recorded, first: int = 0, last: int = 0, generation: bool = False) -> Plan:
     """Return how to replay steps `first` to `last`; 0: as far as the records reach.
 
-    Args:
-      generation: begin before the versions of these steps' samples, if that is possible.
-
-    Raises:
-      UserError: the journal or the checkpoints do not reach these steps.
+    UserError if the journal or the checkpoints do not reach these steps.
     """
     there = {step + 1 for step in recorded.batches.groups}
     last = last or max(there & recorded.metrics.keys(), default=0)
@@ -115,7 +104,7 @@ def plan(recorded: Recorded, first: int = 0, last: int = 0, generation: bool = F
     known = {0: None, **{checkpoint.step_of(path): path for path in whole}}
     begins = [step for step in known if step < last and set(range(step + 1, last + 1)) <= there]
     begins = [step for step in begins if step < first] if first else begins[:1]
-    if generation and begins:
+    if generation and begins:  # begin before the versions of these steps' samples, if possible
         oldest = max(0, first - 1 - recorded.config(last).rollout.max_staleness)
         begins = [step for step in begins if step <= oldest] or [min(begins)]
     if not begins:
@@ -132,15 +121,11 @@ def replay(
     plan: Plan,
     changed: Changed,
     say: Callable[[str], None],
-    out: Path | None = None,
+    out: Path | None = None,  # new directory of the metrics and the final weights
+    # Called before the first and after each step; returns whether it is like the run's.
     after: Callable[[int, Update, State], bool] = lambda *_: True,
 ) -> bool:
-    """Train and compare; return whether all steps are bitwise those of the run.
-
-    Args:
-      out: new directory of the metrics and the final weights.
-      after: called before the first and after each step; returns whether it is like the run's.
-    """
+    """Train and compare; return whether all steps are bitwise those of the run."""
     config = recorded.config(plan.begin + 1, changed)
     check(config)
     there = recorded.start(plan.begin + 1).get("environment", {})
@@ -220,18 +205,13 @@ def _steps(
 
 
 def difference(
-    made: Mapping[str, Any],
-    record: Mapping[str, Any],
-    sums: Mapping[str, Any] | None,
+    made: Mapping[str, Any],  # metrics of the update
+    record: Mapping[str, Any],  # line of metrics.jsonl
+    sums: Mapping[str, Any] | None,  # the journal's record of the weights, if it has one
     update: Update,
     state: State,
 ) -> str:
-    """Return how a replayed step differs from its record; "" if it does not.
-
-    Args:
-      made: metrics of the update. record: line of metrics.jsonl.
-      sums: fields of the journal's record of the weights; None: there is none.
-    """
+    """Return how a replayed step differs from its record; "" if it does not."""
     found = [
         f"{name} {record[name]} → {value}"
         for name, value in jsonable(made).items()

@@ -25,15 +25,12 @@ from rlx.train.contract import State
 
 
 class Saves:
-    """Saves of one run, called from the thread of its loop.
-
-    Attributes:
-      step: step of the last complete checkpoint. last: kind of `frequency.KINDS` → last position.
-      disk: writer threads; the owner shuts them down.
-    """
+    """Saves of one run, called from the thread of its loop."""
 
     def __init__(self, parts: Parts, step: int, phase: Callable[..., AbstractContextManager[None]]):
         """Take a run's parts and first step; `phase(name, step=…)` times a save."""
+        # The step of the last complete checkpoint, the last position of each kind of
+        # `frequency.KINDS`, and writer threads, which the owner shuts down.
         self.step, self.last, self.disk = step, {**parts.last}, ThreadPoolExecutor(4, "disk")
         self._parts, self._phase, self._every = parts, phase, every_of(parts.config)
         self._checkpoint: list[Future] = []  # files being written

@@ -186,14 +186,11 @@ def _logs(attempt: Path) -> list[Path]:
 
 
 class _JobMonitor:
-    """Show a job's state and logs until it ends.
-
-    Args:
-      ask: returns a line that the user types; None without a terminal.
-    """
+    """Shows a job's state and logs until it ends."""
 
     def __init__(self, number: str, attempt: Path, ask: Callable[[str], str] | None = None):
         self._number, self._attempt = number, attempt
+        # Returns a line that the user types; None without a terminal.
         self._ask = ask or (input if sys.stdin and sys.stdin.isatty() else None)
         self._read: dict[Path, int] = {}
         self._asked = self.cancelled = False

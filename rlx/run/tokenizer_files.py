@@ -30,10 +30,7 @@ def _template(given: str, tokenizer: Any) -> str:
 
 
 def load_tokenizer(model_dir: Path, system_prompt: str = "", chat_template: str = "") -> Any:
-    """Return the directory's tokenizer, with a chat template that renders a question; or UserError.
-
-    `chat_template` is a file, "none" for raw prompts, or "" for the directory's own.
-    """
+    """Return the directory's tokenizer, whose chat template renders a question; or UserError."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers import AutoTokenizer
@@ -46,7 +43,7 @@ def load_tokenizer(model_dir: Path, system_prompt: str = "", chat_template: str 
         raise UserError(
             f"the tokenizer in {model_dir} cannot be read ({words(error)}); replace its files"
         ) from error
-    if chat_template:
+    if chat_template:  # a file, or "none" for raw prompts
         tokenizer.chat_template = _template(chat_template, tokenizer)
     if not tokenizer.chat_template:
         raise UserError(
@@ -68,17 +65,14 @@ def load_tokenizer(model_dir: Path, system_prompt: str = "", chat_template: str 
 
 
 def read_prompts(path: str, tokenizer: Any, count: int) -> list[np.ndarray]:
-    """Return up to `count` prompts, [T] int32 each, rendered by the chat template.
-
-    `path` is a file of rows with `question`, or of a prompt per line; "": arithmetic problems.
-    """
+    """Return up to `count` prompts, [T] int32 each, rendered by the chat template."""
     if not path:
         rows = arithmetic.problems(0, "held_out", count)
-    elif path.lower().endswith(data.FORMATS):
+    elif path.lower().endswith(data.FORMATS):  # rows with `question`
         rows = data.load(path, answer_key="")[:count]
     else:
         try:
-            lines = Path(path).read_text().splitlines()
+            lines = Path(path).read_text().splitlines()  # a prompt in each
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"cannot read prompts from {path}: {error}") from error
         rows = [{"question": line} for line in lines if line.strip()][:count]

@@ -38,7 +38,6 @@ def join(hosts: Hosts) -> None:
 
 
 def leave() -> None:
-    """Undo `join`."""
     sharding.leave()
 
 
@@ -78,5 +77,4 @@ def random_weights(inputs: Inputs, directory: Path) -> None:
 
 
 def make(options: TrainOptions, context: int, path: str, **dtypes: Any) -> Update:
-    """Return a trainer that starts from the weights of an HF directory."""
     return TorchUpdate(load_config(path), replace(options, **dtypes), Path(path))

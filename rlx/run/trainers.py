@@ -72,10 +72,7 @@ def follow(config: ConfigDict, hosts: Hosts) -> tuple[int, bool]:
 
 @contextmanager
 def join_processes(config: ConfigDict, stop: Event) -> Iterator[Hosts]:
-    """Join the run's other processes during the block; UserError if they are missing or differ.
-
-    On process 0, `stop` is set when another process receives a signal.
-    """
+    """Join the run's other processes during the block; UserError if they are missing or differ."""
     code, root = hashlib.blake2b(digest_size=8), Path(rlx.__file__).parent.parent
     for path in sorted([*root.glob("rlx/**/*.py"), *root.glob("rlx_torch/*.py")]):
         code.update(path.read_bytes())
@@ -83,7 +80,7 @@ def join_processes(config: ConfigDict, stop: Event) -> Iterator[Hosts]:
     del equal["config.cluster.process"]
     equal |= {"rlx's code": code.hexdigest(), config.trainer: version(config.trainer)}
     hosts = join(Cluster.of(os.environ, **config.cluster), equal)
-    hosts.on_stop = stop.set
+    hosts.on_stop = stop.set  # on process 0, when another process receives a signal
     try:
         if hosts.count > 1:
             library(config).join(hosts)

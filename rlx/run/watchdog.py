@@ -75,11 +75,7 @@ def look(
 
 @contextmanager
 def watchdog(workdir: Path) -> Iterator[Callable[[Any], None]]:
-    """Watch this thread during the block; yield a function that adds the parts of a run.
-
-    Args:
-      workdir: directory of stacks.txt; need not exist yet.
-    """
+    """Watch this thread during the block; yield a function that adds the parts of a run."""
     held: list[Any] = []
     ended, own = threading.Event(), threading.get_ident()
 

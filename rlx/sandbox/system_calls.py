@@ -54,8 +54,7 @@ _REFUSE, _ABSENT = ((_RETURN, 0, 0, 0x00050000 | n) for n in (errno.EPERM, errno
 def restrict(*, isolated: bool) -> None:
     """Filter the system calls of this process, which has PR_SET_NO_NEW_PRIVS; or raise OSError.
 
-    Args:
-      isolated: whether it has its own users and processes; otherwise it cannot start processes.
+    An `isolated` one has its own users and processes; others cannot start processes.
     """
     if platform.machine() not in _ARCHITECTURES:
         raise OSError(0, f"system calls of {platform.machine()} are unknown")

@@ -64,18 +64,14 @@ def _number(path: Path, name: str) -> int:
 
 
 def words(code: int, peak_bytes: int, *, killed_for_memory: bool = False) -> str:
-    """Describe the end of a process: `with status 2`, `by SIGKILL at a peak of …`.
-
-    A negative `code` is a signal, as in subprocess; a peak of 0 is unknown. `killed_for_memory`
-    means that the kernel OOM-killed a process meanwhile.
-    """
+    """Describe the end of a process: `with status 2`, `by SIGKILL at a peak of …`."""
     if code >= 0:
         return f"with status {code}"
-    name = signal.Signals(-code).name
+    name = signal.Signals(-code).name  # negative, as in subprocess
     if -code != signal.SIGKILL:
         return f"by {name}"
-    peak = f"{peak_bytes / 1e9:.2f} GB" if peak_bytes else "nobody knows how much"
-    if not killed_for_memory:
+    peak = f"{peak_bytes / 1e9:.2f} GB" if peak_bytes else "nobody knows how much"  # 0: unknown
+    if not killed_for_memory:  # by the kernel, meanwhile
         return f"by {name} at a peak of {peak} of memory"
     there = available_memory.memory()
     return (

@@ -18,14 +18,8 @@ from typing import Any
 
 
 def look(path: str, packages: list[str], shared: str, mark: str, ports: list[int]) -> dict:
-    """Return versions, GPUs and the clock of this host, and problems ("": none).
-
-    Args:
-      path: directory that rlx runs from, if it exists.
-      shared: shared directory; its file .rlx-mark must contain `mark`.
-      ports: ports that must be free.
-    """
-    sys.path.insert(0, path)
+    """Return versions, GPUs and the clock of this host, and problems ("": none)."""
+    sys.path.insert(0, path)  # directory that rlx runs from, if it exists
     try:
         versions = {"rlx": import_module("rlx").__version__}
     except ImportError:
@@ -49,7 +43,7 @@ def look(path: str, packages: list[str], shared: str, mark: str, ports: list[int
         probe.unlink()
     except OSError as error:
         wrong = str(error)
-    for port in ports:
+    for port in ports:  # must be free
         with socket.socket() as listener:
             try:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -95,12 +89,9 @@ def stop(processes: list[dict[str, Any]], seconds: float) -> list[bool]:
 
 
 def begun(pid: int) -> str:
-    """Return a process's start time in kernel ticks, "" if it has ended.
-
-    Process ids are reused; pid and start time together are unique.
-    """
+    """Return a process's start time in kernel ticks, "" if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
-    return "" if fields[0] in "ZX" else fields[19]
+    return "" if fields[0] in "ZX" else fields[19]  # unique with the pid, which is reused

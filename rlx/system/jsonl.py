@@ -121,18 +121,14 @@ def set_aside(
     good: Callable[[Mapping[str, Any]], bool] = has_step,
     first_step: float = math.inf,
 ) -> int:
-    """Move lines that are not a `good` record to PATH.unreadable, and return how many.
-
-    Removes, without counting, an incomplete last line and records with `step` ≥ `first_step`,
-    which a resumed run writes again.
-    """
+    """Move lines that are not a `good` record to PATH.unreadable, and return how many."""
     path, kept, bad = Path(path), [], []
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     for line in lines:
         record = _object(line)
         if record is None or not good(record):
-            bad += [line] * line.endswith(b"\n")
-        elif record.get("step", 0) < first_step:
+            bad += [line] * line.endswith(b"\n")  # an incomplete last line is removed, not counted
+        elif record.get("step", 0) < first_step:  # a resumed run writes the others again
             kept.append(line)
     if bad:
         side_file = path.with_name(f"{path.name}.unreadable")

@@ -9,10 +9,7 @@ _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """Let the kernel kill this process when the thread that started it ends, SIGKILL included.
-
-    If the parent has ended already, exit at once.
-    """
+    """Let the kernel kill this process when the thread that started it ends, SIGKILL included."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -21,23 +18,16 @@ def end_with_parent(parent_pid: int) -> None:
 
 
 def keep_private() -> None:
-    """Keep other processes of this user from reading our memory and environment.
-
-    Root still can. We lose /proc/self/mem, environ and io.
-    """
+    """Keep other processes of this user from reading our memory and environment."""
+    # Root still can. We lose /proc/self/mem, environ and io.
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory for the next allocation; call before threads start.
-
-    A train step frees hundreds of megabytes at its end. By default the kernel zeroes and maps these
-    pages again in the next step. On a CPU that is a fifth of a small model's step, and a third of a
-    135M-parameter model's.
-
-    Returns:
-      False if the C library is not glibc; nothing is changed then.
-    """
+    """Make glibc keep freed memory; call before threads start. Return False without glibc."""
+    # A train step frees hundreds of megabytes at its end. By default the kernel zeroes and maps
+    # these pages again in the next step. On a CPU that is a fifth of a small model's step, and a
+    # third of a 135M-parameter model's.
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):

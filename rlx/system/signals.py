@@ -35,15 +35,10 @@ def interrupt(number: int, frame: object) -> NoReturn:
 
 @contextmanager
 def interrupts(
-    stop: Callable[[], None], inside: Callable[[], object] = lambda: None
+    stop: Callable[[], None],  # in a thread: the interrupted code may hold the terminal's lock
+    inside: Callable[[], object] = lambda: None,  # call of users' code in the main thread, or None
 ) -> Iterator[None]:
-    """Call `stop` at the first SIGINT or SIGTERM; raise KeyboardInterrupt at the second.
-
-    Args:
-      stop: called in a thread, because the interrupted code may hold the terminal's lock.
-      inside: returns the call of users' code that the main thread is in, or None. If it does not
-        return after the first signal, Cut is raised in it.
-    """
+    """Call `stop` at the first SIGINT or SIGTERM; raise KeyboardInterrupt at the second."""
     over, late = threading.Event(), list[object]()
 
     def follow() -> None:

@@ -64,10 +64,7 @@ def fresh_workdir(config_file: str) -> Path:
 
 @contextmanager
 def chosen_workdir(given: str, config_file: str, fresh: bool = True) -> Iterator[Path]:
-    """Yield the directory `given`, or a fresh one, which is removed if it stays empty.
-
-    Without `fresh` the default is `runs`.
-    """
+    """Yield the directory `given`, or a fresh one, which is removed if it stays empty."""
     path = fresh_workdir(config_file) if fresh and not given else Path(given or "runs")
     try:
         yield path
@@ -81,13 +78,9 @@ def chosen_workdir(given: str, config_file: str, fresh: bool = True) -> Iterator
 def lock_workdir(
     directory: Path, option: str = "--workdir", beat: float = BEAT_SECONDS
 ) -> Iterator[Killed | None]:
-    """Lock `directory` for this process, else UserError; yield the last process if it was killed.
-
-    The error names the `option` for another directory. `beat` seconds pass between two updates of
-    the file's time.
-    """
+    """Lock `directory` for this process, or UserError; yield the last process if it was killed."""
     path, pid = directory / _NAME, os.getpid()
-    handle = _locked(path, option)
+    handle = _locked(path, option)  # the option for another directory, for the message
     try:
         before = _last(path, handle, option)
         record = json.dumps(

@@ -193,18 +193,13 @@ class WorkerProcess:
 
 
 class WorkerPool:
-    """Worker processes of one kind; a dead one is replaced when the next job comes.
-
-    Args:
-      count: of processes, ≥ 1.
-      exclusive: give each job a process that has no other job at that time.
-      single_job: give each job a process that no other job ever has.
-      patience: seconds that `close` gives busy processes.
-    """
+    """Processes of one kind, `count` ≥ 1; a dead one is replaced when the next job comes."""
 
     def __init__(
-        self, kind: WorkerKind, count: int, *, exclusive: bool = False, single_job: bool = False,
-        patience: float = _END_SECONDS,
+        self, kind: WorkerKind, count: int, *,
+        exclusive: bool = False,  # a job's process has no other job at that time
+        single_job: bool = False,  # a job's process never has another job
+        patience: float = _END_SECONDS,  # for busy processes, in `close`
     ):  # fmt: skip
         self._kind, self._single_job, self._patience = kind, single_job, patience
         self._workers: list[WorkerProcess | None] = [None] * max(1, count)

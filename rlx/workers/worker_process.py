@@ -70,20 +70,15 @@ StartWorker = Callable[[str, WorkerLimits], tuple[WorkerHandle, socket.socket]]
 
 
 class SupervisedProcess:
-    """A command under a supervisor, which kills all it started when it or this process ends.
-
-    Args:
-      environment: of the command; None: this process's.
-      options: of subprocess.Popen.
-    """
+    """A command under a supervisor, which kills all it started when it or this process ends."""
 
     def __init__(
         self,
         command: Sequence[str],
         *,
         limits: WorkerLimits = NO_LIMITS,
-        environment: Mapping[str, str] | None = None,
-        **options: Any,
+        environment: Mapping[str, str] | None = None,  # of the command; None: this process's
+        **options: Any,  # of subprocess.Popen
     ):
         numbers = (os.getpid(), int(limits.memory_gb * 2**30), limits.max_processes)
         own = [sys.executable, "-I", "-S", supervisor.__file__, *map(str, numbers)]
@@ -104,10 +99,7 @@ class SupervisedProcess:
         self._process.stdin.close()
 
     def end(self, patience: float = 0.0) -> int:
-        """End it, if it has not within `patience` seconds; return its exit code.
-
-        As of subprocess, a signal's number is negative; see `words`.
-        """
+        """End it, unless it ends within `patience` seconds; return its code as in subprocess."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             if patience:
                 self._process.wait(patience)
@@ -131,11 +123,8 @@ def environment(names: Sequence[str] = ()) -> dict[str, str]:
 
 
 def start_worker(module: str, limits: WorkerLimits) -> tuple[SupervisedProcess, socket.socket]:
-    """Start `python -m MODULE DESCRIPTOR`; return it and this process's end of a socket pair.
-
-    From now on other processes of this user cannot read this one's memory.
-    """
-    keep_private()
+    """Start `python -m MODULE DESCRIPTOR`; return it and this process's end of a socket pair."""
+    keep_private()  # from now on other processes of this user cannot read our memory
     ours, theirs = socket.socketpair()
     with theirs:
         number = theirs.fileno()
