@@ -1,6 +1,7 @@
 """Samples that an engine made while its weights changed, made again bit for bit."""
 
 import asyncio
+import time
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -15,8 +16,8 @@ from rlx.fleet.sample import Completion, GenerateCall, PartialSample
 from tests.fixtures.served import prompt_of
 
 STEPS, COUNT, LOST = 4, 6, 5  # decode steps; samples; the one whose server is lost
-OPTIONS = {"slots": COUNT, "max_model_len": 96, "decode_steps": STEPS}
-SAMPLING = Sampling(min_new_tokens=30, max_new_tokens=50, top_k=20, seed=3)
+OPTIONS = {"slots": COUNT, "max_model_len": 128, "decode_steps": STEPS}
+SAMPLING = Sampling(min_new_tokens=70, max_new_tokens=90, top_k=20, seed=3)
 
 
 def weights(tiny_model_dir, path, version):
@@ -28,9 +29,19 @@ def weights(tiny_model_dir, path, version):
     return str(path)
 
 
+class Slowed(JaxEngine):
+    """An engine that decodes slowly while weights are read, so that samples outlast it."""
+
+    pause = 0.005
+
+    def _tick(self):
+        time.sleep(self.pause)
+        super()._tick()
+
+
 async def recorded(model, files, kv):
     """Samples during which the weights change twice; one goes on in another request."""
-    engine = JaxEngine(model, **OPTIONS)
+    engine = Slowed(model, **OPTIONS)
     await engine.start()
     samples = [PartialSample(1) for _ in range(COUNT)]
 
@@ -51,7 +62,9 @@ async def recorded(model, files, kv):
         for version, length in ((1, 8), (2, 20)):
             while samples[0].length < length:
                 await asyncio.sleep(0.001)
+            engine.pause = 0.1
             await engine.load(files[version], version, kv)
+            engine.pause = 0.005
 
     *found, _ = await asyncio.gather(*map(sample, range(COUNT)), change())
     await engine.close()
@@ -75,7 +88,7 @@ def test_samples_are_made_again_across_weights_and_requests(tiny_model_dir, tmp_
 
     own, made = [bits(each.made) for each in found], again(*found)
     assert made[:LOST] == own[:LOST]
-    tries = [replace(found[LOST], prefills=frozenset({call})) for call in range(1, 12)]
+    tries = [replace(found[LOST], prefills=frozenset({call})) for call in range(1, 24)]
     assert own[LOST] in again(*tries)
     if kv == "keep":  # else a prefill with new weights may have replaced the other one
         assert made[LOST] != own[LOST]
