@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import minimize
 
+from rlx.base import UserError
 from rlx.doctor.gpu_cards import CARDS
 from rlx.model.model_config import ModelConfig
 from rlx.plan.lengths import Lengths
@@ -174,7 +175,7 @@ def fit(start: np.ndarray, left_out: str = "", steps: int = 60) -> np.ndarray:
         wild = max(0.0, bandwidth - 0.9) + max(0.0, mfu - 0.6) + max(0.0, 0.2 - bandwidth)
         try:
             found = errors(values, left_out)
-        except Exception:
+        except UserError:  # no lengths have this mean
             return 1e3
         return sum(e * e for e in found.values()) + 100 * wild
 

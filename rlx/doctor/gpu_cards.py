@@ -5,6 +5,7 @@ from typing import Any
 
 from rlx.base import UserError, unknown
 
+LARGEST_SHARE = 0.92  # of a GPU's memory that JAX can take
 # By a part of a GPU's name, first match: dense bfloat16 FLOP/s by its data sheet.
 PEAKS = {
     "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "H20": 148e12,

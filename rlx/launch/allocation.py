@@ -16,6 +16,7 @@ from math import lcm, prod
 from rlx.base import UserError
 
 LETTERS = {"vllm": "dt", "jax": "dftce", "torch": "dftc"}  # of vLLM's servers, or of a trainer
+SHARED_MEMORY = 0.4  # share of a GPU's memory for a server that shares the GPU with the trainer
 MEANINGS = {"f": "fsdp", "d": "replica", "e": "expert", "t": "tensor", "c": "context"}
 
 

@@ -9,10 +9,10 @@ import numpy as np
 from rlx.base import UserError
 from rlx.cli.text import size
 from rlx.doctor import memory
-from rlx.doctor.gpu_cards import Card
+from rlx.doctor.gpu_cards import LARGEST_SHARE, Card
 from rlx.doctor.machine import Devices
 from rlx.doctor.memory import RunSizes
-from rlx.launch.allocation import Allocation, Part
+from rlx.launch.allocation import SHARED_MEMORY, Allocation, Part, settings
 from rlx.plan.lengths import Lengths
 from rlx.plan.simulate import Prediction, Setup, simulate
 from rlx.plan.speeds import Calibration, ServerSpeed, TrainerSpeed
@@ -21,7 +21,6 @@ from rlx.rollout.staleness import Limits
 HOST = 8  # GPUs of a host
 SIMULATED = 6  # allocations that look best by arithmetic are simulated
 _FSDP = 64  # GPUs that one copy of the trained weights is cut over at most
-_SHARED = 0.4  # a GPU's memory for a server that shares it with the trainer, see run.allocate
 
 
 @dataclass(frozen=True)
@@ -47,23 +46,22 @@ class Workload:
 
     def setup(self, found: Allocation) -> Setup:
         """Return what to simulate for an allocation."""
-        serves, trains = found.parts
-        share = _SHARED if found.shared else 0.85
+        serves, trains = sorted(found.parts, key=lambda part: part.trains)
+        share = SHARED_MEMORY if found.shared else 0.85
         model, card, fitted = self.sizes.model, self.card, self.calibration
         return Setup(
             self.limits, self.sizes.n_samples, serves.sizes.get("d", 1), self.slots,
             ServerSpeed(model, card, serves.each, fitted, share),
             TrainerSpeed(model, card, trains.gpus, fitted, self.forwards, self.recomputed,
-                     self.sizes.train.minibatches),
+                         self.sizes.train.minibatches),
             self.lengths, self.prompt_tokens, self.tool_seconds, found.shared, self.recompute,
         )  # fmt: skip
 
-    def trainer_bytes(self, trains: Part) -> int:
+    def trainer_bytes(self, found: Allocation) -> int:
         """Return a bound of the bytes on each of the trainer's GPUs."""
-        names = {"f": "fsdp", "d": "replica"}
-        mesh = ",".join(f"{names[x]}:{n}" for x, n in trains.sizes.items()) or "fsdp:1"
+        mesh, gpus = settings(found)["train.mesh"], self.setup(found).training.gpus
         sizes = replace(self.sizes, train=replace(self.sizes.train, mesh=mesh))
-        devices = Devices("gpu", self.card.kind, trains.gpus, self.card.memory, "9.0")
+        devices = Devices("gpu", self.card.kind, gpus, self.card.memory, "9.0")
         return sum(memory.trainer(sizes, devices).values())
 
 
@@ -93,7 +91,7 @@ def best(work: Workload, gpus: int) -> list[SplitPlan]:
 
 def plan(work: Workload, found: Allocation) -> SplitPlan:
     """Return what is expected of one allocation."""
-    return SplitPlan(found, simulate(work.setup(found)), work.trainer_bytes(found.parts[1]))
+    return SplitPlan(found, simulate(work.setup(found)), work.trainer_bytes(found))
 
 
 def _fitting(work: Workload, gpus: int) -> Iterator[Allocation]:
@@ -125,8 +123,8 @@ def allocation(
 def fits(work: Workload, found: Allocation) -> bool:
     """Return whether an allocation's weights and state fit, with room for one longest answer."""
     server = work.setup(found).server
-    own = work.trainer_bytes(found.parts[1]) + (server.weights if found.shared else 0)
-    return server.kv_tokens > work.sizes.longest and own < 0.92 * work.card.memory
+    own = work.trainer_bytes(found) + (server.weights if found.shared else 0)
+    return server.kv_tokens > work.sizes.longest and own < LARGEST_SHARE * work.card.memory
 
 
 def _trainer_sizes(gpus: int) -> range:

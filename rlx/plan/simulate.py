@@ -38,20 +38,20 @@ class Setup:
     seed: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """Means over the steps after warm-up."""
 
-    step_seconds: float = 0.0  # from one batch to the next
-    trainer_idle: float = 0.0  # share of step_seconds
-    servers_idle: float = 0.0  # share of step_seconds
-    tokens: float = 0.0  # prompt and answer tokens of a batch
+    step_seconds: float  # from one batch to the next
+    trainer_idle: float  # share of step_seconds
+    servers_idle: float  # share of step_seconds
+    tokens: float  # prompt and answer tokens of a batch
     # Versions between a group's oldest token and its batch → share of groups.
-    lags: dict[int, float] = field(default_factory=dict)
-    preempted: float = 0.0  # sequences a step that lost their KV cache when memory was full
-    running: float = 0.0  # sequences that a server decodes together, mean over busy time
+    lags: dict[int, float]
+    preempted: float  # sequences a step that lost their KV cache when memory was full
+    running: float  # sequences that a server decodes together, mean over busy time
     # (process, name, start, end) in seconds, for a timeline.
-    spans: list[tuple[str, str, float, float]] = field(default_factory=list)
+    spans: list[tuple[str, str, float, float]]
 
 
 @dataclass(slots=True, eq=False)
@@ -165,6 +165,7 @@ class _Run:
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.order = self.groups = 0
         self.planned = [float("inf")] * setup.servers  # time of each engine's next event
+        self.begun = [0.0] * setup.servers  # time since which each engine works
         self.loads = [(0, i) for i in range(setup.servers)]
         self.now, self.training = 0.0, False
         self.taken: list[tuple[float, float, list[_Group]]] = []  # start, seconds, groups
@@ -205,8 +206,13 @@ class _Run:
                 return index
 
     def plan(self, index: int) -> None:
-        self.planned[index] = self.engines[index].fill()
-        if self.planned[index] < float("inf"):
+        before, self.planned[index] = self.planned[index], self.engines[index].fill()
+        idle = float("inf")
+        if before == idle > self.planned[index]:
+            self.begun[index] = self.now
+        elif before < idle == self.planned[index]:
+            self.spans.append((f"server {index}", "generate", self.begun[index], self.now))
+        if self.planned[index] < idle:
             self.at(self.planned[index], self.decoded, index, self.planned[index])
 
     def decoded(self, index: int, planned: float) -> None:

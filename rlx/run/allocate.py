@@ -14,7 +14,6 @@ from rlx.launch import allocation
 from rlx.train.hosts import Cluster
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-SHARED_MEMORY = 0.4  # share of a GPU's memory for a server that shares the GPU with the trainer
 _JAX_MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
@@ -52,7 +51,7 @@ def apply_allocation(config: ConfigDict, trains: bool = True) -> ConfigDict:
             )
         place[name] = value
     if parsed.shared:
-        config.fleet.gpu_memory = config.fleet.gpu_memory or SHARED_MEMORY
+        config.fleet.gpu_memory = config.fleet.gpu_memory or allocation.SHARED_MEMORY
     config.allocation_mode = str(parsed)
     return config
 

@@ -22,7 +22,7 @@ from rlx.base import UserError
 from rlx.cli.text import size
 from rlx.doctor import gpu_cards, gpu_program
 from rlx.doctor.findings import Finding
-from rlx.doctor.gpu_cards import Card
+from rlx.doctor.gpu_cards import LARGEST_SHARE, Card
 from rlx.doctor.gpu_program import Reach, Reading
 from rlx.doctor.memory import RunSizes
 from rlx.engines.kv_memory import make_plan, token_bytes
@@ -38,7 +38,7 @@ from rlx.train.train_options import AUTO
 FLAGS = ("--xla_gpu_autotune_level=0", "--xla_gpu_enable_triton_gemm=false")
 # Published runs on Hopper reach these, from slow to fast.
 SLOW, FAST = Reach(0.58, 0.28, 0.80), Reach(0.72, 0.42, 0.90)
-DEFAULT_SHARE, LARGEST_SHARE = 0.75, 0.92  # of a GPU's memory that JAX takes; that it can take
+DEFAULT_SHARE = 0.75  # of a GPU's memory that JAX takes
 SHOWN = 4  # collectives of a program
 TRAINS = ("train step", "microbatch")  # programs of the policy's loss
 TRAINER_FULL = "lower train.max_tokens_per_microbatch, set model.remat=full, or use more GPUs"

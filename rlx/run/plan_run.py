@@ -1,9 +1,10 @@
-"""SplitPlan a run from its config: what `python -m rlx.plan` prints."""
+"""Plan a run from its config: what `python -m rlx.plan` prints."""
 
 import dataclasses
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,13 @@ from rlx.train.train_options import AUTO
 
 IDLE = 0.3  # of one side, above which another split is named
 _HEADER = (
-    "allocation_mode", "step s", "tokens/s/GPU", "trainer idle", "servers idle", "staleness",
+    "allocation_mode",
+    "tokens/s/GPU",
+    "trainer idle",
+    "servers idle",
+    "staleness",
     "memory/GPU",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,12 +64,7 @@ class PlanRequest:
         model = directory.load_config(path).within(options.context)
         sizes = sizes_of(config, model)
         algorithm = sizes.train.algorithm
-        rollout, prompts, answers = config.rollout, [], []
-        if self.run:
-            groups = [g for s in self.run.batches.groups for g in self.run.groups(s + 1)]
-            for one in (t for group in groups for t in group.trajectories):
-                answers.append(float(one.loss_mask.sum()))
-                prompts.append(len(one.loss_mask) - answers[-1])
+        rollout, (prompts, answers) = config.rollout, self._recorded
         limit = sizes.max_new_tokens
         usual = self._number("prompt_tokens", sizes.max_prompt_tokens / 2)
         lengths = Lengths.measured(answers) if answers else Lengths.fit(
@@ -80,6 +80,15 @@ class PlanRequest:
             config.trainer, self._number("tool_seconds", 0.0),
             config.fleet.kv_on_update != "keep",
         )  # fmt: skip
+
+    @cached_property
+    def _recorded(self) -> tuple[list[float], list[float]]:
+        """Tokens of the prompts and of the answers of the run, if there is one."""
+        run = self.run
+        groups = [g for s in run.batches.groups for g in run.groups(s + 1)] if run else []
+        masks = [t.loss_mask for group in groups for t in group.trajectories]
+        answers = [float(mask.sum()) for mask in masks]
+        return [len(m) - n for m, n in zip(masks, answers, strict=True)], answers
 
     def _number(self, flag: str, default: float) -> float:
         text = getattr(self.values, flag)
@@ -101,6 +110,11 @@ class PlanRequest:
                 f"--allocation={found} has {found.gpus} GPUs and {len(found.parts)} parts; give "
                 f"servers and a trainer of --gpus={self.gpus} together"
             )
+        if not search.fits(work, found):
+            raise UserError(
+                f"--allocation={found} does not fit GPUs of {size(self.card.memory)}: the trainer "
+                f"has {size(work.trainer_bytes(found))} on each; leave the flag out for ones that fit"
+            )
         return [search.plan(work, found)]
 
 
@@ -110,17 +124,21 @@ def lines(asked: PlanRequest) -> Iterator[str]:
     settings = [f"--config.{key}={value}" for value in wanted.split(",")] if key else []
     work = asked.workload({})
     yield _workload_line(asked, work)
-    error = work.calibration.error
+    header = (_HEADER[0], f"step s ±{work.calibration.error:.0%}", *_HEADER[1:])
     if settings:
+        if asked.values.explain or asked.values.timeline or asked.values.dollars:
+            raise UserError(
+                "--what_if with --explain, --timeline or --dollars: these are of one plan; leave "
+                "one of them out"
+            )
         rows = []
         for setting in settings:
             found = asked.plans(asked.workload(changes(asked.config, [setting])))[0]
             rows.append((setting.partition("=")[2], *_row(found)))
-        yield from aligned([(key, *_HEADER), *rows])
+        yield from aligned([(key, *header), *rows])
         return
     plans = asked.plans(work)
-    yield from aligned([_HEADER, *map(_row, plans)])
-    yield f"seconds are right within about {error:.0%}, see docs/planning.md"
+    yield from aligned([header, *map(_row, plans)])
     yield from _advice(plans[0])
     if asked.values.dollars:
         price = asked._number("dollars", 0.0) * asked.gpus / 3600 * plans[0].prediction.step_seconds

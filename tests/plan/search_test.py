@@ -48,7 +48,18 @@ def test_the_best_allocations_use_all_gpus_and_fit(model, tmp_path):
     assert "5% of them at 8,192" in out
     assert "dollars" in out
     assert "KV cache for" in out
-    assert {e["name"] for e in json.loads(trace.read_text())["traceEvents"]} >= {"publish"}
+    assert {e["name"] for e in json.loads(trace.read_text())["traceEvents"]} >= {
+        "publish",
+        "generate",
+    }
+
+
+def test_an_allocation_may_have_any_order_and_letters(model):
+    first, second = (
+        plan(model, "--gpus=32", "--gpu=h100", f"--allocation={text}").splitlines()[-1].split()[1:]
+        for text in ("vllm:d16+jax:f8t2", "jax:f8t2+vllm:d16")
+    )
+    assert first == second
 
 
 def test_a_key_is_varied(model):
@@ -66,6 +77,8 @@ def test_a_key_is_varied(model):
         (["--gpus=0", "--gpu=h100"], "--gpus='0' is not a number from 1"),
         (["--gpus=1", "--gpu=h100"], r"do not fit 1 × .*; 8 do: --gpus=8, vllm"),
         (["--gpus=8", "--gpu=h100", "--allocation=vllm:d4+jax:f8"], "has 12 GPUs"),
+        (["--gpus=8", "--gpu=h100", "--allocation=vllm:d7+jax:f1"], "does not fit GPUs of 85 GB"),
+        (["--gpus=8", "--gpu=h100", "--explain", "--what_if=seed=1"], "leave one of them out"),
         (["--gpus=8", "--gpu=h100", "--answer_tokens=9000"], "give a mean between"),
         (["--gpus=8", "--gpu=h100", "--what_if=rollout.max_stalenes=1"], "max_staleness"),
     ],

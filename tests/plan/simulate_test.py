@@ -1,6 +1,7 @@
 """The simulated run: its seconds are arithmetic where that is easy, and its bounds are a run's."""
 
 import dataclasses
+import time
 
 import numpy as np
 import pytest
@@ -43,6 +44,8 @@ def test_a_synchronous_step_is_generation_then_training():
     assert found.lags == {0: pytest.approx(1.0)}
     assert found.trainer_idle == pytest.approx(1 - 7 / expected, rel=1e-3)
     assert found.tokens == 8 * 4 * 1100
+    generated = [end - begun for name, _, begun, end in found.spans if name == "server 0"]
+    assert generated[2] == pytest.approx(expected - 7, rel=1e-3)
 
 
 def test_with_a_slow_trainer_a_step_is_its_training():
@@ -107,12 +110,10 @@ def test_idle_experts_are_not_read_by_one_sequence_but_by_many():
 
 
 @pytest.mark.slow
-def test_ten_thousand_gpus_take_less_than_two_minutes():
-    import time
-
+def test_a_thousand_servers_with_sixteen_thousand_prompts_take_less_than_a_minute():
     begun = time.process_time()
     spread = tuple(np.geomspace(1000, 64_000, 256))
     found = simulate(make(eta=3, servers=1000, prompts=4_000, n=8, slots=1024, lengths=spread,
                           training=600.0), 2)  # fmt: skip
     assert max(found.lags) <= 3
-    assert time.process_time() - begun < 120
+    assert time.process_time() - begun < 60
