@@ -59,7 +59,7 @@ class Workload:
 
     def trainer_bytes(self, found: Allocation) -> int:
         """Return a bound of the bytes on each of the trainer's GPUs."""
-        mesh, gpus = settings(found)["train.mesh"], self.setup(found).training.gpus
+        mesh, gpus = str(settings(found)["train.mesh"]), self.setup(found).training.gpus
         sizes = replace(self.sizes, train=replace(self.sizes.train, mesh=mesh))
         devices = Devices("gpu", self.card.kind, gpus, self.card.memory, "9.0")
         return sum(memory.trainer(sizes, devices).values())

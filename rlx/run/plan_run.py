@@ -113,7 +113,7 @@ class PlanRequest:
         if not search.fits(work, found):
             raise UserError(
                 f"--allocation={found} does not fit GPUs of {size(self.card.memory)}: the trainer "
-                f"has {size(work.trainer_bytes(found))} on each; leave the flag out for ones that fit"
+                f"has {size(work.trainer_bytes(found))} on each; leave the flag out to find others"
             )
         return [search.plan(work, found)]
 
@@ -128,8 +128,8 @@ def lines(asked: PlanRequest) -> Iterator[str]:
     if settings:
         if asked.values.explain or asked.values.timeline or asked.values.dollars:
             raise UserError(
-                "--what_if with --explain, --timeline or --dollars: these are of one plan; leave "
-                "one of them out"
+                "--what_if prints a plan for each value, and --explain, --timeline and --dollars "
+                "need one plan; leave one of them out"
             )
         rows = []
         for setting in settings:
