@@ -205,6 +205,8 @@ SECTIONS = {
                        ("path", "stream", "delta", "adapter")),
         publish_dir=option("/dev/shm", "place of weights in transit; the workdir if it is full"),
         threads=option(0, "CPU threads of a server; 0: cores divided by processes", "0"),
+        ready_seconds=option(0.0, "limit to the start of local servers; 0: 180, and 20 for each GB "
+                             "of weights", "0"),
         kill_seconds=option(60.0, "silence after which a local server is restarted", "(0, inf)"),
         max_restarts=option(5, "restarts of a local server in a row", "0"),
     ),

@@ -20,6 +20,10 @@ class EngineOptions:
     slots: int = option(64, "sequences decoded together on one server", "1")
     max_model_len: int = option(0, "tokens; 0: the model's context, in a run both budgets")
     decode_steps: int = option(8, "tokens of a sequence in one jitted decode call", "1")
+    engine_args: str = option(
+        "", "vLLM's own arguments, NAME=VALUE;NAME=VALUE with values in JSON or plain text, "
+        "such as max_num_batched_tokens=16384;quantization=fp8",
+    )  # fmt: skip
     kv_on_update: str = option("keep", "caches after an update; abort: send again", KV_POLICIES)
 
 

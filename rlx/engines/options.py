@@ -22,7 +22,10 @@ def _engine(module: str, name: str, options: str, args: argparse.Namespace) -> A
     return getattr(import_module(module), name)(args.model, **given)
 
 
-_COMMON, _VLLM = "seed slots max_model_len dtype", "tensor_parallel gpu_memory hang_seconds"
+_COMMON, _VLLM = (
+    "seed slots max_model_len dtype",
+    "tensor_parallel gpu_memory engine_args hang_seconds",
+)
 ENGINES: Mapping[str, Callable[[argparse.Namespace], Any]] = {
     "jax": partial(_engine, "rlx.engines.jax.jax_engine", "JaxEngine", "decode_steps"),
     "vllm": partial(_engine, "rlx.engines.vllm.vllm_engine", "VllmEngine", _VLLM),
@@ -61,6 +64,11 @@ def server_options(args: argparse.Namespace) -> dict[str, Any]:
         raise UserError(
             f"--tensor-parallel={args.tensor_parallel} and --engine={args.engine}: only vLLM cuts "
             "a model, into 1 or more; use --engine=vllm, or drop the flag"
+        )
+    if args.engine_args and args.engine != "vllm":
+        raise UserError(
+            f"--engine-args={args.engine_args} and --engine={args.engine}: these are arguments of "
+            "vLLM; use --engine=vllm, or drop the flag"
         )
     local, token = tls.is_loopback(args.host), wire.take_token(os.environ)
     same = "host port join drain_seconds metrics_host metrics_port stage_dir max_queue"

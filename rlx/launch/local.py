@@ -35,6 +35,7 @@ from rlx.system import exit_reason
 
 _POLL_SECONDS = 0.05
 _STACKS_SECONDS = 0.5  # for a process to write its stacks
+_START_SECONDS, _START_BYTES_A_SECOND = 180.0, 50e6  # compilation; a cold disk, shared by servers
 _STOP_SECONDS = 5.0  # between SIGTERM and SIGKILL
 _STEADY_SECONDS = 60.0  # a server that ran this long may restart as often as a new one
 
@@ -96,7 +97,7 @@ class LocalServers:
         joining: Joining | None = None,  # where to find further servers with the same token
         platform: str = "cpu",  # of JAX in servers without their own GPUs
         gpus: Sequence[Sequence[str]] = (),  # of each server; empty: all that this process sees
-        ready_timeout: float = 180.0,  # seconds that servers may take to start
+        ready_timeout: float = 0.0,  # seconds to start; 0: by the weights' size
         answer_timeout: float = 60.0,  # seconds of silence before a server is restarted
         max_restarts: int = 5,  # of one server in a row
         on_message: Callable[[str], None] | None = None,  # takes one line for the user
@@ -124,7 +125,8 @@ class LocalServers:
             )
             for i, cpus in enumerate(plan.servers)
         ]
-        self._ready_timeout, self._max_restarts = ready_timeout, max_restarts
+        self._ready_timeout = ready_timeout or _start_seconds(Path(model))
+        self._max_restarts = max_restarts
         self._answer_timeout, self._joining = answer_timeout, joining
         self._silent = dict[str, float]()  # address → seconds of silence, from the fleet
         self._say = on_message or (lambda text: None)
@@ -389,6 +391,12 @@ class RunningServers:
 
     def __exit__(self, *_) -> None:
         self._stack.close()
+
+
+def _start_seconds(model: Path) -> float:
+    """Return the longest that a server of the weights in a directory may take to start."""
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    return _START_SECONDS + size / _START_BYTES_A_SECOND
 
 
 def servers_of(

@@ -157,6 +157,8 @@ def servers(
     model = directory.resolve(options.path, options.name)
     longest = min(options.longest, directory.load_config(model).max_position)
     own = {"engine": options.engine, "slots": options.slots, "max_model_len": longest}
+    if options.engine != "vllm":
+        own["engine_args"] = ""  # the student's are of vLLM
     return LocalServers(
         model,
         name=options.name.replace(" ", "-"),

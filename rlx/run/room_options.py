@@ -73,6 +73,7 @@ class RunOptions:
                 "dtype": config.model.publish_dtype.replace(AUTO, "float32"),
                 "seed": config.seed,
                 "publish_dir": fleet.publish_dir,
+                "ready_timeout": fleet.ready_seconds,
                 "answer_timeout": fleet.kill_seconds,
                 "max_restarts": fleet.max_restarts,
             },

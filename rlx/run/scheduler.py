@@ -29,7 +29,9 @@ from rlx.system.signals import interrupts
 DONE, FAILED = 0, 1  # exit statuses
 SCHEDULERS = {"ray": "rlx.run.on_ray", "slurm": "rlx.run.slurm_run"}
 ADDRESSES = "servers"  # file of the servers' addresses, host:port per line
-_LOCAL_OPTIONS = ("publish_dir", "answer_timeout", "max_restarts", "seed")  # not of rlx.serve
+_LOCAL_OPTIONS = (  # not of rlx.serve
+    "publish_dir", "ready_timeout", "answer_timeout", "max_restarts", "seed",
+)  # fmt: skip
 _LOAD_SECONDS = 900.0  # until servers answer
 
 

@@ -4,7 +4,11 @@ contract_test has what it promises as the JAX engine does.
 """
 
 import asyncio
+import subprocess
 import sys
+import warnings
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import grpc
 import jax
@@ -300,3 +304,43 @@ if __name__ == "__main__":
             own = sample.versions == version
             np.testing.assert_allclose(sample.logprobs[own], wanted[own], atol=LONG_ATOL)
     assert {v for sample in done for v in sample.versions.tolist()} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("max_num_batched_token=64", "did you mean 'max_num_batched_tokens'"),
+        ("max_num_seqs=4", "which rlx sets itself"),
+        ("max_num_batched_tokens=64", "max_num_batched_tokens (64) is smaller than max_model_len"),
+    ],
+)
+def test_arguments_of_vllm_reach_it_or_are_refused(tiny_model_dir, given, said):
+    command = (sys.executable, "-m", "rlx.serve", f"--model={tiny_model_dir}", "--engine=vllm")
+    flags = ("--max-model-len=96", f"--engine-args={given}")
+    found = subprocess.run((*command, *flags), capture_output=True, text=True, timeout=120)
+    assert found.returncode == 2
+    assert said in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("free_gb", "kept_gb", "ranks", "where"),
+    [(5, 0, 1, "device"), (3, 2, 1, "device"), (3, 0, 1, "pinned"), (50, 0, 2, "pinned")],
+)
+def test_weights_are_staged_on_a_gpu_that_has_room_or_in_pinned_memory(
+    monkeypatch, free_gb, kept_gb, ranks, where
+):
+    # The driver counts what the allocator keeps as used. Fakes stand for both.
+    with warnings.catch_warnings(action="ignore"):  # of torch, at vLLM's imports
+        from rlx.engines.vllm import vllm_worker
+
+    kept = {"memory_reserved": kept_gb << 30, "memory_allocated": 0, "set_device": None}
+    kept |= {"Stream": SimpleNamespace(synchronize=lambda: None), "stream": nullcontext()}
+    for name, value in (kept | {"mem_get_info": (free_gb << 30, 80 << 30)}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(vllm_worker, "get_tensor_model_parallel_world_size", lambda: ranks)
+    worker = vllm_worker.RolloutWorker()
+    worker.device, worker._copies = torch.device("meta"), None  # moves nothing
+    given = {"w": torch.empty(1 << 30, dtype=torch.bfloat16)}  # 2 GB, never touched
+    found = worker._on_gpu(given, torch.bfloat16)["w"]
+    assert found.device.type == {"device": "meta", "pinned": "cpu"}[where]

@@ -164,6 +164,15 @@ def test_server_that_is_never_ready(tmp_path):
     assert not pid or ended(pid, 0.1)
 
 
+def test_a_large_model_has_longer_to_start(tmp_path):
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.truncate(15 << 30)  # a hole
+    for model, least, most in ((tmp_path, 400, 600), ("none", 180, 180)):
+        local = LocalServers(model, workdir=tmp_path, command=COMMAND)
+        local.stop()
+        assert least <= local._ready_timeout <= most
+
+
 def test_dead_server_is_started_again_on_its_port(tmp_path):
     said = []
     with start(tmp_path, on_message=said.append) as local:

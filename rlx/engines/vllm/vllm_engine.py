@@ -26,7 +26,7 @@ from rlx.cli.user_code import words
 from rlx.engines.engine import EngineOptions, EngineStopped
 from rlx.engines.model_engine import ModelEngine
 from rlx.engines.stop_strings import StopStrings
-from rlx.engines.vllm.vllm_start import start_llm
+from rlx.engines.vllm.vllm_start import on_cpu, start_llm
 from rlx.fleet.requests import Chunk, EngineStatus, Request, Sampling, ScoreRequest, Scores
 from rlx.model import kept_tokens
 from rlx.model.tensors import shards
@@ -64,6 +64,7 @@ class VllmEngine(ModelEngine):
         self._flushing, self._flushes = False, 0
         self._changing = asyncio.Lock()
         self._watcher: asyncio.Task | None = None
+        self._cpu = on_cpu()
         self.llm: Any = None  # vLLM's AsyncLLM, once started
 
     async def start(self) -> None:
@@ -275,7 +276,8 @@ class VllmEngine(ModelEngine):
     def _for_sample(self, core: Any, request: Request, index: int) -> Any:
         own = copy.copy(core)
         sampling = request.sampling
-        if sampling.seed is not None and sampling.temperature > 0:
+        # A GPU draws requests with seeds one by one, and its logits depend on the batch anyway.
+        if sampling.seed is not None and sampling.temperature > 0 and self._cpu:
             own.sampling_params = core.sampling_params.clone()
             own.sampling_params.seed = _mix(sampling.seed, index, request.prefix_len)
         return own

@@ -1,12 +1,15 @@
 """Start of vLLM's AsyncLLM in the server's process: environment, options, memory."""
 
 import contextlib
+import dataclasses
+import json
 import os
+from collections.abc import Collection
 from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
 
-from rlx.base import UserError
+from rlx.base import UserError, unknown
 from rlx.cli.user_code import words
 from rlx.engines.kv_memory import token_bytes, vllm_advice
 from rlx.model.model_config import ModelConfig
@@ -37,6 +40,7 @@ def start_llm(
     dtype: str = "float32",  # float32 | bfloat16, of weights, activations and cache
     tensor_parallel: int = 1,  # workers, each with a slice of every layer and its own GPU or cores
     gpu_memory: float = 0.0,  # share of each GPU; 0: vLLM's default
+    engine_args: str = "",  # further arguments of vLLM, as in EngineOptions
 ) -> Any:
     """Return vLLM's AsyncLLM, started; raise UserError if it cannot serve the model."""
     cpu = on_cpu()
@@ -44,6 +48,7 @@ def start_llm(
     try:
         import torch
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
     except ImportError as error:
         raise UserError(
@@ -66,24 +71,27 @@ def start_llm(
         options["gpu_memory_utilization"] = gpu_memory
     if tensor_parallel > 1:
         options["distributed_executor_backend"] = _MULTIPROC
+    fixed = {
+        "model": str(model_path),
+        "skip_tokenizer_init": not (model_path / "tokenizer_config.json").exists(),
+        "dtype": dtype,
+        "seed": seed,
+        "tensor_parallel_size": tensor_parallel,
+        "max_model_len": max_model_len,
+        "max_num_seqs": slots,
+        "logprobs_mode": "raw_logprobs",  # from TemperedSampler
+        "structured_outputs_config": _GUIDES,
+        "enable_prefix_caching": True,
+        "scheduling_policy": "priority",
+        "disable_log_stats": True,
+        "worker_extension_cls": _WORKER,
+    }
+    names = {field.name for field in dataclasses.fields(AsyncEngineArgs)} - fixed.keys()
+    options |= read_engine_args(engine_args, names, fixed)
     try:
-        args = AsyncEngineArgs(
-            model=str(model_path),
-            skip_tokenizer_init=not (model_path / "tokenizer_config.json").exists(),
-            dtype=cast(Any, dtype),
-            seed=seed,
-            tensor_parallel_size=tensor_parallel,
-            max_model_len=max_model_len,
-            max_num_seqs=slots,
-            logprobs_mode="raw_logprobs",  # from TemperedSampler
-            structured_outputs_config=cast(Any, _GUIDES),
-            enable_prefix_caching=True,
-            scheduling_policy="priority",
-            disable_log_stats=True,
-            worker_extension_cls=_WORKER,
-            **options,
-        )
-        engine_config = args.create_engine_config()
+        args = AsyncEngineArgs(**cast(Any, fixed | options))
+        # Without a context vLLM takes 2,048 tokens a step, a quarter of a server's on an H100.
+        engine_config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         if cpu:  # vLLM has just set spawn, which imports everything again
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
             # Linux requires a request to use AMX; vLLM's bf16 attention does not make it.
@@ -93,6 +101,32 @@ def start_llm(
         text = words(error, 500)
         more = vllm_advice(text, slots, max_model_len)
         raise UserError(f"vLLM cannot serve {model_path}: {text}{more}") from error
+
+
+def read_engine_args(text: str, names: Collection[str], fixed: Collection[str]) -> dict[str, Any]:
+    """Return the arguments in `text`, NAME=VALUE;…, each VALUE read as JSON or kept as text.
+
+    Args:
+      names: those that vLLM has and rlx does not set.
+      fixed: those that rlx sets.
+
+    Raises:
+      UserError: an argument without a value, not in `names`, or one that rlx sets.
+    """
+    found: dict[str, Any] = {}
+    for part in filter(None, text.split(";")):
+        name, equals, value = part.strip().partition("=")
+        if not equals:
+            raise UserError(f"fleet.engine_args has {part!r}; write NAME=VALUE;NAME=VALUE")
+        if name in fixed:
+            raise UserError(f"fleet.engine_args sets {name}, which rlx sets itself; leave it out")
+        if name not in names:
+            raise unknown("argument of vLLM in fleet.engine_args", name, names)
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
 
 
 def _set_environment(cpu: bool, tensor_parallel: int) -> None:

@@ -151,6 +151,7 @@ class RolloutWorker:
         self._staged: Callable[[], None] | None = None
         self._staging: threading.Thread | None = None
         self._refusal: str | None = None
+        self._copies: torch.cuda.Stream | None = None
         runner = self.model_runner
         runner.sampler.__class__ = TemperedSampler
         runner._get_prompt_logprobs_dict = partial(
@@ -190,14 +191,24 @@ class RolloutWorker:
         if self.device.type == "cpu":
             with torch.inference_mode():
                 return stage_packed(self.model_runner.model, tensors, dtype)
-        # On the GPU if it has room, else in main memory, from where workers also take slices.
-        free = torch.cuda.mem_get_info(self.device)[0]
-        room = sum(t.numel() for t in tensors.values()) * dtype.itemsize < free // 2
-        on_gpu = room and get_tensor_model_parallel_world_size() == 1
-        device = self.device if on_gpu else torch.device("cpu")
-        ready = {name: t.to(device, dtype) for name, t in tensors.items()}
-        torch.accelerator.synchronize()
+        ready = self._on_gpu(tensors, dtype)
         return lambda: self.model_runner.reload_weights(weights_iterator=iter(ready.items()))
+
+    def _on_gpu(self, tensors: Tensors, dtype: torch.dtype) -> Tensors:
+        """Copy to the GPU if it has room, else to pinned memory, where workers take slices."""
+        torch.cuda.set_device(self.device)  # a new thread has GPU 0
+        # The allocator keeps the memory of the last exchange, which the driver counts as used.
+        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        free = torch.cuda.mem_get_info(self.device)[0] + kept
+        room = sum(t.numel() for t in tensors.values()) * dtype.itemsize < free // 2
+        if not room or get_tensor_model_parallel_world_size() > 1:
+            return {name: t.to(dtype).pin_memory() for name, t in tensors.items()}
+        # A stream of their own: decode steps on the other one go on.
+        self._copies = self._copies or torch.cuda.Stream(self.device)
+        with torch.cuda.stream(self._copies):
+            ready = {name: t.to(self.device, dtype) for name, t in tensors.items()}
+        self._copies.synchronize()
+        return ready
 
 
 def read(path: str) -> Tensors:
