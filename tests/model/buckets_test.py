@@ -20,6 +20,7 @@ from rlx.model import params as parameters
 from rlx.model.buckets import Merge, export
 from rlx.model.model_config import ModelConfig
 from rlx.model.tensors import Buckets, save_tensors
+from tests.fixtures.commands import with_devices
 
 PROGRAM = Path(__file__).with_name("buckets_memory.py")
 SMALL = ModelConfig(
@@ -150,14 +151,10 @@ def test_on_a_mesh_bytes_are_equal_and_on_one_device_memory_is_a_few_buckets():
     """One process of 8 devices for the bytes, one of a single device for the memory."""
     flags = {k: v for k, v in os.environ.items() if k != "JAX_DISABLE_MOST_OPTIMIZATIONS"}
     for devices in (8, 1):
-        environment = flags | {
-            "XLA_FLAGS": f"{flags.get('XLA_FLAGS', '')} "
-            f"--xla_force_host_platform_device_count={devices}",
-            "JAX_PLATFORMS": "cpu",
-        }
         done = subprocess.run(
-            [sys.executable, PROGRAM], timeout=600, capture_output=True, text=True, env=environment
-        )
+            [sys.executable, PROGRAM], timeout=600, capture_output=True, text=True,
+            env=with_devices(devices, flags),
+        )  # fmt: skip
         assert not done.returncode, done.stderr[-3000:]
         found = json.loads(done.stdout.splitlines()[-1])
         if devices == 8:

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import shutil
 import stat
 import subprocess
@@ -23,6 +22,7 @@ from rlx.base import UserError
 from rlx.model import hf
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
+from tests.fixtures.commands import with_devices
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 KINDS = [
@@ -138,10 +138,9 @@ LARGE = ModelConfig(
 
 
 def load_sharded(mode: str, *paths: Path) -> None:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     subprocess.run(
         [sys.executable, Path(__file__).with_name("sharded_load.py"), mode, *map(str, paths)],
-        check=True, timeout=300, env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        check=True, timeout=300, env=with_devices(8),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from rlx.system.jsonl import read_jsonl
-from tests.fixtures.commands import RLX_MAIN, ended
+from tests.fixtures.commands import RLX_MAIN, ended, with_devices
 
 pytestmark = pytest.mark.slow
 
@@ -39,11 +39,10 @@ def start(workdir, log, *flags, devices=4):
     """A process of a run, in a process group of its own; both its outputs go to `log`."""
     torch = "--config.trainer=torch" in flags
     program = [sys.executable, "-m", "rlx.main"] if torch else RLX_MAIN
-    seen = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     with open(log, "w") as file:
         return subprocess.Popen(
             [*program, *COMMAND, f"--workdir={workdir}", *flags], stdout=file, stderr=file,
-            start_new_session=True, env={**os.environ, "XLA_FLAGS": seen},
+            start_new_session=True, env=with_devices(devices),
         )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ import pytest
 
 from rlx.base import DiskFull, UserError
 from rlx.train import checkpoint, state_files
+from tests.fixtures.commands import with_devices
 
 
 def state_of(seed: int, size: int = 7):
@@ -268,10 +269,9 @@ assert np.array_equal(x, value)
 
 
 def test_a_sharded_state_is_restored_to_another_sharding_and_to_one_device(tmp_path):
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     subprocess.run(
         [sys.executable, "-c", _SHARDED, str(tmp_path)],
-        check=True, timeout=120, env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        check=True, timeout=120, env=with_devices(8),
     )  # fmt: skip
     abstract = {"x": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
     x = checkpoint.restore_latest(tmp_path, into(abstract)).state["x"]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures.commands import with_devices
+
 PROGRAM = Path(__file__).with_name("collectives.py")
 ROWS, TOKENS, WIDTH, MLP, VOCABULARY = 8, 48, 64, 160, 512
 KEY_HEADS, HEAD = 2, 16
@@ -20,11 +22,9 @@ KEY_HEADS, HEAD = 2, 16
 def sent(mesh, remat="full", chunk=1024, *experts):
     """What `collectives.py` prints, of a process with 8 devices and the compiler's whole passes."""
     environment = {k: v for k, v in os.environ.items() if k != "JAX_DISABLE_MOST_OPTIMIZATIONS"}
-    flags = f"{environment.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, PROGRAM, mesh, remat, str(chunk), *experts], check=True, timeout=600,
-        capture_output=True, text=True,
-        env={**environment, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True, text=True, env=with_devices(8, environment),
     )  # fmt: skip
     return json.loads(done.stdout.splitlines()[-1])
 

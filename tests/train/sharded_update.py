@@ -21,6 +21,9 @@ from rlx.model.rope_config import Rope
 from rlx.train import update
 from rlx.train.train_options import TrainOptions
 
+# Else eight devices with computations dispatched ahead can wait for each other for ever.
+jax.config.update("jax_cpu_enable_async_dispatch", False)
+
 MODEL = ModelConfig(
     architecture="Qwen2ForCausalLM", vocab_size=32, num_layers=2, model_dim=16, mlp_dim=32,
     num_heads=4, num_kv_heads=2, head_dim=4, tie_embeddings=True, attention_bias=True,

@@ -13,6 +13,7 @@ import pytest
 
 from rlx.base import UserError
 from rlx.train import state_files
+from tests.fixtures.commands import with_devices
 from tests.train import saved_states
 
 SECONDS = 300.0
@@ -20,13 +21,10 @@ SECONDS = 300.0
 
 def run(devices: int, root: Path, *tasks: str, processes: int = 1) -> None:
     """Let processes, joined where there are several, do the tasks."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     with ExitStack() as stack:
         bound = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
         port, meet = (server.getsockname()[1] for server in bound)
-    shared = {
-        **os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "MEET": f"127.0.0.1:{meet}"
-    }  # fmt: skip
+    shared = with_devices(devices) | {"MEET": f"127.0.0.1:{meet}"}
     with tempfile.TemporaryFile("w+") as said:  # a pipe that nobody reads would stop its writer
         started = [
             subprocess.Popen(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from rlx.base import Group, UserError
 from rlx.model import decoder
 from rlx.train import checkpoint, packing, step_metrics, update
 from rlx.train.train_options import TrainOptions
+from tests.fixtures.commands import with_devices
 
 
 def run(trainer, params, batches):
@@ -436,9 +436,8 @@ def test_metrics_wait_for_nobody_until_read(trainer, params, make_groups):
 )
 def test_sharded_is_unsharded(case):
     """The same updates on one device and on meshes of 8, in a process with 8 devices."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     program = Path(__file__).with_name("sharded_update.py")
     subprocess.run(
         [sys.executable, program, *case],
-        check=True, timeout=900, env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        check=True, timeout=900, env=with_devices(8),
     )  # fmt: skip
