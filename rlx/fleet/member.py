@@ -373,7 +373,7 @@ class Member:
             try:
                 reply = await self._stub.Publish(
                     self._parts(weights, delta),
-                    timeout=self._limits.publish_timeout_seconds,
+                    timeout=self._limits.publish_seconds(weights.num_bytes),
                     metadata=self._metadata,
                 )
             except grpc.aio.AioRpcError as error:
