@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from rlx.option import option
 
-
 _SLOWEST = 50e6  # bytes/s at which weights still travel: a shared network, a disk, a checksum
 
 

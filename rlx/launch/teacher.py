@@ -158,7 +158,7 @@ def servers(
     longest = min(options.longest, directory.load_config(model).max_position)
     own = {"engine": options.engine, "slots": options.slots, "max_model_len": longest}
     if options.engine != "vllm":
-        own["engine_args"] = ""  # the student's are of vLLM
+        own["engine_args"] = ""  # only vLLM takes the student's
     return LocalServers(
         model,
         name=options.name.replace(" ", "-"),
