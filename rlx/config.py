@@ -47,7 +47,8 @@ SECTIONS = {
         seed=option(0, "random seed for data order, sampling and initial weights"),
         total_steps=option(100, "train batches; each ends with one publish", "1"),
         trainer=option("jax", "library that computes the updates", ("jax", "torch")),
-        allocation_mode=option("", 'e.g. "vllm:d4+jax:f4": sets servers, trainer, mesh and GPUs'),
+        allocation_mode=option("", 'e.g. "vllm:d4+jax:f4": sets servers, trainer, mesh and GPUs; '
+                               "auto: the best of rlx.plan for the GPUs here"),
     ),
     "model": _section(
         "The language model: where it is and how it computes.",

@@ -36,19 +36,17 @@ def main() -> int:
     local = config.scheduler.type == "local"
     if values.dry_run and local:
         return status(show(findings(config, workdir, every_extra=False)))
-    config = apply_allocation(config)
-    check(config)  # before a directory is made, and before JAX, which takes a moment to import
     given = values.workdir, config_flags.get_config_filename(values["config"])
-    from rlx.run import loop, scheduler, trainers
+    first = not Cluster.of(os.environ, **config.cluster).index
+    with chosen_workdir(*given, first) as workdir:
+        config = apply_allocation(config, workdir=workdir)
+        check(config)  # before JAX, which takes a moment to import
+        from rlx.run import loop, scheduler, trainers
 
-    if not local or config.scheduler.retries > 0:
-        with chosen_workdir(*given) as workdir:
+        if not local or config.scheduler.retries > 0:
             return scheduler.launch(config, workdir, sys.argv[1:], values.dry_run)
-    with (
-        trainers.spawn_local_ranks(config) as config,
-        chosen_workdir(*given, not Cluster.of(os.environ, **config.cluster).index) as workdir,
-    ):
-        return 0 if loop.run(config, workdir).complete else command.INTERRUPTED
+        with trainers.spawn_local_ranks(config) as config:
+            return 0 if loop.run(config, workdir).complete else command.INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Data sheets of GPUs, for XLA to compile for one that is not here, and for rooflines."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlx.base import UserError, unknown
@@ -10,7 +11,7 @@ LARGEST_SHARE = 0.92  # of a GPU's memory that JAX can take
 PEAKS = {
     "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "H20": 148e12,
     "A100": 312e12, "A800": 312e12, "B200": 2250e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12,
-    "3090": 71e12,
+    "3090": 71e12, "CPU": 5e10,
 }  # fmt: skip
 
 
@@ -89,6 +90,15 @@ CARDS = {
     "b200": Card("NVIDIA B200", (10, 0), 148, 233472, 128, 1.965, 191_514_411_008, 132_644_864,
                  7.672e12, 900e9),
 }  # fmt: skip
+# For a run on CPUs, whose own seconds replace these.
+CPU = Card("CPU", (0, 0), 1, 0, 0, 1.0, 1 << 34, 0, 1e10, 1e10, 1e10)
+
+
+def named(kind: str) -> Card | None:
+    """Return the card by a part of a GPU's name in the words of its driver; None: unknown."""
+    card = next((card for name, card in CARDS.items() if name.upper() in kind), None)
+    own = re.search(r"(\d+)GB", kind)  # some cards are sold with half of the memory
+    return replace(card, memory=min(card.memory, int(own[1]) << 30)) if card and own else card
 
 
 def parse(text: str) -> tuple[Card, int, int]:

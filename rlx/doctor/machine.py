@@ -95,13 +95,25 @@ def judge_devices(found: Devices | str, gpus: int, environment: Mapping[str, str
 
 def gpus_in_use(seconds: float = 20.0) -> list[tuple[int, int]]:
     """Return (MiB in use, MiB in total) of each NVIDIA GPU; [] if nvidia-smi fails."""
-    query = "--query-gpu=memory.used,memory.total"
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        rows = _nvidia_smi("memory.used,memory.total", seconds)
+        return [(int(used), int(total)) for used, total in rows]
+    except ValueError:
+        return []
+
+
+def gpu_kind(seconds: float = 20.0) -> str:
+    """Return the name of the first NVIDIA GPU; "" if nvidia-smi fails."""
+    return next((name for (name,) in _nvidia_smi("name", seconds)), "")
+
+
+def _nvidia_smi(query: str, seconds: float) -> list[list[str]]:
+    """Return the values of a query for each GPU; [] if nvidia-smi fails."""
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True)
-        pairs = [line.split(",") for line in done.stdout.splitlines()]
-        return [(int(used), int(total)) for used, total in pairs]
-    except (OSError, ValueError, subprocess.SubprocessError):
+        return [line.split(",") for line in done.stdout.splitlines()]
+    except (OSError, subprocess.SubprocessError):
         return []
 
 

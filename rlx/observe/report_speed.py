@@ -9,7 +9,7 @@ from typing import Any
 
 from rlx.cli.text import duration
 from rlx.observe.charts import Line, Share, line_chart, shares
-from rlx.observe.rundir import Run, finite
+from rlx.observe.rundir import Run, finite, lookup
 from rlx.observe.timeline import Span, process_order
 
 COLORS = {
@@ -19,6 +19,11 @@ COLORS = {
     "decode": "c3", "generate": "c3", "score": "c6", "prefill": "c7", "pack": "c7", "flatten": "c7",
     "reward": "c5", "evaluate": "c6", "evaluation": "c6", "eval": "c6", "checkpoint": "c8",
     "proximal": "c2", "gate": "c6", "busy": "c3", "other": "c-other",
+}  # fmt: skip
+# Phase of a plan → key of metrics.jsonl. Publishing runs next to the others.
+PHASES = {
+    "step": "step_seconds", "train": "seconds.train", "wait": "seconds.wait",
+    "generate": "server_busy_seconds", "publish": "publish_seconds",
 }  # fmt: skip
 _SPARE = ("c2", "c6", "c8", "c5", "c7")
 _WAITING = ("wait", "idle", "paused", "pause")
@@ -37,6 +42,31 @@ def phase_totals(run: Run) -> dict[str, float]:
     large = dict([pair for pair in named if pair[1] > 0.01 * whole][:6])
     other = whole - sum(large.values())
     return large | {"other": other} if other > 1e-6 * whole else large
+
+
+def measured_phases(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the mean seconds a step of the phases that a plan predicts, where there are any.
+
+    The first step compiles, and does not count if there are others. A server's mean is `generate`.
+    """
+    found = {}
+    for phase, key in PHASES.items():
+        values = [finite(lookup(record, key)) for record in records[1:] or records]
+        if any(value is not None for value in values):
+            found[phase] = sum(value or 0.0 for value in values) / len(values)
+    return found
+
+
+def planned(run: Run) -> dict[str, Any] | None:
+    """Return planned and measured seconds of each phase, and where they differ most."""
+    measured, plan = measured_phases(run.metrics), run.plan.get("seconds", {})
+    both = [(name, plan[name], measured[name]) for name in PHASES if name in plan.keys() & measured]
+    if not both:
+        return None
+    name, was, now = max(both[1:] or both, key=lambda row: abs(row[2] - row[1]))
+    rows = [(phase, f"{duration(a)} planned, {duration(b)} measured") for phase, a, b in both]
+    about = f"seconds a step; they differ most in {name}, by {duration(abs(now - was))}"
+    return {"rows": rows, "about": f"{about}; the plan was {run.plan.get('allocation')}"}
 
 
 def lag_shares(run: Run) -> list[Share]:

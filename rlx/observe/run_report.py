@@ -65,6 +65,7 @@ def page(run: Run, defaults: Mapping[str, Any] | None = None) -> str:
         busy={name: parts for name, parts in busy.items() if parts},
         lags=report_speed.lag_shares(run),
         speed=report_speed.speed(run),
+        planned=report_speed.planned(run),
         timeline=report_speed.overview(run.spans, min(60.0, 5 * steps[len(steps) // 2])),
         samples=report_samples.cards(run.samples) if run.samples else {},
         views=report_samples.VIEWS,

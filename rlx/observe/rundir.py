@@ -31,6 +31,7 @@ class Run:
     environment: dict[str, Any]
     starts: list[dict[str, Any]]  # of starts.jsonl that made the steps, oldest first; or the newest
     total: float | None  # steps that the newest start wants; None if unknown
+    plan: dict[str, Any]  # plan.json: what was expected of the run
     ended_at: float  # when metrics.jsonl was last written, seconds since the epoch; 0 if unknown
 
     def series(self, key: str) -> list[float | None]:
@@ -80,6 +81,7 @@ def load(workdir: str | os.PathLike) -> Run:
         environment=made[-1]["environment"],
         starts=made,
         total=finite(lookup(newest, "config.total_steps")),
+        plan=read_json(path / "plan.json"),
         ended_at=metrics.stat().st_mtime if metrics.exists() else 0.0,
     )
 

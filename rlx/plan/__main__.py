@@ -1,8 +1,9 @@
 """`python -m rlx.plan --config=FILE --gpus=128 --gpu=h800`: plan a run before GPUs are rented.
 
 Prints the fastest splits between servers and trainer, as strings for `allocation_mode`. Nothing is
-started, and no GPU is needed. In the place of --config, --run=WORKDIR takes the config of a run,
-the lengths of its answers, and its measured seconds for comparison.
+started, and no GPU is needed. `python -m rlx.plan WORKDIR`, or --run=WORKDIR for other GPUs, takes
+config and lengths of answers from a run. It fits the speeds to the run's seconds, and says what to
+change. The report of the run then shows planned next to measured seconds.
 """
 
 import os
@@ -18,8 +19,10 @@ from rlx.run import flags, plan_run
 
 def main() -> int:
     """Print the plans; return 0."""
+    first = sys.argv[1:2]
+    run = [f"--run={workdir}" for workdir in first if not workdir.startswith("-")]
     config, values = flags.parse(
-        sys.argv, config_needed=False,
+        [sys.argv[0], *(run or first), *sys.argv[2:]], config_needed=False,
         switches={"explain": "show the terms that a step's seconds are made of"},
         gpus="number of GPUs, of servers and trainer together",
         gpu=f"their kind: {', '.join(CARDS)}",
@@ -33,7 +36,7 @@ def main() -> int:
         timeline="write the best plan's simulated timeline for Perfetto to this file",
         dollars="price of a GPU for an hour",
     )  # fmt: skip
-    if values.gpu not in CARDS:
+    if values.gpu not in CARDS and (values.gpu or not values.run):
         raise (
             unknown("--gpu", values.gpu, CARDS)
             if values.gpu
@@ -41,7 +44,7 @@ def main() -> int:
         )
     if not values.run and config is None:
         raise UserError("neither --config nor --run; give --config=FILE, or --run=WORKDIR")
-    if not values.gpus.isdigit() or not int(values.gpus):
+    if (values.gpus or not values.run) and (not values.gpus.isdigit() or not int(values.gpus)):
         raise UserError(f"--gpus={values.gpus!r} is not a number from 1; give --gpus=8")
     asked = plan_run.PlanRequest.of(config, values, Path(values.run) if values.run else None)
     command.say("\n".join([*plan_run.lines(asked)]))

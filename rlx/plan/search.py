@@ -1,6 +1,6 @@
 """Find the split of GPUs between servers and trainer that trains fastest."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,6 +13,7 @@ from rlx.doctor.gpu_cards import LARGEST_SHARE, Card
 from rlx.doctor.machine import Devices
 from rlx.doctor.memory import RunSizes
 from rlx.launch.allocation import SHARED_MEMORY, Allocation, Part, settings
+from rlx.launch.local import cpu_plan
 from rlx.plan.lengths import Lengths
 from rlx.plan.simulate import Prediction, Setup, simulate
 from rlx.plan.speeds import Calibration, ServerSpeed, TrainerSpeed
@@ -38,6 +39,9 @@ class Workload:
     tool_seconds: float = 0.0
     recompute: bool = False
     calibration: Calibration = Calibration()  # noqa: RUF009
+    # Seconds of servers and trainer that a run measured, for one by the data sheet.
+    factors: tuple[float, float] = (1.0, 1.0)
+    cores: int = 0  # of a CPU that servers and trainer divide; 0: they have GPUs
 
     @cached_property
     def recomputed(self) -> float:
@@ -49,11 +53,16 @@ class Workload:
         serves, trains = sorted(found.parts, key=lambda part: part.trains)
         share = SHARED_MEMORY if found.shared else 0.85
         model, card, fitted = self.sizes.model, self.card, self.calibration
+        serve, train = self.factors
+        if self.cores:
+            cores = cpu_plan(range(self.cores), serves.gpus)
+            serve *= serves.gpus / len({core for own in cores.servers for core in own})
+            train /= len(cores.trainer)
         return Setup(
             self.limits, self.sizes.n_samples, serves.sizes.get("d", 1), self.slots,
-            ServerSpeed(model, card, serves.each, fitted, share),
+            ServerSpeed(model, card, serves.each, fitted, share, serve),
             TrainerSpeed(model, card, trains.gpus, fitted, self.forwards, self.recomputed,
-                         self.sizes.train.minibatches),
+                         self.sizes.train.minibatches, train),
             self.lengths, self.prompt_tokens, self.tool_seconds, found.shared, self.recompute,
         )  # fmt: skip
 
@@ -78,6 +87,16 @@ class SplitPlan:
         """Trained tokens a second and GPU."""
         return self.prediction.tokens / self.prediction.step_seconds / self.allocation.gpus
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds a step of each phase, by the names of `report_speed.measured_phases`."""
+        found = self.prediction
+        step, waits, idles = found.step_seconds, found.trainer_idle, found.servers_idle
+        return {
+            "step": step, "train": step * (1 - waits), "wait": step * waits,
+            "generate": step * (1 - idles), "publish": found.publish_seconds,
+        }  # fmt: skip
+
 
 def best(work: Workload, gpus: int) -> list[SplitPlan]:
     """Return the simulated plans for `gpus` GPUs, fastest first; UserError if none fits."""
@@ -94,14 +113,26 @@ def plan(work: Workload, found: Allocation) -> SplitPlan:
     return SplitPlan(found, simulate(work.setup(found)), work.trainer_bytes(found))
 
 
+def refit(work: Workload, found: Allocation, measured: Mapping[str, float]) -> Workload:
+    """Return the workload with the speeds that a run on this allocation measured, seconds."""
+    for _ in range(3):  # busy times depend on each other
+        predicted = plan(work, found).seconds
+        serve, train = (
+            factor * measured[phase] / max(predicted[phase], 1e-9)
+            for factor, phase in zip(work.factors, ("generate", "train"), strict=True)
+        )
+        work = replace(work, factors=(serve, train))
+    return work
+
+
 def _fitting(work: Workload, gpus: int) -> Iterator[Allocation]:
     """Yield the allocations of all `gpus` GPUs whose weights, state and caches fit."""
-    for tensor in (1, 2, 4, 8):
+    for tensor in (n for n in (1, 2, 4, 8) if n <= gpus):
         for own in _trainer_sizes(gpus):
             found = allocation(work.trainer, gpus - own, tensor, own)
             if found and fits(work, found):
                 yield found
-        if work.limits.max_staleness == 0:  # then trainer and servers never work together
+        if gpus == 1 or work.limits.max_staleness == 0:  # 0: they never work together
             found = allocation(work.trainer, gpus, tensor, gpus, shared=True)
             if found and fits(work, found):
                 yield found

@@ -5,9 +5,10 @@ Only seconds are computed, by `speeds`, and lengths are drawn.
 """
 
 import heapq
+import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +51,7 @@ class Prediction:
     lags: dict[int, float]
     preempted: float  # sequences a step that lost their KV cache when memory was full
     running: float  # sequences that a server decodes together, mean over busy time
+    publish_seconds: float  # from a finished update to the last server's confirmation
     # (process, name, start, end) in seconds, for a timeline.
     spans: list[tuple[str, str, float, float]]
 
@@ -109,22 +111,24 @@ class _Engine:
     def _context(self) -> float:
         return self._offset + len(self._running) * self._made
 
-    def finished(self) -> Iterator[_Group]:
-        """Remove the sequences that have ended; yield their groups."""
-        while self._running and self._running[0][0] <= self._made + 1e-6:
-            _, _, before, group = heapq.heappop(self._running)
+    def finished(self) -> list[_Group]:
+        """Remove the sequences that have ended; return their groups."""
+        found, running, made = [], self._running, self._made + 1e-6
+        while running and running[0][0] <= made:
+            _, _, before, group = heapq.heappop(running)
             self._offset -= before
-            yield group
+            found.append(group)
+        return found
 
     def fill(self) -> float:
         """Start waiting sequences while there is room; return the time of the next event."""
-        room = self._server.kv_tokens
-        while self._running and self._context > room:
+        room, slots, running = self._server.kv_tokens, self._setup.slots, self._running
+        while running and self._context > room:
             self._preempt()
         prefilled: _Group | None = None
-        while self.waiting and len(self._running) < self._setup.slots:
+        while self.waiting and len(running) < slots:
             left, context, group = self.waiting[0]
-            if self._running and self._context + context > 0.95 * room:
+            if running and self._context + context > 0.95 * room:
                 break
             self.waiting.popleft()
             fresh = context == self._setup.prompt_tokens
@@ -135,13 +139,13 @@ class _Engine:
             self._number += 1
             before = context - self._made
             self._offset += before
-            heapq.heappush(self._running, (self._made + left, self._number, before, group))
-        if not self._running:
-            return float("inf")
-        count = len(self._running)
-        tokens = max(self._running[0][0] - self._made, 0.0)
-        tokens = min(tokens, max((room - self._context) / count, 1.0))
-        self._step = self._server.decode_seconds(count, self._context + count * tokens / 2)
+            heapq.heappush(running, (self._made + left, self._number, before, group))
+        if not running:
+            return math.inf
+        count, context = len(running), self._context
+        tokens = max(running[0][0] - self._made, 0.0)
+        tokens = min(tokens, max((room - context) / count, 1.0))
+        self._step = self._server.decode_seconds(count, context + count * tokens / 2)
         return self.now + self._debt + tokens * self._step
 
     def _preempt(self) -> None:
@@ -183,9 +187,10 @@ class _Run:
 
     def admit(self) -> None:
         changed = set()
-        for _ in range(staleness.capacity(self.state, self.limits)):
-            self.state = staleness.admit(self.state, self.limits)
-            self.buffer = buffers.admit(self.buffer, self.state.version)
+        count = staleness.capacity(self.state, self.limits)
+        self.state = staleness.admit(self.state, self.limits, count)
+        self.buffer = buffers.admit(self.buffer, self.state.version, count)
+        for _ in range(count):
             index = self.least_loaded()
             group = _Group(self.groups, self.state.version, self.setup.samples, 1 << 60)
             self.groups += 1
@@ -207,7 +212,7 @@ class _Run:
 
     def plan(self, index: int) -> None:
         before, self.planned[index] = self.planned[index], self.engines[index].fill()
-        idle = float("inf")
+        idle = math.inf
         if before == idle > self.planned[index]:
             self.begun[index] = self.now
         elif before < idle == self.planned[index]:
@@ -297,5 +302,6 @@ def simulate(setup: Setup, steps: int = 0) -> Prediction:
         lags=dict(sorted(lags.items())),
         preempted=(sum(e.preempted for e in run.engines) - sum(b[2] for b in before)) / steps,
         running=decoded / max(busy, 1e-9),
+        publish_seconds=setup.training.publish_seconds(setup.servers),
         spans=run.spans,
     )

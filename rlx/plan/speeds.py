@@ -42,6 +42,7 @@ class ServerSpeed:
     tensor: int
     calibration: Calibration
     memory: float = 0.85  # share of a GPU's memory for weights and KV cache
+    factor: float = 1.0  # seconds that were measured for one that is computed here
 
     @cached_property
     def weights(self) -> int:
@@ -69,6 +70,11 @@ class ServerSpeed:
         """Share of the weights that a token's products read: idle experts are not."""
         return min(1.0, self._token_flops / (2 * params.count(self.model)))
 
+    @cached_property
+    def _reached(self) -> float:
+        """FLOP/s that products reach on one GPU."""
+        return self.card.flops * self.calibration.flops
+
     def decode_seconds(self, running: float, context: float) -> float:
         """Return seconds of a decode step: one token for each of `running` sequences.
 
@@ -76,18 +82,19 @@ class ServerSpeed:
           context: tokens of all their contexts together.
         """
         c = self.calibration
-        compute = self._token_flops * running / (self.card.flops * c.flops)
+        compute = self._token_flops * running / self._reached
         # Sequences choose their experts independently; together they read more of them.
         read = 1 - (1 - self._read) ** running
         moved = (self.weights * read + context * self.kv_bytes) / (
             self.card.bandwidth * c.bandwidth
         )
         reduced = 2 * self.model.num_layers * c.reduce * (self.tensor > 1)
-        return max(compute, moved) / self.tensor + c.step + c.sequence * running + reduced
+        seconds = max(compute, moved) / self.tensor + c.step + c.sequence * running + reduced
+        return self.factor * seconds
 
     def prefill_seconds(self, tokens: float) -> float:
         """Return seconds to compute the KV cache of `tokens` tokens."""
-        return tokens * self._token_flops / (self.card.flops * self.calibration.flops * self.tensor)
+        return self.factor * tokens * self._token_flops / (self._reached * self.tensor)
 
     def load_seconds(self) -> float:
         """Return seconds for which a server stops to take new weights that lie in host memory."""
@@ -106,6 +113,7 @@ class TrainerSpeed:
     forwards: float = 1.0
     recomputed: float = 1.0  # share of the forward pass that the backward pass computes again
     updates: int = 1  # optimizer steps of a batch
+    factor: float = 1.0  # seconds that were measured for one that is computed here
 
     def seconds(self, lengths: np.ndarray) -> float:
         """Return seconds of a batch of trajectories; lengths: [N], prompt and answer, tokens."""
@@ -114,7 +122,8 @@ class TrainerSpeed:
         reached = c.mfu * each / (each + c.half)
         passes = 3 + self.forwards + self.recomputed
         flops = passes * params.forward_flops(self.model, lengths)
-        return flops / (self.gpus * self.card.flops * reached) + self.updates * c.update
+        seconds = flops / (self.gpus * self.card.flops * reached) + self.updates * c.update
+        return self.factor * seconds
 
     def publish_seconds(self, servers: int) -> float:
         """Return seconds from a finished update to the last server's confirmation."""

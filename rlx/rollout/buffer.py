@@ -43,16 +43,18 @@ groups that are due, or for its own publish.
 prompts admitted first: synchronous training in admission order.
 """
 
-import bisect
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
 
 from rlx.base import Group
 from rlx.rollout.staleness import Limits, StalenessViolation
 
+_group_id = attrgetter("group_id")
 Counts = tuple[tuple[int, int], ...]  # (version, groups), ascending versions, groups ≥ 1
-Entry = tuple[int, int, Group]  # oldest version, group_id (unique), the group
+# A persistent list, newest first: a buffer shares all but its own last group with the one before.
+Chain = tuple[Group, "Chain"] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,21 +63,21 @@ class Buffer:
 
     live: Counts = ()  # by the version of their admission
     finished: Counts = ()  # by the version of their oldest token
-    groups: tuple[Entry, ...] = ()  # the finished ones, by deadline
+    groups: Mapping[int, Chain] = field(default_factory=dict)  # the finished ones, likewise
 
     @property
     def num_finished(self) -> int:
         return sum(count for _, count in self.finished)
 
 
-def admit(buffer: Buffer, version: int) -> Buffer:
-    """Record that a prompt starts at published version `version`."""
-    return replace(buffer, live=_add(buffer.live, version, 1))
+def admit(buffer: Buffer, version: int, count: int = 1) -> Buffer:
+    """Record that `count` prompts start at published version `version`."""
+    return Buffer(_add(buffer.live, version, count), buffer.finished, buffer.groups)
 
 
 def withdraw(buffer: Buffer, version: int) -> Buffer:
     """Record that a live prompt admitted at `version` was rejected or failed."""
-    return replace(buffer, live=_add(buffer.live, version, -1))
+    return Buffer(_add(buffer.live, version, -1), buffer.finished, buffer.groups)
 
 
 def finish(buffer: Buffer, version: int, group: Group) -> Buffer:
@@ -138,15 +140,20 @@ def take(buffer: Buffer, step: int, limits: Limits) -> tuple[Buffer, list[Group]
     """Remove and return batch `step`: the B finished groups due first, sorted by group_id."""
     if not ready(buffer, step, limits):
         raise StalenessViolation(f"batch {step} was taken before it was ready")
-    due, rest = buffer.groups[: limits.batch_prompts], buffer.groups[limits.batch_prompts :]
-    counts = buffer.finished
-    for version, _, _ in due:
-        counts = _add(counts, version, -1)
-    batch = sorted((group for *_, group in due), key=lambda g: g.group_id)
+    batch: list[Group] = []
+    counts, rest = buffer.finished, dict(buffer.groups)
+    for version in sorted(rest):
+        if wanted := limits.batch_prompts - len(batch):
+            due = sorted(_listed(rest.pop(version)), key=_group_id)
+            batch += due[:wanted]
+            counts = _add(counts, version, -len(due[:wanted]))
+            for group in due[wanted:]:
+                rest[version] = group, rest.get(version)
+    batch.sort(key=_group_id)
     if limits.max_staleness < math.inf:  # an evaluation takes tokens of any version
         for group in batch:
             _check_lag(group, step, limits)
-    return replace(buffer, finished=counts, groups=rest), batch
+    return Buffer(buffer.live, counts, rest), batch
 
 
 def fits(buffer: Buffer, step: int, limits: Limits) -> bool:
@@ -156,7 +163,13 @@ def fits(buffer: Buffer, step: int, limits: Limits) -> bool:
 
 def groups(buffer: Buffer) -> list[Group]:
     """Return the finished, unconsumed groups, sorted by group_id."""
-    return sorted((group for *_, group in buffer.groups), key=lambda g: g.group_id)
+    return sorted((g for chain in buffer.groups.values() for g in _listed(chain)), key=_group_id)
+
+
+def _listed(chain: Chain) -> Iterator[Group]:
+    while chain:
+        group, chain = chain
+        yield group
 
 
 def _feasible(buffer: Buffer, taken: int, step: int, limits: Limits) -> bool:
@@ -191,9 +204,8 @@ def _check_lag(group: Group, step: int, limits: Limits) -> None:
 
 
 def _put(buffer: Buffer, oldest: int, group: Group) -> Buffer:
-    entries = list(buffer.groups)
-    bisect.insort(entries, (oldest, group.group_id, group))
-    return replace(buffer, finished=_add(buffer.finished, oldest, 1), groups=tuple(entries))
+    groups = {**buffer.groups, oldest: (group, buffer.groups.get(oldest))}
+    return Buffer(buffer.live, _add(buffer.finished, oldest, 1), groups)
 
 
 def _add(counts: Counts, version: int, change: int) -> Counts:

@@ -65,11 +65,11 @@ def full(state: Staleness, limits: Limits) -> bool:
     return state.accepted >= _wanted(state.consumed, limits)
 
 
-def admit(state: Staleness, limits: Limits) -> Staleness:
-    """Record that a prompt starts at the current version."""
-    if capacity(state, limits) < 1:
-        raise StalenessViolation(f"admitted a prompt without capacity: {state}, {limits}")
-    return replace(state, running=state.running + 1, admitted=state.admitted + 1)
+def admit(state: Staleness, limits: Limits, count: int = 1) -> Staleness:
+    """Record that `count` prompts start at the current version."""
+    if capacity(state, limits) < count:
+        raise StalenessViolation(f"admitted {count} without capacity: {state}, {limits}")
+    return replace(state, running=state.running + count, admitted=state.admitted + count)
 
 
 def end(state: Staleness, outcome: str) -> Staleness:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 from ml_collections import ConfigDict
@@ -11,7 +12,9 @@ from rlx.base import UserError
 from rlx.config import default
 from rlx.doctor import machine
 from rlx.launch import allocation
+from rlx.system.jsonl import read_json
 from rlx.train.hosts import Cluster
+from rlx.train.train_options import AUTO
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _JAX_MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -24,12 +27,22 @@ class GpuShares(NamedTuple):
     trainer: tuple[str, ...]
 
 
-def apply_allocation(config: ConfigDict, trains: bool = True) -> ConfigDict:
-    """Return `config` with the keys that its `allocation_mode` sets; UserError if they clash."""
+def apply_allocation(
+    config: ConfigDict, trains: bool = True, workdir: Path | None = None
+) -> ConfigDict:
+    """Return `config` with the keys that its `allocation_mode` sets; UserError if they clash.
+
+    `auto` is what the run in `workdir` began with, or the fastest plan for the GPUs here.
+    """
     if not (text := config.allocation_mode):
         return config
-    parsed, usual = allocation.parse(text), default()
     config = config.copy_and_resolve_references()
+    if text == AUTO:
+        begun = read_json(workdir / "config.json") if workdir else {}
+        text = begun.get("allocation_mode", "") if begun else _choose(config, trains, workdir)
+        config.allocation_mode = text
+        return apply_allocation(config, trains)
+    parsed, usual = allocation.parse(text), default()
     served = any(not part.trains for part in parsed.parts)
     if served and config.fleet.addresses:
         raise UserError(
@@ -54,6 +67,27 @@ def apply_allocation(config: ConfigDict, trains: bool = True) -> ConfigDict:
         config.fleet.gpu_memory = config.fleet.gpu_memory or allocation.SHARED_MEMORY
     config.allocation_mode = str(parsed)
     return config
+
+
+def _choose(config: ConfigDict, trains: bool, workdir: Path | None) -> str:
+    """Return the fastest allocation for the GPUs here, "" without any."""
+    here, scheduler = gpus(), config.scheduler
+    if scheduler.type != "local":
+        count = scheduler.nodes * scheduler.gpus_per_node
+        raise UserError(
+            f"allocation_mode=auto with scheduler.type={scheduler.type}: the kind of the GPUs is "
+            f"not known here; set what `rlx plan --gpus={count} --gpu=h100` prints"
+        )
+    if here and not trains:
+        raise UserError(
+            "allocation_mode=auto plans a training run; evaluate with allocation_mode="
+            f"vllm:d{len(here)}+eval"
+        )
+    if not here:
+        return ""
+    from rlx.run import plan_run  # which imports this module
+
+    return plan_run.choose(config, machine.gpu_kind(), len(here), workdir)
 
 
 def share(config: ConfigDict, gpus: Sequence[str], processes: int = 0) -> GpuShares | None:

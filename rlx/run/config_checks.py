@@ -25,6 +25,7 @@ from rlx.model import params as parameters
 from rlx.model.mesh import WEIGHTS, check_devices, mesh_axes, num_row_shards
 from rlx.model.model_config import ModelConfig
 from rlx.run.inputs import Missing, prepare
+from rlx.run.plan_run import judge_idle
 from rlx.run.precision import decide
 from rlx.run.room_options import sizes_of
 from rlx.system.jsonl import read_jsonl
@@ -65,6 +66,8 @@ def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterat
             yield judge_attention(config.model.compute_dtype, metadata.version("jax"))
         if inputs.algorithm.data == "rollouts":
             yield judge_staleness(config, sizes.group)
+            if config.allocation_mode and (idle := judge_idle(config, machine.gpu_kind())):
+                yield idle
         if inputs.algorithm.needs_proximal_pass(config.train.minibatches):
             what = "one more forward pass per batch (algorithm.proximal=recompute)"
             yield Finding("config", "proximal", "ok", what)

@@ -22,6 +22,7 @@ from rlx.cli.command import say
 from rlx.cli.key_names import embedded, meant, unknown_key
 from rlx.config import default, leaves, with_environment
 from rlx.launch import allocation
+from rlx.train.train_options import AUTO
 
 
 def parse(
@@ -44,7 +45,7 @@ def parse(
         config, values = _read(argv, config_needed, switches or {}, strings)
     if config:
         with_environment(config)
-    if config and config.get("allocation_mode"):
+    if config and config.get("allocation_mode") not in (None, "", AUTO):
         try:
             allocation.parse(config.allocation_mode)
         except UserError:

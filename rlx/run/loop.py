@@ -94,8 +94,9 @@ def run(
       UserError: the config, inputs, servers or storage cannot work. The failure that exhausted
         the rollouts' budget is raised unchanged.
     """
-    config = with_environment(apply_allocation(config.copy_and_resolve_references()))
+    config = with_environment(config.copy_and_resolve_references())
     workdir = Path(workdir)
+    config = apply_allocation(config, workdir=workdir)
     check(config)
     forget_edited()
     keep_freed_memory()

@@ -1,20 +1,27 @@
 """Plan a run from its config: what `python -m rlx.plan` prints."""
 
 import dataclasses
+import json
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from rlx.base import UserError
+from rlx.cli.command import say
 from rlx.cli.text import aligned, size
-from rlx.doctor.gpu_cards import CARDS, Card
+from rlx.doctor import gpu_cards
+from rlx.doctor.findings import Finding
+from rlx.doctor.gpu_cards import CARDS, CPU, Card
 from rlx.launch import allocation
+from rlx.launch.allocation import Allocation
 from rlx.model import directory
+from rlx.observe.report_speed import measured_phases
 from rlx.observe.timeline import Timeline
 from rlx.plan import search
 from rlx.plan.lengths import Lengths
@@ -23,9 +30,12 @@ from rlx.plan.simulate import Prediction
 from rlx.rollout.staleness import Limits
 from rlx.run.replay_run import Recorded, changes
 from rlx.run.room_options import RunOptions, sizes_of
+from rlx.system.jsonl import jsonable, write_atomically
 from rlx.train.train_options import AUTO
 
 IDLE = 0.3  # of one side, above which another split is named
+RECENT = 32  # batches of a run whose lengths are read
+_FASTER = 0.97  # seconds of a changed setting that is worth a line, for one of now
 _HEADER = (
     "allocation_mode",
     "tokens/s/GPU",
@@ -48,11 +58,32 @@ class PlanRequest:
 
     @classmethod
     def of(cls, config: ConfigDict, values: Any, workdir: Path | None) -> "PlanRequest":
-        """Return the question; UserError if the run is unreadable."""
-        run = Recorded(workdir) if workdir else None
-        if run:
-            config = run.config(max(run.batches.groups) + 1)
-        return cls(config, values, CARDS[values.gpu], int(values.gpus), run)
+        """Return the question; UserError if the run is unreadable, or its GPUs are unknown."""
+        if workdir is None:
+            return cls(config, values, CARDS[values.gpu], int(values.gpus), None)
+        run = Recorded(workdir)
+        last = max(run.batches.groups) + 1
+        config, mode = run.config(last), run.config(last).allocation_mode
+        place = run.start(last).get("environment", {})
+        there, card = place.get("devices", ""), CARDS.get(values.gpu)
+        if there.endswith("cpu") and not card:
+            return cls(config, values, CPU, place["cores"], run)
+        card = card or gpu_cards.named(there)
+        count = int(values.gpus or (allocation.parse(mode).gpus if mode else 0))
+        if card is None or not count:
+            raise UserError(
+                f"{workdir} ran on {there or 'unknown devices'} without allocation_mode; give GPUs "
+                "to plan for, such as --gpus=8 --gpu=h100"
+            )
+        return cls(config, values, card, count, run)
+
+    def own(self, work: Workload) -> Allocation | None:
+        """Return the allocation that a run measured, on a CPU with the servers of `work`."""
+        if work.cores:
+            return allocation.parse(f"jax:d{max(1, work.sizes.num_servers)}+jax:f1")
+        mode = self.config.allocation_mode if self.run else ""
+        found = allocation.parse(mode) if mode else None
+        return found if found and len(found.parts) == 2 and found.gpus == self.gpus else None
 
     def workload(self, changed: Mapping[str, Any]) -> Workload:
         """Return the workload of the config with some keys changed."""
@@ -60,7 +91,7 @@ class PlanRequest:
         config.update_from_flattened_dict(changed)
         config.model.update(compute_dtype=config.model.compute_dtype.replace(AUTO, "bfloat16"))
         options = RunOptions.of(config)
-        path = directory.resolve(config.model.path)
+        path = directory.resolve(config.model.path, weights=False)
         model = directory.load_config(path).within(options.context)
         sizes = sizes_of(config, model)
         algorithm = sizes.train.algorithm
@@ -78,20 +109,21 @@ class PlanRequest:
             config.fleet.slots,
             algorithm.needs_proximal_pass(sizes.train.minibatches) + algorithm.needs_reference,
             config.trainer, self._number("tool_seconds", 0.0),
-            config.fleet.kv_on_update != "keep",
+            config.fleet.kv_on_update != "keep", cores=self.gpus * (self.card is CPU),
         )  # fmt: skip
 
     @cached_property
     def _recorded(self) -> tuple[list[float], list[float]]:
         """Tokens of the prompts and of the answers of the run, if there is one."""
         run = self.run
-        groups = [g for s in run.batches.groups for g in run.groups(s + 1)] if run else []
+        steps = sorted(run.batches.groups)[-RECENT:] if run else []
+        groups = [g for s in steps for g in run.groups(s + 1)] if run else []
         masks = [t.loss_mask for group in groups for t in group.trajectories]
         answers = [float(mask.sum()) for mask in masks]
         return [len(m) - n for m, n in zip(masks, answers, strict=True)], answers
 
     def _number(self, flag: str, default: float) -> float:
-        text = getattr(self.values, flag)
+        text = getattr(self.values, flag, "")
         try:
             number = float(text) if text else default
         except ValueError:
@@ -102,20 +134,88 @@ class PlanRequest:
 
     def plans(self, work: Workload) -> list[SplitPlan]:
         """Return plans, fastest first: of --allocation, or the best ones."""
+        if (own := self.own(work)) and work.cores:
+            return [search.plan(work, own)]
         if not self.values.allocation:
             return search.best(work, self.gpus)
         found = allocation.parse(self.values.allocation)
+        why = ""
         if len(found.parts) != 2 or found.gpus != self.gpus:
-            raise UserError(
-                f"--allocation={found} has {found.gpus} GPUs and {len(found.parts)} parts; give "
-                f"servers and a trainer of --gpus={self.gpus} together"
-            )
-        if not search.fits(work, found):
-            raise UserError(
-                f"--allocation={found} does not fit GPUs of {size(self.card.memory)}: the trainer "
-                f"has {size(work.trainer_bytes(found))} on each; leave the flag out to find others"
-            )
+            why = f"has {found.gpus} GPUs and {len(found.parts)} parts, not servers and a trainer "
+            why += f"of --gpus={self.gpus} together"
+        elif not search.fits(work, found):
+            why = f"does not fit GPUs of {size(self.card.memory)}: the trainer has "
+            why += f"{size(work.trainer_bytes(found))} on each"
+        if why:
+            best = search.best(work, self.gpus)[0]
+            raise UserError(f"--allocation={found} {why}; the best that fits is {best.allocation}")
         return [search.plan(work, found)]
+
+
+def choose(config: ConfigDict, kind: str, gpus: int, workdir: Path | None) -> str:
+    """Return the fastest allocation for `gpus` GPUs of this name, "" if nothing is generated.
+
+    Says which and why, and writes plan.json into `workdir`. UserError if none fits.
+    """
+    card = gpu_cards.named(kind)
+    if card is None:
+        usual = f"vllm:d{gpus - 1}+{config.trainer}:f1" if gpus > 1 else "vllm:d1|jax:f1"
+        raise UserError(
+            f"allocation_mode=auto: the GPU {kind!r} is unknown; set it, such as {usual}"
+        )
+    asked = PlanRequest(config, None, card, gpus, None)
+    work = asked.workload({})
+    if work.sizes.train.algorithm.data != "rollouts":
+        return ""
+    best, *others = search.best(work, gpus)
+    found, which = best.prediction, f"allocation_mode=auto: {best.allocation}"
+    why = f"{found.step_seconds:.3g} s a step on {gpus} × {card.kind} by the plan, {_idle(best)}"
+    for other in others[:1]:
+        why += f"; next {other.allocation} with {other.prediction.step_seconds:.3g} s"
+    if config.cluster.process < 1:  # others follow
+        say(f"{which}, {why}")
+        if workdir:
+            _write(best, workdir)
+    return str(best.allocation)
+
+
+def judge_idle(config: ConfigDict, kind: str) -> Finding | None:
+    """Return the doctor's row of the waiting that an allocation leads to; None without a plan.
+
+    GPUs of an unknown `kind` count as H100s, which changes seconds more than shares.
+    """
+    mode = config.allocation_mode
+    found, card = allocation.parse(mode), gpu_cards.named(kind) or CARDS["h100"]
+    work = PlanRequest(config, None, card, found.gpus, None).workload({})
+    if len(found.parts) != 2 or not search.fits(work, found):
+        return None
+    own = search.plan(work, found)
+    what = f"{_idle(own)} with {mode} on {found.gpus} × {card.kind}, by the plan"
+    if _longest_idle(own) <= IDLE:
+        return Finding("config", "plan", "ok", what)
+    remedy = "no split avoids it: raise rollout.max_staleness, and rollout.max_concurrent_rollouts"
+    for plan in search.best(work, found.gpus):  # fastest first
+        if _longest_idle(plan) <= IDLE:
+            step, before = plan.prediction.step_seconds, own.prediction.step_seconds
+            remedy = f"set allocation_mode={plan.allocation}: {_idle(plan)}, "
+            remedy += f"{step:.3g} s a step in place of {before:.3g}"
+            break
+    return Finding("config", "plan", "warning", what, remedy)
+
+
+def _longest_idle(plan: SplitPlan) -> float:
+    return max(plan.prediction.trainer_idle, plan.prediction.servers_idle)
+
+
+def _idle(plan: SplitPlan) -> str:
+    found = plan.prediction
+    return f"trainer idle {found.trainer_idle:.0%}, servers idle {found.servers_idle:.0%}"
+
+
+def _write(plan: SplitPlan, workdir: Path) -> None:
+    """Write what is expected of a run into its directory, for its report."""
+    record = {"allocation": str(plan.allocation), "seconds": plan.seconds}
+    write_atomically(workdir / "plan.json", json.dumps(jsonable(record)).encode())
 
 
 def lines(asked: PlanRequest) -> Iterator[str]:
@@ -124,7 +224,22 @@ def lines(asked: PlanRequest) -> Iterator[str]:
     settings = [f"--config.{key}={value}" for value in wanted.split(",")] if key else []
     work = asked.workload({})
     yield _workload_line(asked, work)
-    header = (_HEADER[0], f"step s ±{work.calibration.error:.0%}", *_HEADER[1:])
+    own = asked.own(work) if asked.run else None
+    if asked.run:
+        measured = measured_phases([record for _, record in sorted(asked.run.metrics.items())])
+        yield _measured(asked.run, measured)
+        own = own if {"generate", "train"} <= measured.keys() else None
+        if own:
+            if not (work.cores or (asked.run.workdir / "plan.json").exists()):
+                _write(search.plan(work, own), asked.run.workdir)
+            work = search.refit(work, own, measured)
+            serve, train = work.factors
+            yield (
+                f"refitted: servers take {serve:.3g} and the trainer {train:.3g} times the seconds "
+                "of their data sheets, and the plans below count on that"
+            )
+    error = "" if own else f" ±{work.calibration.error:.0%}"
+    header = (_HEADER[0], f"step s{error}", *_HEADER[1:])
     if settings:
         if asked.values.explain or asked.values.timeline or asked.values.dollars:
             raise UserError(
@@ -133,21 +248,22 @@ def lines(asked: PlanRequest) -> Iterator[str]:
             )
         rows = []
         for setting in settings:
-            found = asked.plans(asked.workload(changes(asked.config, [setting])))[0]
+            changed = asked.workload(changes(asked.config, [setting]))
+            found = asked.plans(dataclasses.replace(changed, factors=work.factors))[0]
             rows.append((setting.partition("=")[2], *_row(found)))
         yield from aligned([(key, *header), *rows])
         return
     plans = asked.plans(work)
     yield from aligned([header, *map(_row, plans)])
     yield from _advice(plans[0])
+    if own:
+        yield _change(asked, work, own, plans[0])
     if asked.values.dollars:
         price = asked._number("dollars", 0.0) * asked.gpus / 3600 * plans[0].prediction.step_seconds
         yield f"a step costs {price:.3g} dollars, {asked.config.total_steps} steps "\
               f"{price * asked.config.total_steps:,.0f}"  # fmt: skip
     if asked.values.explain:
         yield from _terms(work, plans[0])
-    if asked.run:
-        yield _measured(asked.run)
     if asked.values.timeline:
         timeline = Timeline()
         for process, name, start, end in plans[0].prediction.spans:
@@ -222,12 +338,28 @@ def _terms(work: Workload, plan: SplitPlan) -> Iterator[str]:
     )
 
 
-def _measured(run: Recorded) -> str:
+def _measured(run: Recorded, measured: Mapping[str, float]) -> str:
     """Return the measured seconds of a run, for comparison."""
-    steps = [record for _, record in sorted(run.metrics.items())][1:] or [*run.metrics.values()]
-    seconds = [record["step_seconds"] for record in steps]
-    waits = sum(record["seconds"].get("wait", 0.0) for record in steps) / sum(seconds)
-    return (
-        f"measured in {run.workdir}: {statistics.median(seconds):.3g} s a step, trainer idle "
-        f"{waits:.0%}, on the machine of its environment.json"
-    )
+    step, more = measured["step"], ""
+    for phase, who in (("train", "trainer"), ("generate", "servers")):
+        more += f", {who} idle {max(0.0, 1 - measured.get(phase, step) / step):.0%}"
+    return f"measured in {run.workdir}: {step:.3g} s a step{more}"
+
+
+def _change(asked: PlanRequest, work: Workload, own: Allocation, best: SplitPlan) -> str:
+    """Return the change of a run that makes its steps shortest, by the refitted plan."""
+    limits = work.limits
+    now = search.plan(work, own).prediction.step_seconds
+    found = {f"allocation_mode={best.allocation}": best.prediction.step_seconds}
+    for key, value in {
+        "rollout.max_staleness": int(limits.max_staleness) + 1,
+        "rollout.max_concurrent_rollouts": 2 * limits.concurrency,
+        **({"fleet.num_servers": work.sizes.num_servers + 1} if work.cores else {}),
+    }.items():
+        changed = dataclasses.replace(asked.workload({key: value}), factors=work.factors)
+        plan = search.plan(changed, asked.own(changed) or own)
+        found[f"{key}={value}"] = plan.prediction.step_seconds
+    setting, seconds = min(found.items(), key=itemgetter(1))
+    if seconds > _FASTER * now:
+        return f"nothing to change: {own} takes {now:.3g} s a step, and no setting tried is faster"
+    return f"change {setting}: {seconds:.3g} s a step in place of {now:.3g} s with {own}"

@@ -358,3 +358,16 @@ def test_a_distillation_shows_its_distance_to_the_teacher_and_what_the_teacher_d
     _, text = report(tmp_path)
     for part in ("Distance to the anchor", "teacher 0", "score 60 %"):
         assert part in text, part
+
+
+def test_planned_seconds_are_next_to_measured_ones(make_run, tmp_path):
+    run = make_run(tmp_path / "run", steps=6)
+    assert "Planned and measured" not in report(run)[1]
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    train = sum(r["seconds"]["train"] for r in records[1:]) / 5  # the first step compiles
+    plan = {"step": 1.0, "train": train + 2.5, "wait": 0.2, "generate": 0.5}
+    (run / "plan.json").write_text(json.dumps({"allocation": "vllm:d7+jax:f1", "seconds": plan}))
+    _, text = report(run)
+    assert "they differ most in train, by 2.50 s; the plan was vllm:d7+jax:f1" in text
+    assert f"train {train + 2.5:.2f} s planned, {train:.2f} s measured" in text
+    assert "wait 0.20 s planned" in text

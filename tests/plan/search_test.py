@@ -5,9 +5,15 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+from rlx.base import Group, Trajectory
+from rlx.config import default
+from rlx.journal.journal import Journal
 from rlx.launch import allocation
+from rlx.run.room_options import as_json
+from rlx.system.jsonl import append_jsonl
 
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 152064,
@@ -77,6 +83,7 @@ def test_a_key_is_varied(model):
         (["--gpus=0", "--gpu=h100"], "--gpus='0' is not a number from 1"),
         (["--gpus=1", "--gpu=h100"], r"do not fit 1 × .*; 8 do: --gpus=8, vllm"),
         (["--gpus=8", "--gpu=h100", "--allocation=vllm:d4+jax:f8"], "has 12 GPUs"),
+        (["--gpus=8", "--gpu=h100", "--allocation=jax:f8"], "1 parts.*that fits is vllm:d"),
         (["--gpus=8", "--gpu=h100", "--allocation=vllm:d7+jax:f1"], "does not fit GPUs of 85 GB"),
         (["--gpus=8", "--gpu=h100", "--explain", "--what_if=seed=1"], "leave one of them out"),
         (["--gpus=8", "--gpu=h100", "--answer_tokens=9000"], "give a mean between"),
@@ -87,3 +94,88 @@ def test_bad_input_is_one_line(model, flags, line):
     error = plan(model, *flags, status=2)
     assert re.search(line, error)
     assert len(error.strip().splitlines()) == 1
+
+
+def a_run(workdir, model, seconds, mode="vllm:d1+jax:f7", devices="8 × NVIDIA H100 80GB HBM3"):
+    """A recorded run of four steps, whose answers have 300 tokens."""
+    config = default()
+    changes = {
+        "model.path": str(model), "rollout.batch_prompts": 4, "sampling.n_samples": 2,
+        "sampling.max_new_tokens": 8192, "data.max_prompt_tokens": 512,
+        "rollout.max_concurrent_rollouts": 64, "allocation_mode": mode,
+    }  # fmt: skip
+    config.update_from_flattened_dict(changes)
+    journal = Journal(workdir / "journal", 0, 1 << 20)
+    journal.append("start", {"order": 0})
+    mask = np.arange(400) >= 100
+    for step in range(4):
+        ids = range(4 * step, 4 * step + 4)
+        for i in ids:
+            made = [
+                Trajectory(np.zeros(400, np.int32), mask, np.zeros(400, np.float32),
+                           np.where(mask, step, -1).astype(np.int32), 0.0, "stop", f"{i}.{k}")
+                for k in range(2)
+            ]  # fmt: skip
+            journal.append("group", {"group_id": i}, Group(i, tuple(made)))
+        journal.append("take", {"step": step, "groups": [*ids]})
+        append_jsonl(workdir / "metrics.jsonl", {"step": step + 1, "start": 0, **seconds})
+    journal.close()
+    there = {"devices": devices, "cores": 2}
+    append_jsonl(
+        workdir / "starts.jsonl",
+        {"start": 0, "step": 0, "config": as_json(config), "environment": there},
+    )
+
+
+def test_a_run_is_refitted_and_the_change_is_named(model, tmp_path):
+    workdir = tmp_path / "run"
+    a_run(workdir, model, {"step_seconds": 40.0, "seconds": {"train": 10.0, "wait": 30.0},
+                           "server_busy_seconds": 40.0, "publish_seconds": 1.0})  # fmt: skip
+    command = [sys.executable, "-m", "rlx.plan"]
+    done = subprocess.run([*command, str(workdir)], capture_output=True, text=True, timeout=120)
+    out = done.stdout
+    assert done.returncode == 0, out + done.stderr
+    assert "8 × NVIDIA H100 80GB HBM3: 4 prompts × 2 answers" in out
+    assert "prompts of 100 tokens, answers of 300 (measured)" in out
+    assert "40 s a step, trainer idle 75%, servers idle 0%" in out
+    factors = re.search(r"servers take (\S+) and the trainer (\S+) times", out)
+    assert float(factors[1]) > 5
+    assert float(factors[2]) > 1.2
+    # Eight short answers leave a server nearly empty: more of them at one time help most.
+    change = re.search(r"change rollout.max_staleness=3: (\S+) s .* of (\S+) s with vllm:d1", out)
+    assert float(change[1]) < 0.9 * float(change[2])
+    assert float(change[2]) == pytest.approx(40, rel=0.1), "the refitted plan is the run"
+    plan = json.loads((workdir / "plan.json").read_text())
+    assert plan["allocation"] == "vllm:d1+jax:f7"
+    assert plan["seconds"]["generate"] < 10, "by the data sheet"
+
+
+def test_a_run_on_an_unknown_device_is_one_line(model, tmp_path):
+    a_run(tmp_path / "run", model, {"step_seconds": 1.0, "seconds": {}}, "", "8 × TPU v5")
+    command = [sys.executable, "-m", "rlx.plan", f"--run={tmp_path / 'run'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: .* ran on 8 × TPU v5.*; give GPUs .*\n", done.stderr)
+
+
+def test_a_run_on_cpus_predicts_other_settings(model, tmp_path):
+    seconds = {"step_seconds": 60.0, "seconds": {"train": 12.0, "wait": 48.0},
+               "server_busy_seconds": 60.0, "publish_seconds": 1.0}  # fmt: skip
+    a_run(tmp_path / "run", model, seconds, "", "1 × cpu")
+    command = [sys.executable, "-m", "rlx.plan", str(tmp_path / "run")]
+    rows = {}
+    for setting in ("fleet.num_servers=1,2", "rollout.max_staleness=0,2"):
+        done = subprocess.run(
+            [*command, f"--what_if={setting}"], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        for row in re.findall(r"^\d +jax.*", done.stdout, re.MULTILINE):
+            value, allocated, step, _, waits, *_ = row.split()
+            rows[setting[:8], int(value)] = allocated, float(step), waits
+    assert rows["fleet.nu", 1][0] == "jax:d1+jax:f1"
+    assert rows["fleet.nu", 1][1] == pytest.approx(60, rel=0.1), "the refitted plan is the run"
+    # Two servers share the core that the trainer leaves them.
+    assert rows["fleet.nu", 2][1] > 0.8 * rows["fleet.nu", 1][1]
+    assert rows["rollout.", 0][1] > 1.2 * rows["rollout.", 2][1]
+    assert rows["rollout.", 0][2] != "0%"
+    assert not (tmp_path / "run/plan.json").exists(), "a CPU has no data sheet"

@@ -110,10 +110,11 @@ def test_idle_experts_are_not_read_by_one_sequence_but_by_many():
 
 
 @pytest.mark.slow
-def test_a_thousand_servers_with_sixteen_thousand_prompts_take_less_than_a_minute():
+def test_ten_thousand_gpus_with_a_hundred_thousand_live_prompts_take_a_minute():
     begun = time.process_time()
-    spread = tuple(np.geomspace(1000, 64_000, 256))
-    found = simulate(make(eta=3, servers=1000, prompts=4_000, n=8, slots=1024, lengths=spread,
-                          training=600.0), 2)  # fmt: skip
+    spread = tuple(np.geomspace(1000, 64_000, 256))  # a batch of 25,000 is live, and three more
+    found = simulate(make(eta=3, servers=7_500, prompts=25_000, n=8, slots=1024, lengths=spread,
+                          training=100.0), 2)  # fmt: skip
     assert max(found.lags) <= 3
-    assert time.process_time() - begun < 60
+    assert found.step_seconds == pytest.approx(185, rel=0.05)  # as of a tenth of all numbers
+    assert time.process_time() - begun < 180  # a third of it on an idle core

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -361,3 +362,28 @@ def test_events_at_ten_thousand_live_prompts_do_not_scan_them():
         seen += [g.group_id for g in batch]
     assert seen == list(range(10_000))
     assert time.process_time() - started < 20.0
+
+
+def test_a_buffer_is_a_value_that_finishing_and_taking_do_not_change():
+    limits = Limits(2, 2, 10)
+    before = buffers.admit(fill(limits, 3, [0, 1, 1]), 1, 2)
+    with_8, with_9 = (buffers.finish(before, 1, make_group(i, [1])) for i in (8, 9))
+    assert [g.group_id for g in buffers.groups(with_8)] == [0, 1, 2, 8]
+    assert [g.group_id for g in buffers.groups(with_9)] == [0, 1, 2, 9]
+    rest, batch = buffers.take(with_9, 1, limits)
+    assert [g.group_id for g in batch] == [0, 1]
+    assert [g.group_id for g in buffers.groups(rest)] == [2, 9]
+    assert [g.group_id for g in buffers.groups(with_9)] == [0, 1, 2, 9]
+    assert [g.group_id for g in buffers.groups(before)] == [0, 1, 2]
+
+
+def test_finishing_a_group_copies_none_of_the_others():
+    """A tuple of them would take 40 kB for each group, and hours for 100,000."""
+    buffer, group = fill(Limits(1, 4, 10), 5_000), make_group(9_999, [0])
+    buffer = buffers.admit(buffer, 0)
+    tracemalloc.start()
+    kept = buffers.finish(buffer, 0, group)
+    used = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert kept.num_finished == 5_001
+    assert used < 4_000

@@ -1,18 +1,21 @@
 """An allocation decides a run's keys, and which GPUs its servers and its trainer see."""
 
+import json
 import os
+import re
 import sys
 
 import pytest
 
 from configs import arithmetic
 from rlx.base import UserError
-from rlx.doctor import machine, packages
+from rlx.doctor import gpu_cards, machine, packages
 from rlx.doctor.machine import Devices
 from rlx.engines import options
 from rlx.evaluation.sample_files import Asked
+from rlx.launch import allocation
 from rlx.launch.local import CpuPlan, LocalServers
-from rlx.run import allocate, loop, score_models
+from rlx.run import allocate, loop, plan_run, score_models
 from rlx.run.room_options import RunOptions
 from rlx.run.run_checks import findings
 
@@ -156,3 +159,90 @@ def test_a_dry_run_shows_who_has_which_gpus(monkeypatch, tmp_path):
     found = findings(config, tmp_path, every_extra=False)
     row = next(row for row in found if row.level != "ok" and row.name == "allocation")
     assert "this one has 2" in row.found
+
+
+@pytest.fixture
+def eight_h100(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    monkeypatch.setattr(machine, "gpu_kind", lambda: "NVIDIA H100 80GB HBM3")
+
+
+def test_auto_takes_the_fastest_plan_for_the_gpus_here_and_keeps_it(
+    eight_h100, monkeypatch, tmp_path, capsys
+):
+    config = allocate.apply_allocation(config_of("auto"), workdir=tmp_path)
+    parsed = allocation.parse(config.allocation_mode)
+    assert parsed.gpus == 8
+    assert config.fleet.num_servers == parsed.parts[0].sizes.get("d", 1)
+    said = capsys.readouterr().out
+    assert f"allocation_mode=auto: {parsed}, " in said
+    assert "next vllm:d" in said
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["allocation"] == str(parsed)
+    assert plan["seconds"]["step"] == pytest.approx(
+        plan["seconds"]["train"] + plan["seconds"]["wait"]
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"allocation_mode": "vllm:d1+jax:f2"}))
+    monkeypatch.setattr(machine, "gpu_kind", lambda: "another one")  # it is not asked again
+    kept = allocate.apply_allocation(config_of("auto"), workdir=tmp_path)
+    assert (kept.allocation_mode, kept.train.mesh) == ("vllm:d1+jax:f2", "fsdp:2")
+
+
+def test_auto_without_gpus_is_the_default(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    config = allocate.apply_allocation(config_of("auto"))
+    assert config.to_dict() == config_of("").to_dict()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("NVIDIA T4", {}, "'NVIDIA T4' is unknown; set it, such as vllm:d7.jax:f1"),
+        ("", {"scheduler.type": "slurm", "scheduler.gpus_per_node": 4}, "rlx plan --gpus=4 --gpu="),
+        ("NVIDIA H100", {"fleet.num_servers": 3}, "num_servers=3 contradicts allocation_mode=vllm"),
+    ],
+)
+def test_auto_that_cannot_be_is_one_line(eight_h100, monkeypatch, kind, changes, words):
+    monkeypatch.setattr(machine, "gpu_kind", lambda: kind)
+    with pytest.raises(UserError, match=words) as error:
+        allocate.apply_allocation(config_of("auto", **changes))
+    assert "\n" not in str(error.value)
+
+
+def test_a_card_with_half_of_the_memory_is_known():
+    assert gpu_cards.named("NVIDIA A100-SXM4-40GB").memory == 40 << 30
+    assert gpu_cards.named("NVIDIA H100 80GB HBM3") == gpu_cards.CARDS["h100"]
+    assert gpu_cards.named("NVIDIA T4") is None
+
+
+def test_nvidia_smi_names_the_gpus(tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho NVIDIA H20; echo NVIDIA H20\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert machine.gpu_kind() == "NVIDIA H20"
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    assert machine.gpu_kind() == ""
+
+
+@pytest.mark.parametrize(
+    ("mode", "eta", "level", "words"),
+    [
+        (
+            "vllm:d1+jax:f7",
+            2,
+            "warning",
+            "trainer idle [3-9].*set allocation_mode=vllm:d.* of",
+        ),
+        ("vllm:d7+jax:f1", 2, "warning", r"servers idle [3-9].*set allocation_mode=vllm"),
+        ("vllm:d4+jax:f4", 0, "warning", "no split avoids it: raise rollout.max_staleness"),
+        ("vllm:d1+eval", 2, None, ""),
+    ],
+)
+def test_the_doctor_names_a_split_that_waits_less(mode, eta, level, words):
+    trains = "eval" not in mode
+    config = allocate.apply_allocation(config_of(mode, **{"rollout.max_staleness": eta}), trains)
+    row = plan_run.judge_idle(config, "")
+    assert (row and row.level) == level
+    if row:
+        assert re.search(words, f"{row.found} {row.remedy}")

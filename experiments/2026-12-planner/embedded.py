@@ -1,0 +1,84 @@
+"""Predict runs of the embedded task from one of them, and compare with their measured seconds.
+
+    python experiments/2026-12-planner/embedded.py DIRECTORY --run   # 15 minutes on two cores
+    python experiments/2026-12-planner/embedded.py DIRECTORY         # compares runs that are there
+
+The run with one server and max_staleness 2 gives lengths and speeds. The others are predicted.
+"""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from rlx.observe.report_speed import measured_phases
+from rlx.plan import search
+from rlx.run.plan_run import PlanRequest
+
+GRID = [(servers, eta) for servers in (1, 2) for eta in (2, 0, 4, 1)]
+FLAGS = [
+    "--config=configs/arithmetic.py", "--config.total_steps=16", "--config.eval.num_questions=0",
+    "--config.gate.enabled=False", "--config.observe.writers=()",
+]  # fmt: skip
+
+
+def workdir(root: Path, servers: int, eta: int) -> Path:
+    """Return the directory of one run."""
+    return root / f"s{servers}-eta{eta}"
+
+
+def run(root: Path) -> None:
+    """Make all runs, one after the other."""
+    for servers, eta in GRID:
+        command = [
+            sys.executable, "-m", "rlx.main", *FLAGS, f"--config.rollout.max_staleness={eta}",
+            f"--config.fleet.num_servers={servers}", f"--workdir={workdir(root, servers, eta)}",
+        ]  # fmt: skip
+        subprocess.run(command, check=True)
+
+
+def measured(asked: PlanRequest) -> dict[str, float]:
+    """Return seconds of a step's phases, and the mean staleness of trained tokens."""
+    records = [record for _, record in sorted(asked.run.metrics.items())]
+    lags = [record["staleness_mean"] for record in records[len(records) // 2 :]]
+    return measured_phases(records) | {"staleness": sum(lags) / len(lags)}
+
+
+def main() -> None:
+    """Print a table of Markdown."""
+    root, values = Path(sys.argv[1]), SimpleNamespace(gpu="", gpus="")
+    if "--run" in sys.argv:
+        run(root)
+    first = PlanRequest.of(None, values, workdir(root, *GRID[0]))
+    work = first.workload({})
+    work = search.refit(work, first.own(work), measured(first))
+    head = (
+        "servers", "max_staleness", "s a step", "planned", "error", "own speeds", "error",
+        "trainer idle", "planned", "servers idle", "planned", "staleness", "planned",
+    )  # fmt: skip
+    rows = [head, ("---",) * len(head)]
+    for servers, eta in sorted(GRID):
+        if not (workdir(root, servers, eta) / "metrics.jsonl").exists():
+            continue
+        asked = PlanRequest.of(None, values, workdir(root, servers, eta))
+        found, there = measured(asked), asked.workload({})
+        there = search.refit(there, asked.own(there), found)
+        again = search.plan(there, asked.own(there)).prediction.step_seconds
+        changed = {"fleet.num_servers": servers, "rollout.max_staleness": eta}
+        own = dataclasses.replace(first.workload(changed), factors=work.factors)
+        plan = search.plan(own, first.own(own)).prediction
+        step = found["step"]
+        rows.append((
+            str(servers), str(eta), f"{step:.2f}", f"{plan.step_seconds:.2f}",
+            f"{plan.step_seconds / step - 1:+.0%}", f"{again:.2f}", f"{again / step - 1:+.0%}",
+            f"{1 - found['train'] / step:.0%}", f"{plan.trainer_idle:.0%}",
+            f"{1 - found['generate'] / step:.0%}", f"{plan.servers_idle:.0%}",
+            f"{found['staleness']:.2f}", f"{sum(k * v for k, v in plan.lags.items()):.2f}",
+        ))  # fmt: skip
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
+
+
+if __name__ == "__main__":
+    main()
