@@ -45,6 +45,9 @@ COMMANDS = [
     "cluster",
     "keys",
     "configs",
+    "sweep",
+    "runs",
+    "status",
 ]
 
 def _package(room):

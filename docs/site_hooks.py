@@ -17,7 +17,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 import config_page  # noqa: E402
 
 NAV: dict[str, list[str]] = {
-    "Start": ["index.md", "running.md", "notebooks.md", "coming_from.md", "from_areal.md"],
+    "Start": [
+        "index.md",
+        "running.md",
+        "runs.md",
+        "notebooks.md",
+        "coming_from.md",
+        "from_areal.md",
+    ],
     "Concepts": ["concepts.md", "staleness.md", "biases.md", "mismatch.md"],
     "Train": ["extend.md", "models.md", "gguf.md", "torch.md"],
     "Algorithms": ["algorithms.md", "results.md"],

@@ -1,4 +1,8 @@
-"""Write WORKDIR/report.html again and print its path: `python -m rlx.report WORKDIR`."""
+"""Write WORKDIR/report.html again, or the curves of several runs over one another in one page.
+
+`python -m rlx.report WORKDIR` prints the path, `rlx report A B C` and `rlx report DIR-OF-RUNS` that
+of the page of several. A run still going shows what it has so far.
+"""
 
 from pathlib import Path
 
@@ -7,16 +11,22 @@ from rlx.doctor import failures
 
 
 def main() -> None:
-    """Write the reports of one or more runs; a run still going shows what it has so far."""
+    """Write the report of one run, or the page of several."""
     parser = command.Parser("rlx.report", description=__doc__, allow_abbrev=False)
-    parser.add_argument("workdir", nargs="+", type=Path, help="the --workdir of a run")
+    parser.add_argument("workdir", nargs="+", type=Path, help="of a run, or a directory of runs")
+    parser.add_argument("--out", type=Path, default=Path("comparison.html"), help="of several runs")
     arguments = parser.parse_args()
 
     from rlx.config import default
+    from rlx.observe.report_overlay import write_overlay
     from rlx.observe.run_report import write_report
+    from rlx.observe.run_table import find, summary
 
-    for workdir in arguments.workdir:
-        command.say(write_report(workdir, default().to_dict()))
+    places, known = arguments.workdir, default().to_dict()
+    if len(places) == 1 and find(places) in ([], places):
+        command.say(write_report(places[0], known))
+    else:
+        command.say(write_overlay(arguments.out, [summary(path, known) for path in find(places)]))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ PACKAGE = Path(rlx.__file__).parent
 README = PACKAGE.parent / "README.md"
 COMMANDS = (
     "main", "serve", "convert", "replay", "report", "compare", "evaluate", "debug_workflow",
-    "gateway", "cluster", "keys", "configs", "__main__",
+    "gateway", "cluster", "keys", "configs", "sweep", "runs", "status",
+    "__main__",
 )  # fmt: skip
 ORDER = (
     "", "base", "system", "option", "journal", "algorithms", "cli", "model", "train", "observe",

@@ -129,6 +129,10 @@ class Fleet:
         """Address → instance, a name of the server's process, of each live server."""
         return {member.address: member.status.instance for member in self._members if member.live}
 
+    def states(self) -> dict[str, str]:
+        """Return address → why a server is not live; "" for a live one."""
+        return {m.address: "" if m.live else m.reason for m in self._members.copy()}
+
     async def admit(self, lives: Iterable[tuple[str, str]]) -> None:
         """Send `generate` and `score` calls only to these items of `lives`, present or future."""
         self._balancer.admitted = frozenset(lives)

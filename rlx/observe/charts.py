@@ -25,6 +25,7 @@ class Line:
     dots: bool = False  # mark each value
     steps: Sequence[float] | None = None  # steps, times: places of the values; None: the axes'
     times: Sequence[float | None] | None = None
+    band: tuple[Sequence[float | None], Sequence[float | None]] | None = None  # lows, highs
 
 
 def line_chart(
@@ -101,13 +102,15 @@ def _drawn(
     edges = [round(i * len(line.values) / count) for i in range(count + 1)]
     values = [mean(line.values[a:b]) for a, b in itertools.pairwise(edges)]
     latest = mean(values) if stacked else next(v for v in reversed(values) if v is not None)
-    short, means = (  # six digits are more than a chart shows
+    bands = ([mean(side[a:b]) for a, b in itertools.pairwise(edges)] for side in line.band or ())
+    short, means, *band = (  # six digits are more than a chart shows
         [value if value is None else float(f"{value:.6g}") for value in series]
-        for series in (values, smooth(values))
+        for series in (values, smooth(values), *bands)
     )
     return {
         "name": visible(line.name), "color": line.color, "dots": line.dots,
         "steps": [steps[b - 1] for b in edges[1:]], "times": [times[b - 1] for b in edges[1:]],
         "values": short, "means": means if line.smooth else None,
+        "band": band,
         "latest": f"{number(latest)} {unit}".strip(),
     }  # fmt: skip

@@ -7,9 +7,12 @@ import json
 import os
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rlx.base import UserError
+from rlx.cli.user_code import words
 from rlx.observe import environment
 from rlx.observe.hooks import Hooks
 from rlx.system import jsonl
@@ -27,7 +30,7 @@ HELD_OUT = {
 # Files with one line for each train batch, evaluation, or comparison of engines and trainer, and
 # the hook's method that gets the line.
 RECORDS = {"metrics.jsonl": "on_step", "eval.jsonl": "on_eval", "gate.jsonl": "on_gate"}
-STARTS = "starts.jsonl"  # objects for each start, one for the end; no line is ever changed
+STARTS = "starts.jsonl"  # objects for each start and each end; no line is ever changed
 
 
 def present(metrics: Mapping[str, str], records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
@@ -79,13 +82,21 @@ class MetricsWriter:
         self._hooks.tell(RECORDS[name], record["step"], record)
 
     def note(self, step: int, **facts: Any) -> None:
-        """Note in starts.jsonl what this start resumed, or that the run has ended, after `step`."""
+        """Note in starts.jsonl what this start resumed, or how it ended, after `step`."""
         append_jsonl(self._workdir / STARTS, {"step": step, **facts})
 
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write the transcripts sampled at `step`, a trajectory a line; earlier ones go."""
         lines = b"".join(jsonl.encode(row) for row in rows)
         write_atomically(self._workdir / "rollouts" / f"step-{step:06d}.jsonl", lines)
+
+
+def note_failure(workdir: Path, _: Any, error: BaseException | None, *__: object) -> None:
+    """Note in starts.jsonl the exception that ended a start, if any; for `ExitStack.push`."""
+    if error:
+        ended = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+        with suppress(UserError):  # the disk is full
+            append_jsonl(workdir / STARTS, {"ended": ended, "error": words(error)})
 
 
 def forget(workdir: str | os.PathLike, first_step: int) -> int:

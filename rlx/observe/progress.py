@@ -28,7 +28,10 @@ PHASE_COLORS = {
     "wait": "yellow", "train": "green", "publish": "magenta", "pack": "cyan", "proximal": "blue",
     "checkpoint": "red", "eval": "bright_blue", "gate": "bright_cyan",
 }  # fmt: skip
-_PHASE_STYLES = {"finished": "bold green", "stopped": "bold red", "interrupted": "bold yellow"}
+_PHASE_STYLES = {
+    "finished": "bold green", "stopped": "bold red", "interrupted": "bold yellow",
+    "failed": "bold red", "unknown": "bold yellow",
+}  # fmt: skip
 _PAPER = "<pre style=\"line-height:normal;font-family:'DejaVu Sans Mono',monospace\">{code}</pre>"
 _RECENT = 20  # steps whose mean gives the remaining time
 _LINE_SECONDS = 10.0
@@ -99,6 +102,18 @@ class Progress:
             name, since = self._phase
             step = self._history[-1].get("step", 0) if self._history else 0
             return step, name, self._clock() - since
+
+    def panel(
+        self, metrics: list[Any], evals: list[Any], phase: str, seconds: float, age: float
+    ) -> Panel:
+        """Return the panel of a run of another process, `seconds` in `phase`.
+
+        `metrics` and `evals` are its records; the last one is `age` seconds old.
+        """
+        now = self._clock()
+        self._history, self._evals, self._updated = metrics, evals, now - age
+        self._phase = (phase, now - seconds)
+        return self._render()
 
     def message(self, text: str) -> None:
         """Print `text`, never as markup, above the panel."""

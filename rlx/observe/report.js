@@ -51,7 +51,7 @@
     const keys = figure.querySelectorAll(".legend i");
     const known = lines.some((line) => line.times.some((time) => time !== null));
     const by = root.dataset.axis === "times" && known && !stacked ? "times" : "steps";
-    const series = [{}], tables = [], shown = []; // shown: each line's series of exact values, for the tooltip
+    const series = [{}], tables = [], bands = [], shown = []; // shown: each line's series of exact values, for the tooltip
 
     const add = (i, values, options) => {
       const { [by]: places, color, dots } = lines[i];
@@ -62,7 +62,12 @@
       shown[i] = series.push({ stroke: style(keys[i], "backgroundColor"), width: 2, points, ...options }) - 1;
     };
     for (let i = lines.length - 1; i >= 0; i--) { // the first line comes last, on top of the others
-      const { values, means } = lines[i];
+      const { values, means, band } = lines[i];
+      if (band.length) { // lows and highs; the space between them is filled
+        band.forEach((side) => add(i, side, { width: 0, points: { show: false } }));
+        const fill = () => `color-mix(in srgb, ${style(keys[i], "backgroundColor")()} 16%, transparent)`;
+        bands.push({ series: [series.length - 1, series.length - 2], fill });
+      }
       if (stacked) {
         const sums = values.map((_, k) => lines.slice(0, i + 1).reduce((sum, line) => sum + line.values[k], 0));
         add(i, sums, { width: 0, fill: style(keys[i], "backgroundColor"), paths: uPlot.paths.bars({ size: [values.length > 60 ? 1 : 0.86, 60] }) });
@@ -140,6 +145,7 @@
         },
       ],
       series,
+      bands,
       hooks: { setCursor: [hover], draw: [marks] },
     }, uPlot.join(tables), box);
   };

@@ -20,13 +20,13 @@ class Chart(NamedTuple):
     high: float | None = None
 
 
-_ON_ROLLOUTS = (
+ON_ROLLOUTS = (
     Chart("Reward and held-out accuracy",
           "mean reward of each batch (bold: running mean), greedy accuracy on unseen questions",
           (("task_reward", "task reward", "c1"),), (("greedy_acc", "held-out accuracy", "c2"),),
           low=None),
 )  # fmt: skip
-_ON_DATASET = (
+ON_DATASET = (
     Chart("Loss", "of each batch (bold: running mean) and of held-out rows (dots)",
           (("sft_loss", "trained", "c1"), ("pair_loss", "trained", "c1")),
           (("held_out_sft_loss", "held out", "c2"), ("held_out_pair_loss", "held out", "c2"))),
@@ -38,7 +38,7 @@ _ON_DATASET = (
     Chart("Margin", "by how much the chosen answer is ahead, on average",
           (("pair_margin", "trained", "c1"),), (("held_out_pair_margin", "held out", "c2"),)),
 )  # fmt: skip
-_OPTIMISATION = (
+OPTIMISATION = (
     Chart("Entropy", "nats a token; falls as the policy commits", (("entropy", "entropy", "c1"),)),
     Chart("Gradient norm", "before clipping", (("grad_norm", "norm", "c4"),)),
     Chart("Policy loss", "the objective being minimised", (("actor_loss", "loss", "c2"),),
@@ -92,12 +92,12 @@ def tiles(run: Run) -> Iterator[tuple[str, str, str, str]]:
 
 def learning(run: Run) -> list[dict[str, Any]]:
     """Return the charts of reward or loss, and of held-out questions."""
-    return _charts(run, _ON_DATASET if on_dataset(run) else (*_ON_ROLLOUTS, *_by_prefix(run)))
+    return _charts(run, ON_DATASET if on_dataset(run) else (*ON_ROLLOUTS, *_by_prefix(run)))
 
 
 def optimisation(run: Run) -> list[dict[str, Any]]:
     """Return the charts of the update: entropy, gradients, ratios, lengths."""
-    return _charts(run, (*_OPTIMISATION, *_experts(run)))
+    return _charts(run, (*OPTIMISATION, *_experts(run)))
 
 
 def _experts(run: Run) -> Iterator[Chart]:

@@ -22,6 +22,8 @@ from rlx.observe.rundir import Run, finite, gaps, load
 from rlx.system.jsonl import has_step, write_atomically
 
 _SKIPPED = 20  # rows named
+_PARTS = ("tiles", "on_dataset", "learning", "optimisation", "busy", "lags", "speed", "timeline",
+          "samples", "config", "changes", "environment", "skipped", "runs")  # fmt: skip
 
 
 def write_report(workdir: str | os.PathLike, defaults: Mapping[str, Any] | None = None) -> Path:
@@ -35,8 +37,8 @@ def write_report(workdir: str | os.PathLike, defaults: Mapping[str, Any] | None 
     return path
 
 
-def page(run: Run, defaults: Mapping[str, Any] | None = None) -> str:
-    """Return the whole page."""
+def render(**values: Any) -> str:
+    """Return the page of the template's values; those left out are empty."""
     import jinja2  # takes a moment to import
 
     here = resources.files("rlx.observe")
@@ -48,14 +50,19 @@ def page(run: Run, defaults: Mapping[str, Any] | None = None) -> str:
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     template = environment.from_string((here / "report.html").read_text(encoding="utf-8"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return template.render(
+        dict.fromkeys(_PARTS, ()), style=style, script=script, script_hash=digest, **values
+    )
+
+
+def page(run: Run, defaults: Mapping[str, Any] | None = None) -> str:
+    """Return the whole page of a run."""
     steps = sorted(v for v in run.series("step_seconds") if v) or [1.0]
     phases = report_speed.phase_totals(run)  # longest first
     trainer = shares(phases, sum(phases.values()), report_speed.color_of)
     busy = {"trainer": trainer} | report_speed.busy_shares(run.spans)
-    return template.render(
-        style=style,
-        script=script,
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    return render(
         name=run.path.name,
         header=_header(run),
         tiles=[*report_learning.tiles(run), *_cost_tiles(run)],

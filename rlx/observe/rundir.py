@@ -48,8 +48,11 @@ class Run:
         return default if value is None else value
 
 
-def load(workdir: str | os.PathLike) -> Run:
-    """Read the files of a WORKDIR; raise UserError when it holds no run."""
+def load(workdir: str | os.PathLike, samples: bool = True) -> Run:
+    """Read the files of a WORKDIR; raise UserError when it holds no run.
+
+    Without `samples` its transcripts and its timeline, which are large, are left out.
+    """
     path = Path(workdir)
     if not path.is_dir():
         raise UserError(f"{path} is not a directory; give the WORKDIR of a run")
@@ -74,9 +77,9 @@ def load(workdir: str | os.PathLike) -> Run:
         path=path.resolve(),
         metrics=steps,
         evals=_by_step(read_jsonl(path / "eval.jsonl")),
-        samples=_samples(path / "rollouts"),
+        samples=_samples(path / "rollouts") if samples else [],
         skipped=[*skipped.values()],
-        spans=_spans(read_json(path / "timeline.json")),
+        spans=_spans(read_json(path / "timeline.json")) if samples else [],
         config=made[-1]["config"],
         environment=made[-1]["environment"],
         starts=made,

@@ -476,12 +476,12 @@ class _Loop:
         if not complete:
             again = environment.again(self.parts.workdir)
             self.progress.message(f"stopped after step {self.step}; to resume: {again}")
-        if complete and self.held_out.due(self.step):
+        missing = complete and self.held_out.due(self.step)
+        if missing:
             self.progress.message(
                 "the last evaluation is missing; run the same command again to make it"
             )
-        elif complete:
-            self.writer.note(self.step, ended="finished")
+        self.writer.note(self.step, ended="finished" if complete and not missing else "stopped")
         self.parts.hooks.end("finished" if complete else "stopped")
         return self.step, complete
 

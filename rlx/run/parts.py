@@ -39,7 +39,7 @@ from rlx.mismatch import measure
 from rlx.mismatch.gate import Gate
 from rlx.observe import environment
 from rlx.observe.hooks import Hooks
-from rlx.observe.metrics import MetricsWriter
+from rlx.observe.metrics import MetricsWriter, note_failure
 from rlx.observe.progress import Progress
 from rlx.observe.rundir import gaps
 from rlx.observe.timeline import Timeline
@@ -125,6 +125,7 @@ def build(
     messages = [precision.message, *resume.prepare_workdir(config, workdir)]
     parts.timeline = timeline = Timeline(earlier=workdir / "timeline.json")
     stack.callback(lambda: timeline.save(workdir / "timeline.json"))
+    stack.push(partial(note_failure, workdir))
     log = workdir / "console.log"
     progress = stack.enter_context(Progress(config.total_steps, title=workdir.name, log=log))
     parts.progress, say = progress, progress.message

@@ -23,7 +23,7 @@ from rlx.run.flags import leaves
 from rlx.run.inputs import INITIAL
 from rlx.run.room_options import as_json
 from rlx.system import atomic_directory
-from rlx.system.jsonl import has_step, read_json, read_jsonl, sweep, write_atomically
+from rlx.system.jsonl import has_step, read_json, read_jsonl, read_last, sweep, write_atomically
 from rlx.train import checkpoint
 from rlx.train.train_options import OptimizerOptions, rate_at
 
@@ -92,7 +92,7 @@ def prepare_workdir(config: ConfigDict, workdir: Path) -> list[str]:
 def finished(config: ConfigDict, workdir: Path) -> int:
     """Return the steps of a complete run in `workdir`; 0 if there is none."""
     *_, last = {}, *read_jsonl(workdir / STARTS)
-    done = last["step"] if last.get("ended") and has_step(last) else 0
+    done = last["step"] if last.get("ended") == "finished" and has_step(last) else 0
     kept = map(checkpoint.step_of, checkpoint.checkpoints(workdir / "checkpoints"))
     auto = config.checkpoint.recover_mode == "auto"
     return done if auto and done >= config.total_steps and done in kept else 0
@@ -100,8 +100,7 @@ def finished(config: ConfigDict, workdir: Path) -> int:
 
 def last_step(workdir: Path) -> Mapping[str, Any]:
     """Return the last readable record of metrics.jsonl; {} without one."""
-    records = [r for r in read_jsonl(workdir / "metrics.jsonl") if has_step(r)]
-    return max(records, key=lambda record: record["step"], default={})
+    return read_last(workdir / "metrics.jsonl")
 
 
 def continuation(found: Recovered, last: Mapping[str, Any], kept: Mapping[str, int]) -> str:

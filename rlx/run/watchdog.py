@@ -8,6 +8,7 @@ While a call of C code holds the interpreter, another process reports it (interp
 
 import asyncio
 import faulthandler
+import json
 import os
 import signal
 import subprocess
@@ -20,15 +21,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+from rlx.base import UserError
 from rlx.cli.command import say
 from rlx.cli.user_code import LIBRARIES, frames, of_user, place_of
+from rlx.observe.run_status import STATUS
 from rlx.system import interpreter_watch
+from rlx.system.jsonl import write_atomically
 from rlx.system.signals import IS_COMMAND
 
 # Quiet seconds that are never late.
 SECONDS = {"loop": 10.0, "user": 30.0, "call": 60.0, "rollout": 60.0, "step": 1800.0}
 _TICK, _STOPPED = 1.0, 10.0  # seconds between looks; a longer gap means a stopped process
 _TIMES, _AGAIN = 5.0, 4.0  # late: times the longest quiet; times the last reported one
+_STATUS = 5.0  # seconds between two writes of the status
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/pydevd.py", "/debugpy")
 _BUSY = 30.0  # CPU seconds that count as life before the first step, while it compiles
 
@@ -82,12 +87,17 @@ def watchdog(workdir: Path) -> Iterator[Callable[[Any], None]]:
     def watch() -> None:
         state: dict[str, Quiet] = {}
         woken = last = time.monotonic()
+        written = -_STATUS
         while not ended.wait(_TICK):
             now = time.monotonic()
             if now - last > _STOPPED:  # nothing could run meanwhile
                 state, woken = {}, now
             last, signs = now, _signs(own, held[0] if held else None, woken)
             state, lines = look(state, now, signs, SECONDS)
+            if held and now - written >= _STATUS:
+                written = now
+                with suppress(OSError, UserError):
+                    write_atomically(workdir / STATUS, json.dumps(_status(held[0])).encode())
             for line in lines if not ended.is_set() else ():
                 with suppress(OSError):
                     workdir.mkdir(parents=True, exist_ok=True)
@@ -181,6 +191,18 @@ def _signs(main: int, parts: Any, woken: float) -> dict[str, Sign]:
         (step, busy), lambda: f"no step after {step}; {phase} since {since:.0f} s; {queues}"
     )
     return found
+
+
+def _status(parts: Any) -> dict[str, Any]:
+    """Return what each part of a run does now, for `rlx status`."""
+    step, phase, since = parts.progress.doing()
+    counts = parts.executor.counters()
+    return {
+        "time": time.time(), "pid": os.getpid(), "step": step, "phase": phase,
+        "phase_seconds": since, "version": parts.executor.version,
+        "evaluations": parts.held_out.under_way, "servers": getattr(parts.fleet, "states", dict)(),
+        **{name: counts[name] for name in ("running", "buffered", "failed", "skipped")},
+    }  # fmt: skip
 
 
 def _debugging(frames: list[FrameType]) -> bool:

@@ -110,6 +110,15 @@ def read_jsonl(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
                 yield record
 
 
+def read_last(path: str | os.PathLike) -> dict[str, Any]:
+    """Return the last record with a step, of the last 256 KiB of a file; {} without one."""
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 18)))
+        records = [*filter(None, map(_object, file.read().splitlines()))]
+        return next(filter(has_step, reversed(records)), {})
+    return {}
+
+
 def has_step(record: Mapping[str, Any]) -> bool:
     """Return whether a record has an integer `step` ≥ 0."""
     step = record.get("step")

@@ -43,6 +43,17 @@ class Killed:
         return f"the last run here (process {self.pid}) was killed, {why}"
 
 
+def holder(directory: Path) -> tuple[int, bool] | None:
+    """Return the last process in a directory that has not left it, and whether it lives."""
+    record = read_json(path := directory / _NAME)
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        pid, begun = int(record["pid"]), str(record["begun"])
+        if str(record["machine"]) == _machine():
+            return pid, begun_at(pid) == begun != ""
+        return pid, time.time() - path.stat().st_mtime < SILENT_SECONDS
+    return None
+
+
 def make_directory(path: Path, option: str = "--workdir") -> None:
     """Make a directory unless it exists; raise UserError if that fails."""
     try:

@@ -49,6 +49,10 @@ RUN = {  # page → the tests that run its blocks, all of them
 # What a command of another page has → the test or the script that runs it, or one like it; or why
 # none does. The first that fits counts.
 READ = {
+    "rlx sweep": "tests/run/run_grid_test.py",
+    "rlx runs": "tests/observe/run_table_test.py",
+    "rlx status": "tests/observe/run_table_test.py",
+    "rlx report": "tests/observe/report_overlay_test.py",
     "--config.scheduler.type=slurm --config.scheduler.nodes=3": "tests/run/scheduler_test.py",
     "--config.scheduler.type=ray": "tests/run/on_ray_test.py",
     "RAY_ADDRESS": "tests/run/on_ray_test.py",
@@ -283,7 +287,7 @@ def elsewhere(words):
 
 def test_the_page_of_metrics_has_every_key_that_code_names():
     told = set(re.findall(r"`([^`]+)`", (ROOT / "docs/metrics.md").read_text()))
-    charts = [*report_learning._OPTIMISATION, *report_learning._ON_ROLLOUTS]
+    charts = [*report_learning.OPTIMISATION, *report_learning.ON_ROLLOUTS]
     keys = {*metrics.TRAINED, *run_records.OF_ROLLOUTS, *losses.LOSSES}
     keys |= {name for chart in charts for name, *_ in (*chart.trained, *chart.held_out)}
     assert keys - told == set()

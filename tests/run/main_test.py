@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from rlx import main
+from rlx.observe.run_table import summary
 from tests.fixtures.commands import RLX_MAIN
 
 COMMAND = [
@@ -63,6 +64,11 @@ def wait_for(condition, seconds: float = 120):
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.05)
     return value
+
+
+def state_of(workdir: Path) -> str:
+    """The state that `rlx runs` shows."""
+    return summary(workdir, {})["state"]
 
 
 def processes_of(workdir: Path) -> list[int]:
@@ -186,6 +192,8 @@ def test_a_second_start_and_a_resume_compile_nothing(tmp_path, monkeypatch):
 def test_a_finished_run_leaves_no_process(finished_run):
     workdir, _ = finished_run
     assert not processes_of(workdir)
+    assert state_of(workdir) == "finished"
+    assert json.loads((workdir / "status.json").read_text())["servers"]
 
 
 @pytest.mark.slow
@@ -259,6 +267,7 @@ def test_ctrl_c_waits_for_an_evaluation_under_way(tmp_path):
     scores = records(tmp_path / "eval.jsonl")
     assert scores[0]["step"] == 0, out
     assert scores[0]["num_questions"] == 400
+    assert state_of(tmp_path) == "stopped"
 
 
 def test_ctrl_c_while_a_line_is_printed(tmp_path):
@@ -445,10 +454,12 @@ def test_a_publish_that_no_server_takes_ends_the_run_and_keeps_its_steps(tmp_pat
         f"--config.fleet.publish_dir={room}", "--config.checkpoint.first_step=0",
     )  # fmt: skip
     wait_for(lambda: records(tmp_path / "run" / "metrics.jsonl"))
+    assert state_of(tmp_path / "run") == "running"
     shutil.rmtree(room)
     status, out = finish(process)
     assert status == 2, out
     assert out.strip().splitlines()[-1].startswith("error: ")
+    assert state_of(tmp_path / "run") == "failed"
     done = records(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")
     assert int(checkpoint.name.removeprefix("step_")) == done

@@ -120,6 +120,8 @@ def test_a_run_that_has_all_its_steps_is_not_begun_again(tmp_path, config):
     attempt(tmp_path, config)
     checkpoint_of(tmp_path, 3, whole=True)
     assert resume.finished(config, tmp_path) == 0, "its last evaluation may be missing"
+    MetricsWriter(tmp_path, first_step=4).note(3, ended="stopped")
+    assert resume.finished(config, tmp_path) == 0, "its last evaluation is missing"
     MetricsWriter(tmp_path, first_step=4).note(3, ended="finished")
     assert resume.finished(config, tmp_path) == 3
     config.total_steps = 4

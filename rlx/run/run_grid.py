@@ -1,0 +1,148 @@
+"""Run a grid of settings in local processes, each in its own WORKDIR; used by rlx/sweep.py.
+
+A finished run is skipped and an unfinished one resumes its last checkpoint. A run that fails ends
+no other.
+"""
+
+import itertools
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Event
+
+from rlx.base import UserError
+from rlx.cli.command import INTERRUPTED, say
+from rlx.config import check
+from rlx.observe.metrics import STARTS
+from rlx.observe.run_table import OUTPUT, summary
+from rlx.run import flags, resume
+from rlx.run.allocate import VISIBLE, apply_allocation, gpus
+from rlx.run.scheduler import FAILED
+from rlx.run.trainers import PARENT
+from rlx.system import exit_reason
+from rlx.system.jsonl import append_jsonl
+from rlx.system.signals import interrupts
+from rlx.system.workdir_lock import holder, make_directory
+
+_LAST_SECONDS = 15.0  # until runs that were interrupted twice are killed
+_LOOK_SECONDS = 0.2
+_LINES = 40  # last lines of a run's output
+
+Slot = tuple[Sequence[int], Sequence[str]]  # cores and GPUs of one run at a time
+
+
+def grid(axes: Sequence[str], count: int = 0) -> dict[str, list[str]]:
+    """Return name → flags of each combination of `axes`, KEY=V1,V2 each; of a random `count`.
+
+    UserError for another form, or a value twice.
+    """
+    choices = []
+    for axis in axes:
+        key, _, values = axis.partition("=")
+        if not values or key.startswith("-"):
+            raise UserError(f"{axis!r} is no axis of a sweep; write KEY=VALUE,VALUE, as seed=0,1,2")
+        choices.append([f"{key}={value}" for value in re.split(r",(?![^(]*\))", values)])
+    pairs = [*itertools.product(*choices)]
+    names = [re.sub(r"[^\w.+=,-]+", "_", ",".join(pair)) for pair in pairs]
+    if len({*names}) < len(names):
+        raise UserError(f"{' '.join(axes)} has a value twice; leave one out")
+    chosen = sorted(random.Random(0).sample(range(len(pairs)), min(count, len(pairs))))
+    kept = chosen or range(len(pairs))
+    return {names[i]: [f"--config.{pair}" for pair in pairs[i]] for i in kept}
+
+
+def slots(jobs: int) -> list[Slot]:
+    """Return equal shares of this process's cores and GPUs; UserError for fewer GPUs than jobs."""
+    cores, cards = sorted(os.sched_getaffinity(0)), gpus()
+    if jobs < 1 or 0 < len(cards) < jobs:
+        most = f"1 to {len(cards)}, the number of GPUs" if cards else "1 or more"
+        raise UserError(f"--jobs={jobs} does not fit; give {most}")
+    return [(_share(cores, i, jobs) or cores, _share(cards, i, jobs)) for i in range(jobs)]
+
+
+def _share(items: Sequence, i: int, count: int) -> Sequence:
+    return items[len(items) * i // count : len(items) * (i + 1) // count]
+
+
+def unfinished(runs: Mapping[str, Sequence[str]], workdir: Path) -> dict[str, Sequence[str]]:
+    """Return the runs that are not finished in `workdir`/NAME; UserError for a wrong setting."""
+    left = {}
+    for name, given in runs.items():
+        config = apply_allocation(flags.parse(["rlx.sweep", *given])[0])
+        check(config)
+        if not resume.finished(config, workdir / name):
+            left[name] = given
+    return left
+
+
+def run_all(runs: Mapping[str, Sequence[str]], workdir: Path, free: list[Slot]) -> int:
+    """Run all in `workdir`/NAME, one for each slot at a time; return an exit status.
+
+    The first Ctrl-C lets each run finish its step and save, the second ends it at once.
+    """
+    todo, status, stop = deque(runs), 0, Event()
+    running: dict[subprocess.Popen[bytes], tuple[str, Slot]] = {}
+    with interrupts(stop.set):
+        try:
+            while running or (todo and status != INTERRUPTED):
+                while todo and free and not stop.is_set():
+                    name, slot = todo.popleft(), free.pop()
+                    say(f"{name}: starts, {len(todo)} wait")
+                    running[_start(runs[name], workdir / name, slot)] = name, slot
+                if stop.is_set() and status != INTERRUPTED:
+                    status = INTERRUPTED
+                    _interrupt(running)
+                for process in [each for each in running if each.poll() is not None]:
+                    name, slot = running.pop(process)
+                    free.append(slot)
+                    say(f"{name}: {_end(workdir / name, process.returncode)}")
+                    status = status or FAILED * (process.returncode != 0)
+                time.sleep(_LOOK_SECONDS)
+        finally:
+            _interrupt(running)
+            for process in running:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_LAST_SECONDS)
+                process.kill()
+    return status
+
+
+def _start(given: Sequence[str], workdir: Path, slot: Slot) -> subprocess.Popen[bytes]:
+    make_directory(workdir)
+    (cores, cards), own = slot, os.sched_getaffinity(0)
+    seen = {VISIBLE: ",".join(cards)} if cards else {}
+    os.sched_setaffinity(0, cores)  # the child inherits them
+    try:
+        with (workdir / OUTPUT).open("ab") as out:
+            # In its own session, so that this process forwards Ctrl-C.
+            return subprocess.Popen(
+                [sys.executable, "-m", "rlx.main", *given, f"--workdir={workdir}"],
+                stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+                env={**os.environ, **seen, PARENT: str(os.getpid())},
+            )  # fmt: skip
+    finally:
+        os.sched_setaffinity(0, own)
+
+
+def _interrupt(running: Mapping[subprocess.Popen[bytes], object]) -> None:
+    for process in running:
+        process.send_signal(signal.SIGINT)
+
+
+def _end(workdir: Path, status: int) -> str:
+    """Return how a run ended; note it in its directory if it failed before it could."""
+    if status in (0, INTERRUPTED):
+        return "stopped" if status else "finished"
+    with (workdir / OUTPUT).open(encoding="utf-8", errors="replace") as out:
+        last = exit_reason.last_words([*deque(out, _LINES)])
+    if summary(workdir, {})["state"] != "failed" and not holder(workdir):
+        append_jsonl(workdir / STARTS, {"ended": "failed", "error": last})
+    return f"failed, {exit_reason.words(status, 0)}: {last}"

@@ -1,0 +1,124 @@
+"""A sweep runs what is left of its grid, goes on after a failure or a stop, and ends its runs."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from rlx import sweep as command
+from rlx.base import UserError
+from rlx.observe.run_table import find, summary
+from rlx.run import allocate, run_grid
+from tests.run.main_test import wait_for
+
+ROOT = command.__file__.rpartition("/rlx/")[0]
+FAST = [  # a run of some seconds, without servers
+    "--config=configs/arithmetic_sft.py", "--config.fleet.num_servers=0",
+    "--config.eval.num_questions=8", "--config.rollout.batch_prompts=4",
+    "--config.data.max_prompt_tokens=64", "--config.model.compute_dtype=float32",
+]  # fmt: skip
+
+
+def begin(*words):
+    return subprocess.Popen(
+        [sys.executable, "-m", "rlx.sweep", *FAST, *words], stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True,
+    )  # fmt: skip
+
+
+def states(workdir):
+    return {path.name: summary(path, {})["state"] for path in find([workdir])}
+
+
+def test_a_grid_has_every_combination_and_names_that_are_directories():
+    runs = run_grid.grid(["optimizer.learning_rate=1e-5,1e-4", "train.row_buckets=(96,192),(192,)"])
+    assert runs["optimizer.learning_rate=1e-5,train.row_buckets=_96,192_"] == [
+        "--config.optimizer.learning_rate=1e-5", "--config.train.row_buckets=(96,192)",
+    ]  # fmt: skip
+    assert len(runs) == 4
+    assert [*run_grid.grid(["model.path=a/b c"])] == ["model.path=a_b_c"]
+    some = run_grid.grid(["seed=0,1,2,3", "total_steps=1,2"], 3)
+    assert len(some) == 3
+    assert some == run_grid.grid(["seed=0,1,2,3", "total_steps=1,2"], 3), "the same after a stop"
+    assert some.items() <= run_grid.grid(["seed=0,1,2,3", "total_steps=1,2"]).items()
+    assert len(run_grid.grid(["seed=0,1"], 9)) == 2
+
+
+@pytest.mark.parametrize("axis", ["seed", "seed=", "--seed=1,2", "seed=1,1", "model.path=a/b,a b"])
+def test_what_is_no_axis_is_refused(axis):
+    with pytest.raises(UserError, match=re.escape(axis)):
+        run_grid.grid([axis])
+
+
+def test_runs_at_a_time_share_cores_and_gpus(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4})
+    monkeypatch.setattr(run_grid, "gpus", lambda: ("4", "5", "7"))
+    assert run_grid.slots(2) == [([0, 1], ("4",)), ([2, 3, 4], ("5", "7"))]
+    with pytest.raises(UserError, match="--jobs=4 does not fit; give 1 to 3, the number of GPUs"):
+        run_grid.slots(4)
+    monkeypatch.setattr(run_grid, "gpus", lambda: ())
+    assert [cores for cores, _ in run_grid.slots(6)][-1] == [4], "more runs than cores share them"
+    with pytest.raises(UserError, match="--jobs=0 does not fit; give 1 or more"):
+        run_grid.slots(0)
+    assert allocate.gpus({"CUDA_VISIBLE_DEVICES": "4,5"}) == ("4", "5")
+
+
+@pytest.mark.parametrize(
+    ("axis", "words"),
+    [("optimizer.lr=1,2", "'optimizer.lr'; did you mean 'optimizer.learning_rate'"),
+     ("seed=0,x", "seed=x is not a whole number"),
+     ("optimizer.name=adamw,adamm", "adamm")],
+)  # fmt: skip
+def test_a_wrong_setting_is_refused_before_any_run_starts(axis, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    argv = ["rlx.sweep", *FAST, axis, f"--workdir={tmp_path / 's'}"]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(UserError, match=words):
+        command.main()
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.slow
+def test_a_failed_run_is_a_row_and_a_second_call_runs_only_what_is_left(tmp_path):
+    given = ["--config.total_steps=1", f"--workdir={tmp_path}", "model.path=nowhere,rlx:arithmetic"]
+    process = begin(*given)
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 1, out
+    assert states(tmp_path) == {"model.path=nowhere": "failed",
+                                "model.path=rlx_arithmetic": "finished"}  # fmt: skip
+    assert "model.path=nowhere: failed, with status 2: " in out
+    assert f"{tmp_path}/comparison.html" in out
+    table = [line for line in out.splitlines() if line.startswith(str(tmp_path))]
+    assert any(re.search("model.path=nowhere +failed", line) for line in table), out
+    assert any("nowhere: " in line and "not a directory" in line for line in table), out
+    second = begin(*given)
+    out, _ = second.communicate(timeout=300)
+    assert second.returncode == 1, out
+    assert "1 of 2 runs to do" in out
+    assert "model.path=rlx_arithmetic: starts" not in out
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_runs_and_the_same_command_goes_on(tmp_path):
+    given = [f"--workdir={tmp_path}", "seed=0,1"]
+    process = begin("--config.total_steps=1000", *given)
+    steps = tmp_path / "seed=0" / "metrics.jsonl"
+    wait_for(steps.exists)
+    (child,) = [c for c in psutil.Process(process.pid).children() if "rlx.main" in c.cmdline()]
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, out
+    assert not psutil.pid_exists(child.pid)
+    assert states(tmp_path) == {"seed=0": "stopped"}
+    assert "seed=1: starts" not in out
+    done = json.loads(steps.read_text().splitlines()[-1])["step"]
+    process = begin(f"--config.total_steps={done + 1}", *given, "--jobs=2")
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    assert states(tmp_path) == {"seed=0": "finished", "seed=1": "finished"}
+    assert [json.loads(line)["start"] for line in steps.read_text().splitlines()][-1] == 2
