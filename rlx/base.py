@@ -2,7 +2,8 @@
 
 import hashlib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,16 @@ class UserError(Exception):
 
     Commands print it as `error: …` without a traceback and exit with status 2.
     """
+
+
+@contextmanager
+def explained(problem: str, remedy: str) -> Iterator[None]:
+    """Turn an error of the system, or text that is not UTF-8, into UserError with its reason."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{problem}: {reason}; {remedy}") from error
 
 
 def nearest(name: str, choices: Iterable[str], most: int | None = None) -> str:
@@ -100,46 +111,31 @@ class DiskFull(UserError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """The tokens of one rollout: prompt, completion, and any observations between.
+    """The tokens of one rollout: prompt, completion, and any observations between."""
 
-    Attributes:
-      tokens: [T] int32.
-      loss_mask: [T] bool; true where the token was sampled and is trained on.
-      behaviour_logprobs: [T] float32, nats, ≤ 0; 0 where not sampled. Of the tempered
-        distribution: log softmax(logits / temperature), over the kept tokens where there are any.
-      versions: [T] int32; the policy version that produced each token, −1 where not sampled.
-      reward: the trajectory's reward, before any shaping; finite.
-      baseline: subtracted from the reward and from each turn's return, before any shaping.
-      turn_rewards: the return of each turn, in the order of `turn_ids`, for that turn's tokens;
-        (): every token has `reward`.
-      stop_reason: `stop` (end token or stop string) or `length` (budget exhausted).
-      trajectory_id: unique in the run, `"{group_id}.{sample}"`.
-      turn_ids: [T] int32; the turn each token belongs to, 0 for a single-turn workflow.
-      reference_logprobs: [T] float32, nats; log-probabilities under a teacher, 0 where not sampled.
-      kept, kept_sizes: [M] uint8, [T] int32; codes of the sets that tokens were drawn from, and the
-        bytes of each (`rlx.model.kept_tokens`); None: from the whole vocabulary.
-      agent: who acted, for statistics per agent; one nameless agent by default.
-      prompt, completion: the texts, for transcripts and reports only; `said`: begin and end of each
-        turn's words in `completion`, (): they are all of it.
-      info: scalars to be averaged into metrics (`info_means`).
-    """
-
-    tokens: np.ndarray
-    loss_mask: np.ndarray
+    tokens: np.ndarray  # [T] int32
+    loss_mask: np.ndarray  # [T] bool; true where the token was sampled and is trained on
+    # [T] float32, nats, ≤ 0; 0 where not sampled. Of the tempered distribution:
+    # log softmax(logits / temperature), over the kept tokens where there are any.
     behaviour_logprobs: np.ndarray
-    versions: np.ndarray
-    reward: float
-    stop_reason: str
-    trajectory_id: str
-    turn_ids: np.ndarray | None = None
+    versions: np.ndarray  # [T] int32; policy version that produced each, −1 where not sampled
+    reward: float  # before any shaping; finite
+    stop_reason: str  # `stop` (end token or stop string) or `length` (budget exhausted)
+    trajectory_id: str  # unique in the run, `"{group_id}.{sample}"`
+    turn_ids: np.ndarray | None = None  # [T] int32; each token's turn, 0 for a single-turn workflow
+    # [T] float32, nats; log-probabilities under a teacher, 0 where not sampled.
     reference_logprobs: np.ndarray | None = None
-    agent: str = ""
-    prompt: str = ""
+    agent: str = ""  # who acted, for statistics per agent; one nameless agent by default
+    prompt: str = ""  # prompt, completion: the texts, for transcripts and reports only
     completion: str = ""
-    info: Mapping[str, float] = field(default_factory=dict)
+    info: Mapping[str, float] = field(default_factory=dict)  # averaged into metrics: `info_means`
+    # The return of each turn, in the order of `turn_ids`, for that turn's tokens; (): every token
+    # has `reward`.
     turn_rewards: tuple[float, ...] = ()
-    said: tuple[tuple[int, int], ...] = ()
-    baseline: float = 0.0
+    said: tuple[tuple[int, int], ...] = ()  # each turn's begin and end in `completion`; (): all
+    baseline: float = 0.0  # subtracted from reward and turns' returns, before any shaping
+    # [T] int32, [M] uint8; bytes of each token's set and codes of the sets that tokens were drawn
+    # from (`rlx.model.kept_tokens`); None: from the whole vocabulary.
     kept_sizes: np.ndarray | None = None
     kept: np.ndarray | None = None
 

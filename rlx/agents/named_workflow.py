@@ -32,17 +32,11 @@ def uses_rewards(name: str, key: str = "workflow") -> bool:
 
 @dataclass(frozen=True)
 class NamedWorkflow:
-    """A workflow or agent class by name, with its arguments.
+    """A workflow or agent class by name, with its arguments."""
 
-    Attributes:
-      name: `rlvr`, another key of the table, FILE.py:Class or module:Class.
-      kwargs: the user's arguments of the constructor.
-      prompts, sampling, n, sandbox: of the run. A workflow's constructor gets those of these,
-        `tokenizer` and `reward_pool` that it names.
-    """
-
-    name: str
-    kwargs: Mapping[str, Any]
+    name: str  # `rlvr`, another key of the table, FILE.py:Class or module:Class
+    kwargs: Mapping[str, Any]  # the user's arguments of the constructor
+    # Of the run; a workflow's constructor gets the parts in `_GIVEN` that it names.
     prompts: Prompts
     sampling: Sampling
     n: int

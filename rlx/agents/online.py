@@ -25,7 +25,7 @@ from rlx.agents import trajectories
 from rlx.agents.dialects import ApiError
 from rlx.agents.session_state import Denied, SessionState
 from rlx.agents.sessions import Interaction, Session, TurnPlace
-from rlx.base import UserError, seed_of
+from rlx.base import UserError, explained, seed_of
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.rollout import control_tokens
@@ -35,7 +35,6 @@ from rlx.system.threads import in_thread
 SWEEP_SECONDS = 1.0  # interval of ending idle sessions and of syncing the log
 ADMIN_VARIABLE = "RLX_ADMIN_KEY"
 FILE = "sessions.sqlite3"
-_OLD_FILE = "journal.jsonl"  # the format before the database
 _FORGET_ROWS = 2000  # rows written between two deletions of unneeded sessions
 _KEYS = 100_000  # newest keys, kept even after their sessions are deleted
 _SHORTEST = 16  # fewest characters of a given key
@@ -73,10 +72,8 @@ class OnlineOptions:
     def from_flags(cls, flags: Any) -> "OnlineOptions | None":
         """Return options with the key of `admin_key` or $RLX_ADMIN_KEY, or None; or UserError."""
         path = flags.admin_key
-        try:
+        with explained(f"cannot read the admin key in {path}", "give a text file"):
             key = Path(path).read_text() if path else os.environ.get(ADMIN_VARIABLE, "")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"admin key {path} cannot be read ({error}); give a file") from None
         if not (path or key):
             return None
         if len(key := key.strip()) < _SHORTEST:
@@ -110,8 +107,6 @@ class OnlineSessions:
         # Whether a taken session may be deleted.
         self.covered: Callable[[SessionState], bool] = lambda state: True
         self._path = directory / FILE
-        if (old := directory / _OLD_FILE).exists():
-            raise UserError(f"{old} comes from another version of rlx; give another directory")
         with ExitStack() as stack:  # releases the lock if the start fails
             try:
                 directory.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -54,27 +54,21 @@ class _Front:
 class AgentWorkflow:
     """Runs an agent class; docs/agents.md says how to write one.
 
-    Args:
-      agent: the class, or its name as `loading.load_class` takes it. It is imported again in the
-        processes that run it, so a class of a notebook must move to a file.
-      tokenizer: a transformers tokenizer with the model's chat template.
-      sampling: of training, for what requests leave out. `max_new_tokens` is also the most that one
-        may ask for, and another temperature is refused, as the losses count on it.
-      n: runs per group.
-      kwargs: of the class's constructor, JSON values.
-
-    Raises:
-      UserError: it is no agent class, or the extra `agents` is not installed.
+    UserError if it is no agent class, or the extra `agents` is not installed.
     """
 
     def __init__(
         self,
+        # The class, or its name as `loading.load_class` takes it. It is imported again in the
+        # processes that run it, so a class of a notebook must move to a file.
         agent: str | type,
-        tokenizer: Any,
+        tokenizer: Any,  # of transformers, with the model's chat template
+        # Of training, for what requests leave out. `max_new_tokens` is also their limit, and
+        # another temperature is refused, because the losses count on it.
         sampling: Sampling,
-        n: int,
+        n: int,  # runs per group
         *,
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,  # of the class's constructor, JSON values
         options: AgentOptions = DEFAULTS,
     ):
         cls = loading.load_class(agent) if isinstance(agent, str) else agent

@@ -256,11 +256,11 @@ def token_rewards(rewards_N: Array, loss_mask_F: Array, sequence_ids_F: Array) -
 
 
 def gae(
-    rewards_F: Array,
-    values_F: Array,
-    loss_mask_F: Array,
-    sequence_ids_F: Array,
-    bootstrap_N: Array,
+    rewards_F: Array,  # [F] float32
+    values_F: Array,  # [F] float32
+    loss_mask_F: Array,  # [F] bool
+    sequence_ids_F: Array,  # [F] int32
+    bootstrap_N: Array,  # [N] float32; V after the end: 0 unless the trajectory was cut short
     algorithm: Algorithm,
 ) -> Array:
     """Estimate advantages over trained tokens only, generalised (1506.02438).
@@ -269,10 +269,6 @@ def gae(
         A_t = δ_t + gamma·lam·A_t', t' the next trained token of the same trajectory
 
     After the last trained token V is `bootstrap_N` and A is 0.
-
-    Args:
-      rewards_F, values_F: [F] float32. loss_mask_F: [F] bool. sequence_ids_F: [F] int32.
-      bootstrap_N: [N] float32; V after the end: 0 unless the trajectory was cut short.
 
     Returns:
       [F] float32, 0 where not trained.

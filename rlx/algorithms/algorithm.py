@@ -26,19 +26,12 @@ REDUCTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class LossKind:
-    """Properties of a loss that the code around it needs.
+    """Properties of a loss that the code around it needs."""
 
-    Attributes:
-      data: training data: rollouts | demonstrations | pairs (chosen and rejected answer).
-      ratio: the loss depends on the ratio target / proximal, so it needs a proximal policy.
-      scores: the loss reads the value head's score of each answer, not log-probabilities.
-      reference: the loss itself compares with the reference policy, without a KL term.
-    """
-
-    data: str = "rollouts"
-    ratio: bool = False
-    scores: bool = False
-    reference: bool = False
+    data: str = "rollouts"  # rollouts | demonstrations | pairs (chosen and rejected answer)
+    ratio: bool = False  # it depends on the ratio target / proximal, so it needs a proximal policy
+    scores: bool = False  # it reads the value head's score of each answer, not log-probabilities
+    reference: bool = False  # it compares with the reference policy itself, without a KL term
 
 
 # For equations see `surrogates.SURROGATES` and `supervised.PAIR_LOSSES`. OWN_LOSS is the kind of a

@@ -51,18 +51,16 @@ class Parser(argparse.ArgumentParser):
 def run(
     main: Callable[[], int | None],
     *,
+    # Returns the UserError for a full disk, memory or the like (rlx.doctor.failures).
     explain: Callable[[BaseException], UserError | None] = lambda error: None,
+    # Whether to wait for threads and call atexit's functions, except after a signal. With torch and
+    # vLLM that takes seconds, in which a dead server could start again.
     teardown: bool = True,
 ) -> None:
     """Call `main` and exit with its status: 0 done, 2 a user's mistake, 130 a signal.
 
     With --traceback on the command line a UserError keeps its traceback in front of its line. Any
     exception that `explain` does not know is a bug of rlx and keeps its traceback (status 1).
-
-    Args:
-      explain: returns the UserError for a full disk, memory or the like (rlx.doctor.failures).
-      teardown: whether to wait for threads and call atexit's functions, except after a signal.
-        With torch and vLLM that takes seconds, in which a dead server could start again.
     """
     with suppress(ValueError, OSError):  # sockets of agents, mapped files; by default 1,024
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -23,28 +23,19 @@ def peak_flops(kind: str, dtype: str) -> float:
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU.
+    """A GPU."""
 
-    Attributes:
-      kind: device kind in the words of its driver.
-      capability: compute capability.
-      cores: streaming multiprocessors. shared: their shared memory, bytes. lanes: float32 units.
-      clock: GHz.
-      memory, cache: bytes. bandwidth: of the memory, bytes/s.
-      link: to the other GPUs of a host, bytes/s in one direction; network: to other hosts.
-    """
-
-    kind: str
-    capability: tuple[int, int]
-    cores: int
-    shared: int
-    lanes: int
-    clock: float
-    memory: int
-    cache: int
-    bandwidth: float
-    link: float
-    network: float = 50e9
+    kind: str  # device kind in the words of its driver
+    capability: tuple[int, int]  # compute capability
+    cores: int  # streaming multiprocessors
+    shared: int  # their shared memory, bytes
+    lanes: int  # their float32 units
+    clock: float  # GHz
+    memory: int  # bytes
+    cache: int  # bytes
+    bandwidth: float  # of the memory, bytes/s
+    link: float  # to the other GPUs of a host, bytes/s in one direction
+    network: float = 50e9  # to other hosts, likewise
 
     @property
     def flops(self) -> float:

@@ -37,19 +37,13 @@ PRODUCTS = 0.65  # share of a card's peak that large products reach
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation.
-
-    Attributes:
-      shape: text of the result, such as `(bf16[4,8]{1,0}, s32[])`.
-      operands: names of the instructions it reads.
-      line: the whole text, with attributes.
-    """
+    """One line of a computation."""
 
     name: str
-    shape: str
+    shape: str  # text of the result, such as `(bf16[4,8]{1,0}, s32[])`
     opcode: str
-    operands: tuple[str, ...]
-    line: str
+    operands: tuple[str, ...]  # names of the instructions it reads
+    line: str  # the whole text, with attributes
 
     def attribute(self, pattern: str) -> str:
         """Return the first group of a pattern in the line; "" if it is not there."""
@@ -67,23 +61,15 @@ Computation = Mapping[str, Instruction]
 
 @dataclass(frozen=True)
 class Collective:
-    """Collectives of one kind and shape at one place of the program.
-
-    Attributes:
-      place: entry, or the loop, such as `loop × 27`.
-      times: runs in one call of the program.
-      bytes: that a device sends or receives in all of them.
-      covered: FLOPs of products that run between start and end, in all of them.
-      between_hosts: whether a group has devices of several hosts.
-    """
+    """Collectives of one kind and shape at one place of the program."""
 
     kind: str
     shape: str
-    place: str
-    times: int
-    bytes: float
-    covered: float
-    between_hosts: bool
+    place: str  # entry, or the loop, such as `loop × 27`
+    times: int  # runs in one call of the program
+    bytes: float  # that a device sends or receives in all of them
+    covered: float  # FLOPs of products that run between start and end, in all of them
+    between_hosts: bool  # whether a group has devices of several hosts
 
     def waiting(self, card: Card) -> float:
         """Return the seconds that no product hides."""
@@ -93,21 +79,14 @@ class Collective:
 
 @dataclass
 class Reading:
-    """The work of one device in a call of the program.
+    """The work of one device in a call of the program."""
 
-    Attributes:
-      products: (FLOPs, bytes) of a matrix product → runs; those computed again count too.
-      attention_flops: of cuDNN's attention, as of one segment a row.
-      bytes: read and written by kernels that are no products.
-      kernels: runs of any.
-      calls: library kernel → runs.
-    """
-
+    # (FLOPs, bytes) of a matrix product → runs; those computed again count too.
     products: Counter[tuple[float, float]] = field(default_factory=Counter)
-    attention_flops: float = 0.0
-    bytes: float = 0.0
-    kernels: int = 0
-    calls: dict[str, int] = field(default_factory=dict)
+    attention_flops: float = 0.0  # of cuDNN's attention, as of one segment a row
+    bytes: float = 0.0  # read and written by kernels that are no products
+    kernels: int = 0  # runs of any
+    calls: dict[str, int] = field(default_factory=dict)  # library kernel → runs
     collectives: list[Collective] = field(default_factory=list)
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlx.base import UserError, install
 from rlx.cli.text import size
-from rlx.doctor.findings import Finding
+from rlx.doctor.findings import Finding, advised
 from rlx.model.compile_cache import cpu_flags
 from rlx.sandbox.sandbox import Outcome, Sandbox
 from rlx.system import available_memory
@@ -121,28 +121,26 @@ def judge_gpus_in_use(use: Sequence[tuple[int, int]]) -> Finding | None:
     """Return the row of GPU memory that other programs hold; None without a GPU."""
     if not use:
         return None
-    what = ", ".join(
+    held = [
         f"GPU {index}: {used / 1024:.1f} of {total / 1024:.1f} GiB"
         for index, (used, total) in enumerate(use)
         if used > 0.05 * total
-    )
-    if not what:
-        return Finding("machine", "GPU memory", "ok", f"unused on all of {len(use)} GPUs")
-    return Finding("machine", "GPU memory", "warning", f"in use already: {what}",
-                   "end the processes that nvidia-smi lists, or hide the GPU with "
-                   "CUDA_VISIBLE_DEVICES")  # fmt: skip
+    ]
+    what = f"in use already: {', '.join(held)}" if held else f"unused on all of {len(use)} GPUs"
+    remedy = "end the processes that nvidia-smi lists, or hide the GPU with CUDA_VISIBLE_DEVICES"
+    return advised("machine", "GPU memory", what, remedy if held else "")
 
 
 def judge_cores(usable: int, present: int, load: float) -> Finding:
     """Return the row of the cores; `load` is the 1-minute average."""
-    what = f"{usable} of {present} usable, load {load:.1f}"
+    what, remedy = f"{usable} of {present} usable, load {load:.1f}", ""
     if usable < 2:
-        return Finding("machine", "cores", "warning", f"{what}; trainer and server take turns",
-                       "give the process two cores or more")  # fmt: skip
-    if load > 1.5 * present:
-        return Finding("machine", "cores", "warning", f"{what}: other programs are running",
-                       "end them, or expect a slow run")  # fmt: skip
-    return Finding("machine", "cores", "ok", what)
+        what += "; trainer and server take turns"
+        remedy = "give the process two cores or more"
+    elif load > 1.5 * present:
+        what += ": other programs are running"
+        remedy = "end them, or expect a slow run"
+    return advised("machine", "cores", what, remedy)
 
 
 def check_loopback() -> Finding:
@@ -173,11 +171,10 @@ def judge_sandbox(level: str, notes: Mapping[str, str], outcome: Outcome) -> Fin
     if outcome.text != "42\n":
         return Finding("machine", "sandbox", "problem", f"{level}: a program failed: {outcome}",
                        "allow more memory and processes")  # fmt: skip
+    remedy = "allow a stronger layer, or run tools elsewhere (sandbox.kind)"
+    weak = level in ("none", "seccomp")
     what = f"programs of tools are confined by {level}{why}"
-    if level in ("none", "seccomp"):
-        remedy = "allow a stronger layer, or run tools elsewhere (sandbox.kind)"
-        return Finding("machine", "sandbox", "warning", what, remedy)
-    return Finding("machine", "sandbox", "ok", what)
+    return advised("machine", "sandbox", what, remedy if weak else "")
 
 
 def judge_address(address: str, error: str, key: str = "fleet.addresses") -> Finding:
@@ -211,10 +208,8 @@ def judge_workdir(directory: Path, free: int, writable: bool) -> Finding:
     if not writable:
         return Finding("machine", "workdir", "problem", f"{directory} cannot be written to",
                        "give another --workdir")  # fmt: skip
-    if free < 1 << 30:
-        return Finding("machine", "workdir", "warning", what,
-                       "free some, or give a --workdir on another disk")  # fmt: skip
-    return Finding("machine", "workdir", "ok", what)
+    remedy = "free some, or give a --workdir on another disk"
+    return advised("machine", "workdir", what, remedy if free < 1 << 30 else "")
 
 
 def judge_shared_memory(total: int, free: int, needed: int = 0, place: str = "/dev/shm") -> Finding:
@@ -234,10 +229,9 @@ def judge_shared_memory(total: int, free: int, needed: int = 0, place: str = "/d
 def judge_clock(wall: float) -> Finding:
     """Return the row of the clock; `wall` is in seconds since 1970."""
     date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(wall))
-    if wall >= _NOT_BEFORE:
-        return Finding("machine", "clock", "ok", date)
-    return Finding("machine", "clock", "warning", f"{date} is in the past; certificates and run "
-                   "names are wrong", "set the date")  # fmt: skip
+    late = f"{date} is in the past; certificates and run names are wrong"
+    past = wall < _NOT_BEFORE
+    return advised("machine", "clock", late if past else date, "set the date" if past else "")
 
 
 def check(workdir: Path, found: Devices | str) -> Iterator[Finding]:

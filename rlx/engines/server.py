@@ -54,28 +54,19 @@ async def _unauthenticated(request, context):
 
 
 class Server:
-    """A rollout server; binds its port before it loads the model.
-
-    Args:
-      engine: returns the engine; called in `start`.
-      host, port: address; port 0: any free one.
-      token: bearer token that callers must send.
-      tls: certificate and key, and the CA of callers' certificates if they must have one.
-      metrics_host, metrics_port: address for Prometheus; port 0: none.
-      service: options of RolloutService.
-    """
+    """A rollout server; binds its port before it loads the model."""
 
     def __init__(
         self,
-        engine: Callable[[], Engine],
+        engine: Callable[[], Engine],  # returns the engine; called in `start`
         *,
-        port: int = 0,
+        port: int = 0,  # 0: any free one
         host: str = "127.0.0.1",
-        token: str | None = None,
-        tls: transport.Tls | None = None,
-        metrics_host: str = "127.0.0.1",
-        metrics_port: int = 0,
-        **service: Any,
+        token: str | None = None,  # bearer token that callers must send
+        tls: transport.Tls | None = None,  # with a CA, callers must have certificates of it
+        metrics_host: str = "127.0.0.1",  # address for Prometheus
+        metrics_port: int = 0,  # 0: none
+        **service: Any,  # options of RolloutService
     ):
         transport.check_host(host, token, tls)
         if not 0 <= port < 1 << 16:
@@ -145,20 +136,16 @@ async def serve(
     *,
     on_ready: Callable[[int], None],
     stop: asyncio.Event,
-    join: str = "",
+    join: str = "",  # directory to announce this server in; "": none
     drain_seconds: float = 0.0,
     **options: Any,
 ) -> None:
     """Serve until `stop` is set; call `on_ready(port)` when the server answers calls.
 
-    Args:
-      join: directory to announce this server in; "": none. With one, the server finishes its
-        requests after `stop`, for at most `drain_seconds` or until `stop`, cleared, is set again.
-
-    Raises:
-      UserError: the port is in use, the host needs a token and TLS, or a certificate or the engine
-        is unusable.
-      EngineStopped: the engine failed; restart the process.
+    With `join`, the server finishes its requests after `stop`, for at most `drain_seconds` or until
+    `stop`, cleared, is set again. UserError if the port is in use, the host needs a token and TLS,
+    or a certificate or the engine is unusable. EngineStopped if the engine failed: restart the
+    process.
     """
     server = Server(engine, **options)
     try:

@@ -250,7 +250,7 @@ class RolloutService(rpc.RolloutServicer):
             found = os.stat(path)
             if not stat.S_ISREG(found.st_mode):  # opening a pipe would block
                 raise OSError(errno.EINVAL, "it is not a regular file")
-            _compare_size(header, found.st_size)
+            _compare(header, found.st_size)
             crc = await asyncio.to_thread(checksum, path, cancelled.is_set)
         except OSError as error:
             raise RequestError(
@@ -261,7 +261,7 @@ class RolloutService(rpc.RolloutServicer):
         finally:
             cancelled.set()  # ends the thread's reading if this call was cancelled
         self._spans.append(("verify weights", start_ns, self.clock()))
-        _compare_crc(header, crc)
+        _compare(header, found.st_size, crc)
         return path
 
     async def _apply(self, header: pb.PublishHeader, requests: AsyncIterator, path: str) -> None:
@@ -460,8 +460,7 @@ async def _receive(
             except OSError as error:
                 message = f"cannot stage the weights: {error.strerror}"
                 raise RequestError(_Code.RESOURCE_EXHAUSTED, message) from error
-    _compare_size(header, size)
-    _compare_crc(header, crc)
+    _compare(header, size, crc)
 
 
 async def _drain(requests: AsyncIterator) -> None:
@@ -472,14 +471,15 @@ async def _drain(requests: AsyncIterator) -> None:
                 pass
 
 
-def _compare_size(header: pb.PublishHeader | pb.PublishDelta, size: int) -> None:
+def _compare(
+    header: pb.PublishHeader | pb.PublishDelta,
+    size: int,
+    crc: int | None = None,  # None: not known yet
+) -> None:
     if size != header.num_bytes:
         message = f"{size} bytes of weights where {header.num_bytes} were announced"
         raise RequestError(_Code.DATA_LOSS, message)
-
-
-def _compare_crc(header: pb.PublishHeader | pb.PublishDelta, crc: int) -> None:
-    if crc != header.crc32:
+    if crc is not None and crc != header.crc32:
         message = f"checksum {crc:08x} of the weights where {header.crc32:08x} was announced"
         raise RequestError(_Code.DATA_LOSS, message)
 

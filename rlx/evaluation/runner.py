@@ -132,26 +132,17 @@ class RowRunner:
 
 @dataclass(eq=False)
 class Evaluator:
-    """Runs workflows over rows on a thread of its own.
+    """Runs workflows over rows on a thread of its own."""
 
-    Attributes:
-      connect: makes a fleet on the evaluator's loop; a fleet with `close` is closed there too.
-      workflow: runs the rows that name no other.
-      concurrency: rows in work at one time.
-      patience: with failed attempts; a user's mistake is not tried again.
-      timeout: seconds for one attempt.
-      seed: of the evaluation; a row's seed depends on it and on the row's number.
-      say: takes a line about an outage.
-    """
-
+    # Makes a fleet on the evaluator's loop; a fleet with `close` is closed there too.
     connect: Callable[[], Coroutine[Any, Any, Generator]]
-    workflow: Workflow
+    workflow: Workflow  # runs the rows that name no other
     _: KW_ONLY
-    concurrency: int = 64
-    patience: Patience | None = None
-    timeout: float = 3600.0
-    seed: int = 0
-    say: Callable[[str], None] = lambda text: None
+    concurrency: int = 64  # rows in work at one time
+    patience: Patience | None = None  # with failed attempts; users' mistakes are not tried again
+    timeout: float = 3600.0  # seconds for one attempt
+    seed: int = 0  # of the evaluation; a row's seed depends on it and on the row's number
+    say: Callable[[str], None] = lambda text: None  # takes a line about an outage
 
     def __post_init__(self) -> None:
         self._loop, self._runner = LoopThread("evaluator"), None  # type: tuple[Any, Any]
@@ -189,23 +180,17 @@ class Evaluator:
 
     def submit(
         self,
-        row: Mapping[str, Any],
+        row: Mapping[str, Any],  # of a dataset
         *,
-        n: int | None = None,
-        sampling: Sampling | None = None,
+        n: int | None = None,  # trajectories of its group; None: the workflow's number
+        sampling: Sampling | None = None,  # None: the workflow's
         workflow: Workflow | None = None,
-        group_id: int | None = None,
-        seed: int | None = None,
+        group_id: int | None = None,  # None: the number of rows submitted before
+        seed: int | None = None,  # None: a function of that
     ) -> "Future[Group]":
         """Start one row and return the future of its group at once; `wait` has it too.
 
-        Args:
-          row: of a dataset.
-          n, sampling: trajectories of its group and how they are drawn; default: the workflow's.
-          group_id, seed: default: the number of rows submitted before, and a function of that.
-
-        Returns:
-          The future; it fails with Skipped after the row's last attempt.
+        The future fails with Skipped after the row's last attempt.
         """
         if self._runner is None:
             raise RuntimeError("start the evaluator before submitting to it")

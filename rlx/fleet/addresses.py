@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlx.base import UserError
+from rlx.base import UserError, explained
 from rlx.fleet.tls import Tls
 from rlx.system.host_port import bracketed, connect, split_address
 from rlx.system.jsonl import write_atomically
@@ -35,13 +35,10 @@ def read_addresses(given: Sequence[str]) -> tuple[str, ...]:
         if not text.startswith(FILE):
             found.append(text)
             continue
-        try:
-            lines = Path(text.removeprefix(FILE)).read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"cannot read the addresses in {text.removeprefix(FILE)}: {error}; make it a text "
-                "file with one host:port per line"
-            ) from None
+        path = text.removeprefix(FILE)
+        remedy = "make it a text file with one host:port per line"
+        with explained(f"cannot read the addresses in {path}", remedy):
+            lines = Path(path).read_text().splitlines()
         found += [line.partition("#")[0].strip() for line in lines]
     return tuple(dict.fromkeys(filter(None, found)))
 
@@ -71,13 +68,9 @@ class Joining:
 
     def look(self) -> tuple[str, ...]:
         """Return the addresses announced now; UserError if the directory cannot be read."""
-        try:
+        problem = f"cannot look for servers in fleet.join={self.directory}"
+        with explained(problem, "give the directory of rlx.serve --join=DIR"):
             return tuple(_announced_in(self.directory))
-        except OSError as error:
-            raise UserError(
-                f"cannot look for servers in fleet.join={self.directory}: "
-                f"{error.strerror or error}; give the directory of rlx.serve --join=DIR"
-            ) from None
 
 
 @contextmanager

@@ -57,33 +57,25 @@ class PublishReport:
 
 
 class Fleet:
-    """Rollout servers behind one `generate`, one `score` and one `publish`.
-
-    Args:
-      addresses: host:port of each server; it may start later, die and return. @PATH is a file of
-        addresses that is read continually: a server added to it gets the current weights, then
-        requests; a server removed from it finishes its requests.
-      token: bearer token of the servers.
-      tls: the servers' CA and our certificate; None: plain connections on loopback.
-      publish_dir: directory for the weights file, which is written once for all servers.
-      kv_on_update: one of KV_POLICIES; None: each server's own default.
-      on_message: reports one line to the user.
-      restart: ends a silent server of ours; see `Member`.
-      joining: directory of more servers, read continually; servers that cannot be reached, or that
-        refuse us, are reported and ignored.
-    """
+    """Rollout servers behind one `generate`, one `score` and one `publish`."""
 
     def __init__(
         self,
+        # host:port of each server; it may start later, die and return. @PATH is a file of addresses
+        # that is read continually: a server added to it gets the current weights, then requests; a
+        # server removed from it finishes its requests.
         addresses: Sequence[str],
         *,
-        token: str | None = None,
-        tls: Tls | None = None,
+        token: str | None = None,  # bearer token of the servers
+        tls: Tls | None = None,  # their CA and our certificate; None: plain connections on loopback
         limits: Timeouts | None = None,
-        publish_dir: str = "/dev/shm",
-        kv_on_update: str | None = None,
-        on_message: Callable[[str], None] | None = None,
+        publish_dir: str = "/dev/shm",  # for the weights file, written once for all servers
+        kv_on_update: str | None = None,  # one of KV_POLICIES; None: each server's own default
+        on_message: Callable[[str], None] | None = None,  # reports one line to the user
+        # Ends a silent server of ours; see `Member`.
         restart: Callable[[str, float], None] = lambda address, seconds: None,
+        # Directory of more servers, read continually; servers that cannot be reached, or that
+        # refuse us, are reported and ignored.
         joining: Joining | None = None,
     ):
         self._limits = limits or Timeouts()
@@ -244,25 +236,16 @@ class Fleet:
 
     async def generate(
         self,
-        prompt_tokens: Any,
-        sampling: Sampling,
-        n: int,
+        prompt_tokens: Any,  # [T] integers, T ≥ 1
+        sampling: Sampling,  # a missing seed is drawn here, because continuing needs one
+        n: int,  # ≥ 1; sample i is a function of (seed, i) and the weights
         *,
-        session: str | None = None,
-        priority: int = 0,
-        watch: Callable[[Chunk], None] | None = None,
-        samples: Sequence[PartialSample] = (),
+        session: str | None = None,  # its calls go to the same server while that is live
+        priority: int = 0,  # higher is served first
+        watch: Callable[[Chunk], None] | None = None,  # called with each chunk of new tokens
+        samples: Sequence[PartialSample] = (),  # `n` to continue, which get the new chunks
     ) -> list[Completion]:
         """Sample `n` completions of one prompt.
-
-        Args:
-          prompt_tokens: [T] integers, T ≥ 1.
-          sampling: options; a missing seed is drawn here, because continuing needs one.
-          n: ≥ 1; sample i is a function of (seed, i) and the weights.
-          session: name; calls of a session go to the same server while it is live.
-          priority: higher is served first.
-          watch: called with each chunk of new tokens.
-          samples: `n` samples to continue, which get the new chunks; (): new ones.
 
         Raises:
           ValueError: the request cannot be served; the message says why.

@@ -188,26 +188,21 @@ class Weights:
 
 
 def stage(
-    version: int,
+    version: int,  # policy version of the weights, ≥ 0
+    # HF name → array, Buckets or an Adapter, written to a new file in `directory`; or the path of a
+    # safetensors file or HF directory, used in place.
     source: Any,
+    # `path`: servers read the file; `stream`: it is sent; `delta`: servers that have `base` get
+    # only the changes, others the file; `adapter`: for an Adapter.
     method: str,
     directory: str | os.PathLike,
-    base: Weights | None = None,
+    base: Weights | None = None,  # ignored unless we wrote it for method `delta`
 ) -> Weights:
     """Prepare weights for publishing: one file and, for method `delta`, a patch from `base`.
 
-    Args:
-      version: policy version of the weights, ≥ 0.
-      source: HF name → array, Buckets or an Adapter, written to a new file in `directory`; or the
-        path of a safetensors file or HF directory, used in place.
-      method: `path`: servers read the file; `stream`: it is sent; `delta`: servers that have `base`
-        get only the changes, others the file; `adapter`: for an Adapter.
-      base: earlier version; ignored unless we wrote it for method `delta`. There is no patch if
-        the sizes differ or too much has changed.
-
-    Raises:
-      UserError: the path has no weights, the disk is full, or the method is unknown.
-      ValueError: the source does not fit the method, or safetensors does not have its dtype.
+    There is no patch if the sizes differ or too much has changed. UserError if the path has no
+    weights, the disk is full, or the method is unknown; ValueError if the source does not fit the
+    method, or safetensors does not have its dtype.
     """
     if method not in METHODS:
         raise UserError(f"publish method {method!r} is unknown; use one of {', '.join(METHODS)}")

@@ -9,35 +9,28 @@ from rlx.option import option
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling options of completions.
+    """Sampling options of completions."""
 
-    Attributes:
-      temperature: ≥ 0; 0 is greedy. Behaviour logprobs are log softmax(logits / temperature) over
-        the whole vocabulary, whatever top-p and top-k; untempered if greedy.
-      return_masks: report the tokens that top-p, top-k and the minimum length left to draw from.
-        Behaviour logprobs are then renormalised over them. Ignored if greedy.
-      max_new_tokens, min_new_tokens: length of the whole completion, `prefix_len` included.
-      stop: strings that end a completion as soon as its text contains one (kept in the tokens).
-      stop_token_ids: tokens, besides the model's own, that end a completion (kept in the tokens).
-      seed: each draw depends only on (seed, sample index, position), not on the rest of the batch.
-        None: the engine picks one.
-      guide: JSON Schema text that the completion must match, "": none. Behaviour logprobs are then
-        renormalised over the allowed tokens. vLLM only, as `top_logprobs`.
-      top_logprobs: in [0, 20], number of most likely tokens reported with each sampled one.
-      unscored: behaviour logprobs are not needed; an engine may return NaN.
-    """
-
+    # ≥ 0; 0 is greedy. Behaviour logprobs are log softmax(logits / temperature) over the whole
+    # vocabulary, whatever top-p and top-k; untempered if greedy.
     temperature: float = option(1.0, "above 0; losses use the same distribution")
     top_p: float = option(1.0, "share of probability drawn from, also in losses; 1: all", "(0, 1]")
     top_k: int = option(0, "likeliest tokens to draw from, also in losses; 0: all", "0")
+    # Lengths of the whole completion, `prefix_len` included.
     max_new_tokens: int = option(256, "longest answer, also in a dataset", "1")
     min_new_tokens: int = option(0, "before an answer may end", "0")
+    # Both end a completion as soon as it contains one, and are kept in its tokens.
     stop: tuple[str, ...] = option((), "texts that end an answer")
-    stop_token_ids: tuple[int, ...] = ()
-    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's own
+    # Each draw depends only on (seed, sample index, position), not on the rest of the batch.
+    seed: int | None = None  # None: the engine picks one
+    # JSON Schema text that the completion must match, "": none. Behaviour logprobs are then
+    # renormalised over the allowed tokens. vLLM only, as `top_logprobs`.
     guide: str = ""
-    top_logprobs: int = 0
-    unscored: bool = False
+    top_logprobs: int = 0  # in [0, 20]; most likely tokens reported with each sampled one
+    unscored: bool = False  # behaviour logprobs are not needed; an engine may return NaN
+    # Report the tokens that top-p, top-k and the minimum length left to draw from. Behaviour
+    # logprobs are then renormalised over them. Ignored if greedy.
     return_masks: bool = False
 
     @property
@@ -66,24 +59,18 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """New tokens of one sample, in order.
+    """New tokens of one sample, in order."""
 
-    Attributes:
-      index: index of the sample.
-      tokens, logprobs (nats), versions: one number per token; lists from an engine, arrays (int32,
-        float32, int32) from the wire.
-      top_tokens, top_logprobs: `Sampling.top_logprobs` numbers per token, flat.
-      stop_reason: `stop` | `length` | `abort`; None: not ended.
-      kept_sizes, kept: as of a Trajectory, with `Sampling.return_masks`.
-    """
-
-    index: int
+    index: int  # of the sample
+    # One number per token; lists from an engine, arrays (int32, float32, int32) from the wire.
     tokens: list[int] | np.ndarray = field(default_factory=list)
-    logprobs: list[float] | np.ndarray = field(default_factory=list)
+    logprobs: list[float] | np.ndarray = field(default_factory=list)  # nats
     versions: list[int] | np.ndarray = field(default_factory=list)
-    stop_reason: str | None = None
+    stop_reason: str | None = None  # `stop` | `length` | `abort`; None: not ended
+    # `Sampling.top_logprobs` numbers per token, flat.
     top_tokens: list[int] | np.ndarray = field(default_factory=list)
     top_logprobs: list[float] | np.ndarray = field(default_factory=list)
+    # As of a Trajectory, with `Sampling.return_masks`.
     kept_sizes: list[int] | np.ndarray = field(default_factory=list)
     kept: bytes = b""
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rlx.base import UserError
+from rlx.base import UserError, explained
 from rlx.fleet.publish import sweep
 from rlx.system.atomic_directory import try_lock
 
@@ -31,17 +31,12 @@ class Scratch:
     """A new directory in `parent` that other users can neither list, read nor change."""
 
     def __init__(self, parent: str | os.PathLike):
-        try:
+        problem = f"cannot make a directory for weights in {parent}"
+        with explained(problem, "set fleet.publish_dir to another directory"):
             _check_parent(parent)
             _sweep_dead(parent)
             sweep(parent)
             self.directory, self.lock = _make(parent)  # path; descriptor that its writers inherit
-        except OSError as error:
-            reason = error.strerror or error
-            raise UserError(
-                f"cannot make a directory for weights in {parent}: {reason}; set "
-                "fleet.publish_dir to another directory"
-            ) from error
         self._remover = subprocess.Popen(  # survives signals to our session
             (sys.executable, "-I", "-S", "-c", _REMOVE, self.directory),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,

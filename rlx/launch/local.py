@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import rlx
 from rlx.base import UserError
 from rlx.fleet import wire
 from rlx.fleet.addresses import Joining
@@ -32,6 +31,7 @@ from rlx.fleet.client import Fleet
 from rlx.fleet.scratch import Scratch
 from rlx.fleet.tls import Tls
 from rlx.system import exit_reason
+from rlx.system.process_settings import python_path
 
 _POLL_SECONDS = 0.05
 _STACKS_SECONDS = 0.5  # for a process to write its stacks
@@ -350,14 +350,12 @@ def _environment(
 ) -> dict[str, str]:
     """Return ours with rlx on the path, sizes of thread pools, and a token."""
     pools = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    home = str(Path(next(iter(rlx.__path__))).parent)
-    path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
     return {
         **os.environ,
         **dict.fromkeys(pools, str(threads)),
         "JAX_PLATFORMS": "cuda" if gpus else platform,
         **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
-        "PYTHONPATH": path,
+        "PYTHONPATH": python_path(),
         "PYTHONUNBUFFERED": "1",
         wire.TOKEN_VARIABLE: token,
     }

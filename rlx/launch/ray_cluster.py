@@ -21,12 +21,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import rlx
 from rlx.base import UserError
 from rlx.launch.processes import Process
-from rlx.system import exit_reason
+from rlx.system import exit_reason, process_supervisor
 from rlx.system.host_port import connect
-from rlx.workers.kept_command import KeptCommand
+from rlx.system.process_settings import python_path
+from rlx.workers.worker_process import SupervisedProcess
 
 ADDRESS = "RAY_ADDRESS"
 _OURS = ("JAX_", "XLA_", "RLX_", "HF_", "NCCL_", "WANDB_", "TOKENIZERS_", "PYTHON", "SSL_CERT_")
@@ -37,8 +37,8 @@ _NEXT_PORT = 1009  # step between ports to try: more than the servers of a host
 _STORE_BYTES = 100_000_000  # Ray's object store on this machine, which no array uses
 
 
-class Keeper(KeptCommand):
-    """Runs one command on the node that this actor is on."""
+class Keeper:
+    """Runs one command under a supervisor, on the node that this actor is on."""
 
     def begin(self, process: Process, env: Mapping[str, str], cwd: str, log: str) -> Process:
         """Start a process on this actor's GPUs, output to `log`; return it with host and port."""
@@ -51,8 +51,38 @@ class Keeper(KeptCommand):
             argv += (f"--host={host}", f"--port={port}")
         own = {k: v for k, v in os.environ.items() if not k.startswith("OMP_NUM")}
         gpus = {k: v for k, v in own.items() if k == "CUDA_VISIBLE_DEVICES" and process.gpus}
-        self.start((sys.executable, *argv), {**own, **process.env, **env, **gpus}, cwd, log)
+        environment = {**own, **process.env, **env, **gpus, "PYTHONUNBUFFERED": "1"}
+        Path(log).parent.mkdir(parents=True, exist_ok=True)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks Ctrl-C, for children too
+        with open(log, "ab") as file:
+            self._log, self._read = log, file.tell()
+            self._process = SupervisedProcess(
+                (sys.executable, *argv), cwd=cwd, stdout=file, stderr=file, environment=environment
+            )
+        self._pid = 0  # of the command: looked up while it is its supervisor's only child
+        while not self._pid and self._process.running:
+            self._pid = next(iter(process_supervisor.descendants(self._process.pid)), 0)
+            time.sleep(0.01)
         return replace(process, host=host, port=port)
+
+    def look(self) -> tuple[int | None, list[str]]:
+        """Return the command's exit code, None while it runs, and its new lines."""
+        code = None if self._process.running else self._process.end()
+        with open(self._log, "rb") as file:
+            file.seek(self._read)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1] if code is None else new
+        self._read += len(whole)
+        return code, whole.decode(errors="replace").splitlines()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the command only."""
+        if self._process.running:
+            os.kill(self._pid, number)
+
+    def end(self) -> None:
+        """Kill the command and all that it started."""
+        self._process.end()
 
 
 @dataclass(eq=False)
@@ -247,8 +277,6 @@ def join() -> Any:
     if ray.is_initialized():
         return ray
     _require(address)
-    home = str(Path(next(iter(rlx.__path__))).parent)
-    paths = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
     options: dict[str, Any] = {"address": address}
     if not address:  # loopback only; for 127.0.0.1 Ray would use the machine's public address
         options = {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.2",
@@ -257,7 +285,7 @@ def join() -> Any:
     try:
         ray.init(
             log_to_driver=False, logging_level=logging.ERROR,
-            runtime_env={"env_vars": {"PYTHONPATH": paths}}, **options,
+            runtime_env={"env_vars": {"PYTHONPATH": python_path()}}, **options,
         )  # fmt: skip
     except (OSError, RuntimeError, ValueError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]

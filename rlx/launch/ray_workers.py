@@ -18,7 +18,6 @@ from typing import Any
 
 from rlx.base import UserError
 from rlx.launch import ray_cluster, run_secrets
-from rlx.workers.kept_command import KeptWorker
 from rlx.workers.worker_process import StartWorker, WorkerHandle, WorkerLimits, start_worker
 
 _CHUNK = 1 << 20  # bytes per call
@@ -51,6 +50,29 @@ def starter(key: str, config: Any) -> StartWorker:  # key: reward | agents
         "max_concurrency": 4, "runtime_env": {"env_vars": env}, "max_restarts": 0,
     }  # fmt: skip
     return partial(_start, ray, options)
+
+
+class KeptWorker:
+    """Runs one worker as an actor, and forwards the bytes of both sides."""
+
+    def __init__(self, module: str, limits: WorkerLimits, cwd: str):
+        os.chdir(cwd)  # names of files are relative to it
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks Ctrl-C
+        self._process, self._socket = start_worker(module, limits)
+
+    def write(self, data: bytes) -> None:
+        """Send the worker bytes; none end them."""
+        if data:
+            self._socket.sendall(data)
+        else:
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def read(self, size: int) -> bytes:
+        """Return the worker's next bytes; none once it has ended."""
+        return self._socket.recv(size)
+
+    def end(self, patience: float) -> int:
+        return self._process.end(patience)
 
 
 def _start(

@@ -16,8 +16,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple
 
-import rlx
-from rlx.base import UserError
+from rlx.base import UserError, explained
 from rlx.cli.text import aligned
 from rlx.fleet import wire
 from rlx.fleet.addresses import Joining
@@ -26,6 +25,7 @@ from rlx.system import host_agent
 from rlx.system.exit_reason import last_words
 from rlx.system.host_port import bracketed, connect
 from rlx.system.jsonl import read_json, write_atomically
+from rlx.system.process_settings import HOME
 from rlx.system.signals import interrupts
 
 Processes = dict[str, list[dict[str, Any]]]  # host → name, log, argv, env; once started pid, begun
@@ -36,7 +36,6 @@ PACKAGES = ("jax", "torch", "transformers", "vllm", "grpcio", "numpy", "safetens
 CHECKS = ("reach", "python", "packages", "GPUs", "clock", "shared", "ports")
 CLOCK_SECONDS = 2.0  # that two clocks may differ
 ASK_SECONDS = 120.0
-HOME = str(Path(next(iter(rlx.__path__))).parent)  # directory that contains rlx
 
 
 class Check(NamedTuple):
@@ -110,11 +109,9 @@ class Machines:
     def check(self, shared: Path, ports: Sequence[int] = ()) -> tuple[list[Check], dict[str, Any]]:
         """Compare all hosts with this one; return the checks, and host → result of `look`."""
         mark = secrets.token_hex(8)
-        try:
+        with explained(f"cannot write to --shared={shared}", "give another directory"):
             shared.mkdir(parents=True, exist_ok=True)
             (shared / ".rlx-mark").write_text(mark)
-        except OSError as error:
-            raise UserError(f"cannot write to --shared={shared}: {error.strerror}") from None
         request: dict[str, Any] = {"path": HOME, "packages": PACKAGES, "mark": mark,
                                    "shared": str(shared.absolute())}  # fmt: skip
         sent, here = time.time(), host_agent.look(**request, ports=[])

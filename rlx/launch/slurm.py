@@ -6,7 +6,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from rlx.base import UserError
 
@@ -14,29 +13,25 @@ TEMPLATE = Path(__file__).with_name("slurm_job.sh")
 UNSHARED = 66  # exit status of a job whose node does not see the run's directory
 
 
-class Ending(NamedTuple):
-    """The end of a job: its description, and whether another start may succeed."""
-
-    words: str
-    again: bool
-
-
-ENDINGS: Mapping[str, Ending] = {
-    "COMPLETED": Ending("is done", False),
-    "FAILED": Ending("has failed", True),
-    "NODE_FAIL": Ending("has lost a node", True),
-    "PREEMPTED": Ending("was preempted", True),
-    "TIMEOUT": Ending("has used up its time", True),
-    "BOOT_FAIL": Ending("had nodes that did not boot", True),
-    "LAUNCH_FAILED": Ending("could not be launched on its nodes", True),
-    "RECONFIG_FAIL": Ending("had nodes that could not be reconfigured", True),
-    "OUT_OF_MEMORY": Ending("was killed because memory ran out", False),
-    "CANCELLED": Ending("was cancelled", False),
-    "DEADLINE": Ending("could not end before its deadline", False),
-    "REVOKED": Ending("was revoked by another cluster", False),
-    "SPECIAL_EXIT": Ending("is held in a special exit state", False),
+AGAIN: Mapping[str, str] = {  # ends of a job after which another start may succeed
+    "FAILED": "has failed",
+    "NODE_FAIL": "has lost a node",
+    "PREEMPTED": "was preempted",
+    "TIMEOUT": "has used up its time",
+    "BOOT_FAIL": "had nodes that did not boot",
+    "LAUNCH_FAILED": "could not be launched on its nodes",
+    "RECONFIG_FAIL": "had nodes that could not be reconfigured",
 }
-LIVE: Mapping[str, str] = {
+ENDINGS: dict[str, str] = {
+    **AGAIN,
+    "COMPLETED": "is done",
+    "OUT_OF_MEMORY": "was killed because memory ran out",
+    "CANCELLED": "was cancelled",
+    "DEADLINE": "could not end before its deadline",
+    "REVOKED": "was revoked by another cluster",
+    "SPECIAL_EXIT": "is held in a special exit state",
+}
+LIVE: dict[str, str] = {
     "PENDING": "waits", "CONFIGURING": "waits for its nodes", "RUNNING": "runs",
     "COMPLETING": "ends", "STAGE_OUT": "ends", "REQUEUED": "waits again",
     "REQUEUE_HOLD": "is held", "REQUEUE_FED": "waits again", "RESV_DEL_HOLD": "is held",
@@ -75,8 +70,8 @@ class Job:
         return self.state in ENDINGS
 
     def __str__(self) -> str:
-        known = LIVE.get(self.state) or ENDINGS.get(self.state, Ending("", False)).words
-        known = known or f"is in the unknown state {self.state}"
+        unknown = f"is in the unknown state {self.state}"
+        known = (LIVE | ENDINGS).get(self.state, unknown)
         where = f" on {self.nodes}" if self.nodes and self.state == "RUNNING" else ""
         return f"{known}{where}{f' ({self.reason})' if self.reason else ''}"
 

@@ -53,23 +53,15 @@ class Verdict:
 
 @dataclass(eq=False)
 class Gate:
-    """Sends prompts to the servers and compares their answers with the trainer.
+    """Sends prompts to the servers and compares their answers with the trainer."""
 
-    Args:
-      prompts: [P] int32 each.
-      sampling: of training, with the gate's own budget; a probe's seed is `seed` plus its version.
-      scorer: rows must have room for the longest prompt and completion.
-      earlier: name → HF directory, if it exists, of weights that a server may still have.
-      dtype: in which `earlier` weights are loaded.
-    """
-
-    prompts: Sequence[np.ndarray]
-    sampling: Sampling
-    scorer: TrainerScorer
+    prompts: Sequence[np.ndarray]  # [P] int32 each
+    sampling: Sampling  # of training, with the gate's own budget
+    scorer: TrainerScorer  # rows must have room for the longest prompt and completion
     tolerance: Tolerance
-    seed: int
-    earlier: Mapping[str, Path]
-    dtype: str
+    seed: int  # a probe's seed is this plus its version
+    earlier: Mapping[str, Path]  # name → HF directory, if any, of weights a server may still have
+    dtype: str  # in which `earlier` weights are loaded
     passed: frozenset[tuple[str, str]] = frozenset()  # items of Fleet.lives
     _refused: frozenset[tuple[str, str]] = frozenset()
     _asked: Future[Probe] | None = None

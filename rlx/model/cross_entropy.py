@@ -20,30 +20,23 @@ SMALLEST_CHUNK = 128  # asked tokens; smaller ones make the head's products slow
 
 
 def target_logprobs(
-    x: Array,
-    head: Array,
-    targets: Array,
+    x: Array,  # [N, D] hidden states
+    head: Array,  # [V, D]
+    targets: Array,  # [N] int32 in [0, V)
     *,
-    temperature: float = 1.0,
-    softcap: float = 0.0,
+    temperature: float = 1.0,  # > 0
+    softcap: float = 0.0,  # c where logits are c · tanh(head·x / c) before the temperature; 0: not
+    # Tokens whose logits exist at one time; 0: CHUNK, and on a GPU at least D. With N or more, the
+    # logits are kept for the backward pass.
     chunk: int = 0,
-    asked: Array | None = None,
-    place: Placement | None = None,
+    asked: Array | None = None,  # [N] bool, the tokens to score; None: all of them
+    place: Placement | None = None,  # of the head on a mesh; it is gathered once in each pass
+    # The tokens that each target was drawn from, over which the distribution is renormalised: [E]
+    # int32 ids; [E] int32, the target in N that lists each, N or more at padding; [N] bool, whether
+    # a target lists the tokens left out. None: the whole vocabulary.
     kept: tuple[Array, Array, Array] | None = None,
 ) -> tuple[Array, Array]:
     """Return log softmax(head·x / temperature)[target] and the entropy of that distribution.
-
-    Args:
-      x: [N, D] hidden states; head: [V, D]; targets: [N] int32 in [0, V).
-      temperature: > 0.
-      softcap: c where logits are c · tanh(head·x / c) before the temperature; 0: not.
-      chunk: tokens whose logits exist at one time; 0: CHUNK, and on a GPU at least D. With N or
-        more, the logits are kept for the backward pass.
-      asked: [N] bool, the tokens to score; None: all of them.
-      place: of the head on a mesh; it is gathered once for all chunks, in each pass.
-      kept: the tokens that each target was drawn from, over which the distribution is renormalised.
-        [E] int32 ids; [E] int32, the target in N that lists each, N or more at padding; [N] bool,
-        whether a target lists the tokens left out. None: the whole vocabulary.
 
     Returns:
       Two [N] float32, nats; 0 for tokens that are not asked for.

@@ -51,21 +51,16 @@ def compiling_for(device: jax.Device) -> Iterator[None]:
 
 
 def packed_attention(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Array,  # [B, T, N, H], bfloat16 or float16
+    k: Array,  # [B, T, K, H], likewise
+    v: Array,  # [B, T, K, H], likewise
+    # [B, M] int32, M > 1: tokens of each segment of a row, in the row's order and beginning at its
+    # first token; 0: no segment. Padding follows the last one.
     segment_sizes: Array,
-    layout: Layout = ONE_DEVICE,
+    layout: Layout = ONE_DEVICE,  # layout, window: as of `attention.attention`
     window: int = 0,
 ) -> Array:
-    """Return `attention.attention` of packed rows, [B, T, N, H]; 0 at padding.
-
-    Args:
-      q: [B, T, N, H]; k, v: [B, T, K, H]; bfloat16 or float16.
-      segment_sizes: [B, M] int32, M > 1: tokens of each segment of a row, in the row's order and
-        beginning at its first token; 0: no segment. Padding follows the last one.
-      layout, window: as of `attention.attention`.
-    """
+    """Return `attention.attention` of packed rows, [B, T, N, H]; 0 at padding."""
     heads, groups = q.shape[2], q.shape[2] // k.shape[2]
     mesh = layout.mesh
     tensor = 1 if mesh is None else mesh.shape["tensor"]

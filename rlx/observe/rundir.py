@@ -13,7 +13,7 @@ from rlx.base import UserError
 from rlx.observe.timeline import Span, read
 from rlx.system.jsonl import has_step, read_json, read_jsonl
 
-_VERSION = re.compile(r"(?:(.+) )?version (\d+)")  # in the names of older runs' spans
+_VERSION = re.compile(r"(.+) version (\d+)")  # in the names of servers' spans
 MAX_SAMPLE_FILES = 400  # of a longer run, the first and the last half of this many
 
 
@@ -137,7 +137,7 @@ def _spans(trace: Mapping[str, Any]) -> list[Span]:
     for span in read(trace):
         if version := _VERSION.fullmatch(span.name):
             args = {"version": int(version[2])} | span.args
-            span = span._replace(name=version[1] or span.process, args=args)
+            span = span._replace(name=version[1], args=args)
         if span.end_ns > span.start_ns:
             spans.append(span)
     return sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))

@@ -75,33 +75,25 @@ class RewardSpan:
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """The grades of a group's completions, in their order.
+    """The grades of a group's completions, in their order."""
 
-    Attributes:
-      rewards: the weighted sums.
-      infos: of each completion, `reward/NAME` → what each function gave it, unweighted.
-    """
-
-    rewards: list[float]
-    infos: list[dict[str, float]]
+    rewards: list[float]  # the weighted sums
+    infos: list[dict[str, float]]  # `reward/NAME` → what each function gave it, unweighted
 
 
 class RewardPool:
     """Worker processes computing rewards; use from any thread or loop."""
 
     def __init__(
-        self, reward: str | Mapping[str, float], workers: int = 1, timeout: float = 5.0,
-        limits: WorkerLimits = NO_LIMITS, start: StartWorker = start_worker,
-    ):  # fmt: skip
-        """Make a pool; its workers start with `start` or with the first rewards.
-
-        Args:
-          reward: name of a function, as `rewards.resolve` takes it; or name → weight of those
-            that are added, in this order; of none the reward is 0.
-          workers: processes, ≥ 1.
-          timeout: seconds for one completion, > 0.
-          limits: of each worker. start: starts one, here or elsewhere.
-        """
+        self,
+        # Name of a function, as `rewards.resolve` takes it; or name → weight of those that are
+        # added, in this order; of none the reward is 0.
+        reward: str | Mapping[str, float],
+        workers: int = 1,  # processes, ≥ 1; they start with `start` or with the first rewards
+        timeout: float = 5.0,  # seconds for one completion, > 0
+        limits: WorkerLimits = NO_LIMITS,  # of each worker
+        start: StartWorker = start_worker,  # starts one, here or elsewhere
+    ):
         self._weights = {reward: 1.0} if isinstance(reward, str) else dict(reward)
         self._timeout = timeout
         first = {"names": list(self._weights)}

@@ -221,19 +221,14 @@ class RLVR:
         )
         calls = [RewardCall(text, t, prompt, i, row) for t, i in zip(texts, ids, strict=True)]
         graded = await self._rewards.grade(calls)
-        trajectories = tuple(
+        parts = zip(completions, graded.rewards, texts, graded.infos, strict=True)
+        trajectories = [
             trajectory(
-                prompt,
-                done,
-                graded.rewards[i],
-                f"{group_id}.{i}",
-                prompt=text,
-                completion=texts[i],
-                info=graded.infos[i],
+                prompt, done, reward, f"{group_id}.{i}", prompt=text, completion=words, info=info
             )
-            for i, done in enumerate(completions)
-        )
-        return Group(group_id, trajectories, row)
+            for i, (done, reward, words, info) in enumerate(parts)
+        ]
+        return Group(group_id, tuple(trajectories), row)
 
 
 def trajectory(

@@ -60,39 +60,28 @@ BUSY_SECONDS = 0.01  # how often the loop looks for a batch while the device com
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended.
-
-    Attributes:
-      step: completed train batches, including those of earlier processes.
-      complete: `total_steps` are done, or no useful prompt is left.
-      metrics, evals: records of steps and of evaluations in `workdir`.
-    """
+    """How a run ended."""
 
     workdir: Path
-    step: int
-    complete: bool
-    metrics: list[dict[str, Any]] = field(repr=False)
-    evals: list[dict[str, Any]] = field(repr=False)
+    step: int  # completed train batches, including those of earlier processes
+    complete: bool  # `total_steps` are done, or no useful prompt is left
+    metrics: list[dict[str, Any]] = field(repr=False)  # records of steps in `workdir`
+    evals: list[dict[str, Any]] = field(repr=False)  # records of evaluations there
 
 
 def run(
     config: ConfigDict,
     workdir: str | PathLike[str],
-    callbacks: Sequence[Any] = (),
-    stop: Event | None = None,
+    callbacks: Sequence[Any] = (),  # hooks, called after those of observe.writers
+    stop: Event | None = None,  # ends the run after a saved step; set it in a hook or a thread
 ) -> RunResult:
     """Run `config` in `workdir`; resume its last checkpoint if one exists.
 
     Can be called repeatedly, in any thread, and while an event loop runs. In the main thread the
     first Ctrl-C (or notebook interrupt) finishes the step and saves; the second ends at once.
 
-    Args:
-      callbacks: hooks, see rlx/observe/hooks.py; called after those of observe.writers.
-      stop: event that ends the run after a saved step; set it in a hook or another thread.
-
-    Raises:
-      UserError: the config, inputs, servers or storage cannot work. The failure that exhausted
-        the rollouts' budget is raised unchanged.
+    UserError if the config, inputs, servers or storage cannot work. The failure that exhausted the
+    rollouts' budget is raised unchanged.
     """
     config = with_environment(config.copy_and_resolve_references())
     workdir = Path(workdir)
@@ -142,34 +131,29 @@ def _result(workdir: Path, step: int, complete: bool) -> RunResult:
 
 
 class _Loop:
-    """The train state of a run, its step, and its background publishes and saves.
-
-    Attributes:
-      step: batches dispatched to the device, all contained in `state`.
-      saveable: False while `state` cannot be saved: the device may have failed to compute it, or an
-        earlier step has no record.
-      now: position of `step`. rows: rows of an epoch.
-      compiles: True until the first step has compiled.
-      solved: no useful prompt is left.
-      fruitless: consecutive recorded steps without learning.
-      under_way: the dispatched step without a record, its groups, and its metrics.
-      device: thread that waits for the steps in order. computed: when the last was, in seconds.
-    """
+    """The train state of a run, its step, and its background publishes and saves."""
 
     def __init__(self, parts: Parts, state: State, step: int):
-        self.parts, self.config, self.state, self.step = parts, parts.config, state, step
+        self.parts, self.config, self.state = parts, parts.config, state
+        self.step = step  # batches dispatched to the device, all contained in `state`
         options, self.data = parts.inputs.options, parts.inputs.algorithm.data
         self.executor, self.fleet, self.gate = parts.executor, parts.fleet, parts.gate
         self.progress, self.timeline, self.writer = parts.progress, parts.timeline, parts.writer
         self.held_out = parts.held_out
-        self.last_record, self.computed, self.now = time.monotonic(), 0.0, parts.begun
-        self.rows = _ENDLESS if options.online else max(1, len(parts.inputs.train_rows))
-        self.served = options.served
-        self.generated, self.fruitless, self.saveable, self.solved = 0, 0, True, False
+        self.last_record, self.computed = time.monotonic(), 0.0  # when the last step was computed
+        self.now = parts.begun  # position of `step`
+        self.rows = _ENDLESS if options.online else max(1, len(parts.inputs.train_rows))  # an epoch
+        self.served, self.generated = options.served, 0
+        self.fruitless = 0  # consecutive recorded steps without learning
+        # False if the device may have failed to compute `state`, or an earlier step has no record.
+        self.saveable = True
+        self.solved = False  # whether no useful prompt is left
+        # True until the first step has compiled.
         self.compiles = self.config.trainer == "jax" or self.config.train.compile
         self.seconds: dict[str, float] = {}  # of each phase since the last record
         self.published: dict[str, float] = {}  # metrics of the last publish
         self.publishing: Future | None = None
+        # The dispatched step without a record, its groups, and its metrics.
         self.under_way: tuple[int, list[Group], Future[Mapping[str, Any]]] | None = None
         self.device, self.saves = ThreadPoolExecutor(1, "device"), Saves(parts, step, self._phase)
 

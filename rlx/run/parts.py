@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from threading import Event, current_thread, main_thread
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -137,8 +137,7 @@ def build(
         parts.stop.set()
         say("finishing this step, then saving; press Ctrl-C again to stop at once")
 
-    if current_thread() is main_thread():  # signals reach no other
-        stack.enter_context(interrupts(stop_after_step, lambda: hooks.under_way))
+    stack.enter_context(interrupts(stop_after_step, lambda: hooks.under_way))
     token = wire.take_token(os.environ)
     if token:  # for the next run in this process
         stack.callback(os.environ.__setitem__, wire.TOKEN_VARIABLE, token)

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlx.agents.online import OnlineOptions, OnlineSessions
 from rlx.agents.workflow import gateway_class
-from rlx.base import UserError
+from rlx.base import UserError, explained
 from rlx.cli import command
 from rlx.fleet import tls as fleet_tls
 from rlx.fleet.client import Fleet
@@ -23,10 +23,8 @@ def read_keys(path: str) -> tuple[str, ...]:
     """Return the API keys in a file, one per line; () for no file, UserError for no keys in it."""
     if not path:
         return ()
-    try:
+    with explained(f"cannot read --keys={path}", "give a text file"):
         keys = tuple(filter(None, map(str.strip, Path(path).read_text().splitlines())))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--keys={path} cannot be read ({error}); give a text file") from None
     if not keys:
         raise UserError(f"--keys={path} has no key; write one per line")
     return keys

@@ -14,24 +14,22 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from secrets import token_hex
-from threading import current_thread, main_thread
 
 from ml_collections import ConfigDict
 
-import rlx
-from rlx.base import UserError
+from rlx.base import UserError, explained
 from rlx.cli.command import INTERRUPTED, say
 from rlx.launch import slurm
 from rlx.launch.processes import addresses, table
-from rlx.launch.slurm import ENDINGS, Job
+from rlx.launch.slurm import Job
 from rlx.run.inputs import INITIAL
 from rlx.run.room_options import as_json
 from rlx.run.scheduler import DONE, FAILED, Ended, processes_of, retry, steps_in
 from rlx.system.exit_reason import last_words
 from rlx.system.jsonl import read_json, write_atomically
+from rlx.system.process_settings import HOME
 from rlx.system.signals import interrupts
 from rlx.system.workdir_lock import make_directory
 
@@ -82,7 +80,7 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
         failed = slurm.failed_nodes(job.nodes)
         excluded.extend(failed)
         why = _why(number, job, workdir, directory, failed)
-        if not ENDINGS[job.state].again or job.status == slurm.UNSHARED:
+        if job.state not in slurm.AGAIN or job.status == slurm.UNSHARED:
             raise UserError(f"{why}; {_AGAIN}")
         return Ended(FAILED, why, by_itself=job.state == "FAILED" and not failed)
 
@@ -127,10 +125,8 @@ def _write(
     names = {role: [places[p.host].replace("nodes", "names", 1) for p in plan if p.role == role]
              for role in ("trainer", "server")}  # fmt: skip
     template = Path(s.template) if s.template else slurm.TEMPLATE
-    try:
+    with explained(f"cannot read scheduler.template={template}", "give a text file"):
         text = template.read_text()
-    except OSError as error:
-        raise UserError(f"scheduler.template={template}: {error.strerror}; give a file") from None
     same = f'{shlex.quote(python)} -m rlx.doctor --cluster --workdir="$root" || exit 67'
     directives = [f"#SBATCH {shlex.quote(option)}" for option in (*options, *s.options)]
     script = slurm.render(
@@ -139,7 +135,7 @@ def _write(
             "directives": "\n".join(directives),
             "root": shlex.quote(str(attempt.parent)),
             "attempt": shlex.quote(str(attempt)),
-            "home": shlex.quote(str(Path(next(iter(rlx.__path__))).parent)),
+            "home": shlex.quote(HOME),
             "id": token_hex(8),
             "python": shlex.quote(python),
             "restarts": str(config.fleet.max_restarts),
@@ -171,7 +167,7 @@ def _why(number: str, job: Job, workdir: Path, attempt: Path, failed: Sequence[s
     logs = [log.read_text(errors="replace").splitlines() for log in _logs(attempt)]
     wrong = (line for lines in logs for line in lines if line.startswith(("error: ", "✗ ")))
     message = next(wrong, "").removeprefix("error: ") or last_words(logs[0] if logs else ())
-    state = ENDINGS[job.state].words if job.state in ENDINGS else str(job)
+    state = slurm.ENDINGS.get(job.state) or str(job)
     lost = f"; {', '.join(failed)} failed" if failed else ""
     if job.state == "OUT_OF_MEMORY":
         message = f"{message or 'out of memory'}; set scheduler.options=('--mem=…',)"
@@ -197,10 +193,9 @@ class _JobMonitor:
 
     def follow(self) -> Job | None:
         """Return the ended job; None if the user leaves it running."""
-        signals = current_thread() is main_thread()
         last, silent = Job(""), 0
         try:
-            with interrupts(self._stop) if signals else nullcontext():
+            with interrupts(self._stop):
                 while True:
                     job = slurm.job(self._number)
                     self._show()

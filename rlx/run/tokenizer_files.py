@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.base import UserError
+from rlx.base import UserError, explained
 from rlx.cli.user_code import words
 from rlx.rollout import arithmetic, data
 from rlx.rollout.control_tokens import RAW
@@ -22,11 +22,9 @@ def _template(given: str, tokenizer: Any) -> str:
         # Raw prompts begin with the token that the tokenizer puts before every text.
         begins = tokenizer.bos_token_id in tokenizer("a")["input_ids"][:1]
         return "{{ bos_token }}" * begins + RAW
-    try:
+    remedy = "give a Jinja file, or none for raw prompts"
+    with explained(f"cannot read data.chat_template={given}", remedy):
         return Path(given).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        what = f"cannot be read ({words(error)}); give a Jinja file, or none for raw prompts"
-        raise UserError(f"data.chat_template={given} {what}") from None
 
 
 def load_tokenizer(model_dir: Path, system_prompt: str = "", chat_template: str = "") -> Any:
@@ -71,10 +69,8 @@ def read_prompts(path: str, tokenizer: Any, count: int) -> list[np.ndarray]:
     elif path.lower().endswith(data.FORMATS):  # rows with `question`
         rows = data.load(path, answer_key="")[:count]
     else:
-        try:
+        with explained(f"cannot read prompts from {path}", "give a text file"):
             lines = Path(path).read_text().splitlines()  # a prompt in each
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read prompts from {path}: {error}") from error
         rows = [{"question": line} for line in lines if line.strip()][:count]
     if not rows:
         raise UserError(f"{path} has no prompts; give rows with `question`, or lines of text")

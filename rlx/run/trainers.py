@@ -10,12 +10,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from threading import Event, Thread, current_thread, main_thread
+from threading import Event, Thread
 from typing import Any, Protocol
 
 from ml_collections import ConfigDict
@@ -63,8 +63,7 @@ def library(config: ConfigDict) -> TrainerLibrary:
 def follow(config: ConfigDict, hosts: Hosts) -> tuple[int, bool]:
     """Repeat the trainer's calls on process 0; return its steps and whether the run is complete."""
     say(f"process {hosts.index} of {hosts.count} follows process 0; stop it there")
-    signals = current_thread() is main_thread()
-    with interrupts(hosts.stop) if signals else nullcontext():
+    with interrupts(hosts.stop):
         options, context = TrainOptions.of(config), RunOptions.of(config).context
         end = conductor.worker_loop(hosts, partial(library(config).make, options, context))
     return end["step"], end["complete"]

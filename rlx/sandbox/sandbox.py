@@ -88,25 +88,19 @@ class SandboxOptions:
 
 
 class Sandbox:
-    """Runs Python code in confined processes, each forked from a warm interpreter.
-
-    Args:
-      workers: concurrent calls; 0: number of cores.
-      preload: modules that every program has imported, if they are installed.
-      require, strongest: weakest acceptable and strongest tried one of LEVELS.
-
-    Attributes:
-      level: the current one of LEVELS, once entered.
-      notes: stronger level → why it is not available.
-    """
+    """Runs Python code in confined processes, each forked from a warm interpreter."""
 
     def __init__(
-        self, workers: int = 0, preload: Sequence[str] = (), require: str = "landlock",
-        strongest: str = LEVELS[-1],
-    ):  # fmt: skip
+        self,
+        workers: int = 0,  # concurrent calls; 0: number of cores
+        preload: Sequence[str] = (),  # modules that every program has imported, if installed
+        require: str = "landlock",  # weakest acceptable one of LEVELS
+        strongest: str = LEVELS[-1],  # strongest one tried
+    ):
         self._workers = workers or len(os.sched_getaffinity(0))
         self._preload, self._require, self._strongest = tuple(preload), require, strongest
-        self.level, self.notes = "", dict[str, str]()
+        self.level = ""  # the current one of LEVELS, once entered
+        self.notes = dict[str, str]()  # stronger level → why it is not available
 
     async def __aenter__(self) -> Self:
         """Start the interpreter; raise UserError if the machine does not support `require`."""

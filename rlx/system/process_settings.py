@@ -1,11 +1,18 @@
-"""Process settings: die with the parent, keep memory private, keep freed memory."""
+"""Process settings: import path, die with the parent, keep memory private, keep freed memory."""
 
 import ctypes
 import os
 import signal
+from pathlib import Path
 
+HOME = str(Path(__file__).parents[2])  # the directory that contains rlx, maybe a clone's
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
+
+
+def python_path() -> str:
+    """Return this environment's PYTHONPATH, after the directory that contains rlx."""
+    return os.pathsep.join(filter(None, (HOME, os.environ.get("PYTHONPATH"))))
 
 
 def end_with_parent(parent_pid: int) -> None:

@@ -38,7 +38,13 @@ def interrupts(
     stop: Callable[[], None],  # in a thread: the interrupted code may hold the terminal's lock
     inside: Callable[[], object] = lambda: None,  # call of users' code in the main thread, or None
 ) -> Iterator[None]:
-    """Call `stop` at the first SIGINT or SIGTERM; raise KeyboardInterrupt at the second."""
+    """Call `stop` at the first SIGINT or SIGTERM; raise KeyboardInterrupt at the second.
+
+    Does nothing outside the main thread, because signals reach no other.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     over, late = threading.Event(), list[object]()
 
     def follow() -> None:

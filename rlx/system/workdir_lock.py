@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlx.base import UserError
+from rlx.base import UserError, explained
 from rlx.system.atomic_directory import try_lock
 from rlx.system.exit_reason import oom_kills
 from rlx.system.host_agent import begun as begun_at
@@ -56,10 +56,8 @@ def holder(directory: Path) -> tuple[int, bool] | None:
 
 def make_directory(path: Path, option: str = "--workdir") -> None:
     """Make a directory unless it exists; raise UserError if that fails."""
-    try:
+    with explained(f"cannot make {path}", f"choose another {option}"):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make {path}: {error.strerror}; choose another {option}") from error
 
 
 def fresh_workdir(config_file: str) -> Path:

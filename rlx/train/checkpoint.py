@@ -52,23 +52,16 @@ def save(directory: str | Path, step: int, state: Any, host: dict, *rest: Any, *
 def begin(
     directory: str | Path,  # where checkpoints live; made if missing
     step: int,  # train batches done; a checkpoint of the same step is replaced
-    begin_state: Callable[[Path], Future[None]],
+    begin_state: Callable[[Path], Future[None]],  # begins to write the state, as `Update.save`
     size: int,  # bytes of the state
     host: dict,  # JSON-able; the dataset's cursor, staleness counters, seeds, config
     keep: int = 2,  # how many checkpoints to keep, ≥ 1
     beside: int = 0,  # bytes that must also be free, for files written after the checkpoint
 ) -> Callable[[], Path]:
-    """Begin to write a checkpoint of the present state.
+    """Begin to write a checkpoint of the present state; return a function that finishes it.
 
-    Args:
-      begin_state: begins to write the train state into a directory, as `Update.save` does.
-
-    Returns:
-      A function that finishes the checkpoint, in any thread, and returns its directory. Call it
-      before the next save. It raises DiskFull too.
-
-    Raises:
-      DiskFull: there is no space for it. Nothing is left behind; older checkpoints stay.
+    Call that before the next save, in any thread; it returns the checkpoint's directory. Both raise
+    DiskFull if there is no space. Nothing is left behind then, and older checkpoints stay.
     """
     directory = Path(directory).absolute()
     directory.mkdir(parents=True, exist_ok=True)

@@ -19,16 +19,11 @@ class Update(Protocol):
 
     On many hosts every process makes the same calls in the same order (rlx/train/conductor.py),
     including the iteration over `weights`.
-
-    Attributes:
-      model: the trained model's config, with a value head for a reward model.
-      devices: number and kind of devices, for the run's records.
-      state_bytes: of the whole state, on all devices together.
     """
 
-    model: ModelConfig
-    devices: str
-    state_bytes: int
+    model: ModelConfig  # of the trained model, with a value head for a reward model
+    devices: str  # number and kind of devices, for the run's records
+    state_bytes: int  # of the whole state, on all devices together
 
     def init(self) -> State:
         """Return the state before the first update, with the weights that the run begins with."""

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rlx.base import UserError
+from rlx.base import UserError, explained
 from rlx.cli.user_code import words
 from rlx.system.host_port import bracketed, connect, split_address
 
@@ -390,13 +390,9 @@ def _accept(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer],
     host, port = split_address(cluster.coordinator)
     bind = host if host in ("localhost", "127.0.0.1", "::1") else ""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
+    problem = f"cannot listen on cluster.coordinator={cluster.coordinator}"
+    with explained(problem, "give the host of process 0 and a port of it that is free"):
         listener = socket.create_server((bind, int(port)), family=family, backlog=_MOST_STRANGERS)
-    except OSError as error:
-        raise UserError(
-            f"cannot listen on cluster.coordinator={cluster.coordinator}: {error.strerror}; give "
-            "the host of process 0 and a port of it that is free"
-        ) from error
     hint = f"for a single process give {_SINGLE} ({cluster.source})" if cluster.source else ""
     print(
         f"waiting up to {cluster.join:g} s for the other {cluster.count - 1} processes at "

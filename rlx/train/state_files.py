@@ -99,12 +99,11 @@ def _wait_for_others(place: Path) -> None:
         written.unlink()
 
 
-def read(path: Path, abstract: Any) -> Any:
-    """Read the state of a checkpoint; UserError if its parameters or shapes differ from `abstract`.
-
-    Args:
-      abstract: pytree of arrays or `jax.ShapeDtypeStruct`, with shardings or for one device.
-    """
+def read(
+    path: Path,
+    abstract: Any,  # pytree of arrays or `jax.ShapeDtypeStruct`, with shardings or for one device
+) -> Any:
+    """Read the state of a checkpoint; UserError if its parameters or shapes are not these."""
     import orbax.checkpoint as ocp
 
     wanted, reader = _named_leaves(abstract), ocp.PyTreeCheckpointHandler()

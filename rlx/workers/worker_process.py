@@ -16,13 +16,12 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from rlx.option import option, read_options
 from rlx.sandbox.sandbox import SandboxOptions
 from rlx.system import process_supervisor as supervisor
-from rlx.system.process_settings import keep_private
+from rlx.system.process_settings import keep_private, python_path
 
 _NAMES = frozenset({
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TERM", "TMPDIR",
@@ -31,7 +30,6 @@ _NAMES = frozenset({
     "TOKENIZERS_PARALLELISM", "REQUESTS_CA_BUNDLE",
 })  # fmt: skip
 _PREFIXES = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "XDG_")
-_HOME = str(Path(__file__).parents[2])  # rlx may be imported from a clone's directory
 _SANDBOX = "RLX_SANDBOX"  # a worker's variable: the fields of its SandboxOptions
 _END_SECONDS = 10.0  # until a supervisor that does not end is killed
 
@@ -118,8 +116,7 @@ def environment(names: Sequence[str] = ()) -> dict[str, str]:
         for name, value in os.environ.items()
         if name in _NAMES or name in names or name.startswith(_PREFIXES)
     }
-    path = (_HOME, os.environ.get("PYTHONPATH", ""))
-    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    return {**kept, "PYTHONPATH": python_path()}
 
 
 def start_worker(module: str, limits: WorkerLimits) -> tuple[SupervisedProcess, socket.socket]:

@@ -165,7 +165,7 @@ def test_a_base_model_takes_raw_prompts_or_a_template_of_one_s_own(base_model, c
     file = tmp_path / "mine.jinja"
     file.write_text("Q: {{ messages[0].content }} A:")
     assert Prompts(load_tokenizer(base_model, "", str(file))).text({"question": "1"}) == "Q: 1 A:"
-    with pytest.raises(UserError, match=r"data.chat_template=nowhere cannot be read .*raw prompts"):
+    with pytest.raises(UserError, match=r"cannot read data.chat_template=nowhere: .*raw prompts"):
         load_tokenizer(base_model, "", "nowhere")
     file.write_text("hello")
     with pytest.raises(UserError, match=r"\(data.chat_template=.*mine.jinja\) drops the question"):

@@ -140,25 +140,18 @@ def prefill(
 
 def score(
     params: ServingParams,
-    cache: Cache,
-    tokens: jax.Array,
-    targets: jax.Array,
-    start: jax.Array,
-    wanted: jax.Array,
-    temperature: jax.Array,
+    cache: Cache,  # one row, filled before `start`
+    tokens: jax.Array,  # [1, C] int32, the tokens at positions start … start + C − 1
+    targets: jax.Array,  # [C] int32, the next tokens
+    start: jax.Array,  # scalar int32
+    wanted: jax.Array,  # scalar bool; False returns zeros and skips the logits
+    temperature: jax.Array,  # scalar float32, > 0
     *,
     config: ModelConfig,
 ) -> tuple[jax.Array, Cache]:
     """Score the tokens after a chunk of one sequence, and add the chunk to the cache.
 
         logprob_i = log softmax(logits_{start + i} / temperature)[target_i]
-
-    Args:
-      cache: one row, filled before `start`.
-      tokens: [1, C] int32, the tokens at positions start … start + C − 1.
-      targets: [C] int32, the next tokens.
-      start: scalar int32. temperature: scalar float32, > 0.
-      wanted: scalar bool; False returns zeros and skips the logits.
 
     Returns:
       [C] float32 (nats, ≤ 0; or a reward model's values after the tokens), and the cache.
@@ -220,26 +213,18 @@ def _prompt_attention(
 def step(
     params: ServingParams,
     config: ModelConfig,
-    cache: Cache,
-    recent: Cache,
-    index: jax.Array,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    angles: dict[int, tuple[jax.Array, jax.Array]],
+    cache: Cache,  # [S, …, N], read only
+    recent: Cache,  # keys and values of this call's tokens, R places
+    index: jax.Array,  # scalar int32, 0 … R − 1
+    tokens: jax.Array,  # [S] int32, tokens at positions `lengths + index`
+    lengths: jax.Array,  # [S] int32, cached tokens at the start of the call
+    angles: dict[int, tuple[jax.Array, jax.Array]],  # `_angles` of these positions
 ) -> tuple[jax.Array, Cache]:
     """Return the logits of the next token of every slot.
 
     Each slot attends to its first `lengths` cached tokens and to the first index + 1 tokens of
     `recent`. All slots write to `recent` at the same index, which needs no scatter. The two parts
     are added in the same order at every cache length, so a longer view changes no bit.
-
-    Args:
-      cache: [S, …, N], read only.
-      recent: keys and values of this call's tokens, R places.
-      index: scalar int32, 0 … R − 1.
-      tokens: [S] int32, tokens at positions `lengths + index`.
-      lengths: [S] int32, cached tokens at the start of the call.
-      angles: `_angles` of these positions.
 
     Returns:
       logits [S, V] float32, and `recent` with place `index` filled.
@@ -301,27 +286,19 @@ class Block(NamedTuple):
 def decode(
     params: ServingParams,
     config: ModelConfig,
-    cache: Cache,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    budgets: jax.Array,
-    stops: jax.Array,
+    cache: Cache,  # read only
+    tokens: jax.Array,  # [S] int32, each slot's last token, not yet in the cache
+    lengths: jax.Array,  # [S] int32, tokens in the cache
+    budgets: jax.Array,  # [S] int32, tokens a slot still wants; 0 for an idle slot
+    stops: jax.Array,  # [S, M] int32, stop tokens; −1 for none
+    # (logits [S, V], index) → sampled tokens and logprobs [S], with `masked` also `kept`
     choose: Callable[[jax.Array, jax.Array], tuple[jax.Array, ...]],
     steps: int,
     masked: bool = False,
 ) -> tuple[Block, Cache]:
     """Sample up to `steps` tokens for every slot; end early if no slot wants more.
 
-    Args:
-      cache: read only.
-      tokens: [S] int32, each slot's last token, not yet in the cache.
-      lengths: [S] int32, tokens in the cache.
-      budgets: [S] int32, tokens a slot still wants; 0 for an idle slot.
-      stops: [S, M] int32, stop tokens; −1 for none.
-      choose: (logits [S, V], index) → sampled tokens and logprobs [S], with `masked` also `kept`.
-
-    Returns:
-      Block, and new keys and values [S, …, steps] to `append` to the cache.
+    Returns the block, and new keys and values [S, …, steps] to `append` to the cache.
     """
     slots = tokens.shape[0]
     recent = init_recent(config, slots, steps, params.embed.dtype)

@@ -41,25 +41,18 @@ _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 class JaxEngine(ModelEngine):
-    """An `Engine` (rlx.engines.engine) in this process.
-
-    Args:
-      model_path, slots, max_model_len, clock: as ModelEngine.
-      seed: seed of the seeds for requests without one.
-      decode_steps: tokens per sequence and decode call; new samples, pauses and new weights wait
-        for the end of a call.
-      dtype: float32 | bfloat16, of weights, activations and cache; logits are float32.
-    """
+    """An `Engine` (rlx.engines.engine) in this process."""
 
     def __init__(
         self,
-        model_path: str,
+        model_path: str,  # model_path, slots, max_model_len, clock: as ModelEngine
         *,
-        seed: int = 0,
+        seed: int = 0,  # of the seeds for requests without one
         slots: int = EngineOptions.slots,
         max_model_len: int = 0,
+        # Per sequence and decode call; new samples, pauses and weights wait for the end of a call.
         decode_steps: int = EngineOptions.decode_steps,
-        dtype: str = "float32",
+        dtype: str = "float32",  # or bfloat16; of weights, activations, cache; logits are float32
         clock: Callable[[], int] = time.monotonic_ns,
     ):
         super().__init__(model_path, slots, max_model_len, clock)

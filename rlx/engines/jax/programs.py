@@ -123,15 +123,10 @@ class Programs:
         self,
         params: ServingParams,
         cache: kv_cache.Cache,
-        prompts: list[list[int]],
-        targets: list[tuple[int, int]],
+        prompts: list[list[int]],  # token ids, each at most plan.prompt
+        targets: list[tuple[int, int]],  # (prompt, slot) pairs
     ) -> kv_cache.Cache:
-        """Fill slots with the keys and values of at most `self.prompts` prompts.
-
-        Args:
-          prompts: token ids, each at most plan.prompt.
-          targets: (prompt, slot) pairs.
-        """
+        """Fill slots with the keys and values of at most `self.prompts` prompts."""
         rows = 1 if len(prompts) == 1 else PROMPTS
         tokens = np.zeros((rows, self.plan.prompt), np.int32)
         for row, prompt in enumerate(prompts):
@@ -159,19 +154,13 @@ class Programs:
     def score(
         self,
         params: ServingParams,
-        cache: kv_cache.Cache | None,
-        tokens: np.ndarray,
-        start: int,
-        first: int,
+        cache: kv_cache.Cache | None,  # result of the chunk before; None for the first one
+        tokens: np.ndarray,  # [T] int32, the whole sequence, T ≤ plan.prompt
+        start: int,  # a multiple of plan.chunk, below T − 1
+        first: int,  # in [1, T − 1]; chunks that end before it give zeros
         temperature: float,
     ) -> tuple[np.ndarray, kv_cache.Cache]:
         """Score one chunk of a sequence: tokens start + 1 … start + chunk.
-
-        Args:
-          cache: result of the chunk before; None for the first one.
-          tokens: [T] int32, the whole sequence, T ≤ plan.prompt.
-          start: a multiple of plan.chunk, below T − 1.
-          first: in [1, T − 1]; chunks that end before it give zeros.
 
         Returns:
           logprobs [chunk] float32, nats, invalid after the sequence's end; and the cache.

@@ -12,15 +12,11 @@ from rlx.fleet.sample import Completion, PartialSample
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """A recorded sample.
+    """A recorded sample."""
 
-    Attributes:
-      request: for this sample only.
-      prefills: decode calls, from 1, before which its cache was computed again from its tokens.
-    """
-
-    request: Request
+    request: Request  # for this sample only
     made: Completion
+    # Decode calls, from 1, before which its cache was computed again from its tokens.
     prefills: frozenset[int] = frozenset()
 
     def calls(self, steps: int) -> list[int]:

@@ -36,22 +36,17 @@ def row_sum(x: jax.Array) -> jax.Array:
 
 
 def draw(
-    logits: jax.Array,
-    uniforms: jax.Array,
+    logits: jax.Array,  # [S, V] float32
+    uniforms: jax.Array,  # [S] float32 in [0, 1)
+    # [S] float32 ≥ 0; 0 takes the most probable token (the first of ties), with its log-probability
+    # at temperature 1
     temperature: jax.Array,
-    restriction: Restriction,
+    restriction: Restriction,  # costs time only if some row uses it
 ) -> tuple[jax.Array, ...]:
     """Sample a token per row; return it and its behaviour log-probability.
 
         logprob = log softmax(logits / temperature)[token]   over all tokens;
             in masked rows over the allowed ones
-
-    Args:
-      logits: [S, V] float32.
-      uniforms: [S] float32 in [0, 1).
-      temperature: [S] float32 ≥ 0; 0 takes the most probable token (the first of ties), with
-        its log-probability at temperature 1.
-      restriction: costs time only if some row uses it.
 
     Returns:
       tokens [S] int32, logprobs [S] float32 (nats, ≤ 0); with `restriction.masked` the allowed

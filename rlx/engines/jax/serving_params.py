@@ -17,20 +17,14 @@ from rlx.model.model_config import ModelConfig
 
 
 class ServingParams(NamedTuple):
-    """Weights; every matrix is [out, in].
+    """Weights; every matrix is [out, in]."""
 
-    Attributes:
-      embed: [V, D].
-      head: [V, D], None if tied; a reward model's is [1, D].
-      final_norm: [D].
-      layers: per layer, `qkv` [(G·K + 2·K)·H, D], `o`, `gate_up` [2·F, D] and `down`. Optional:
-        biases, norms, and a mixture's `router` [E, D], with F the columns of all E experts.
-    """
-
-    embed: jax.Array
+    embed: jax.Array  # [V, D]
+    # Per layer, `qkv` [(G·K + 2·K)·H, D], `o`, `gate_up` [2·F, D] and `down`. Optional: biases,
+    # norms, and a mixture's `router` [E, D], with F the columns of all E experts.
     layers: tuple[dict[str, jax.Array], ...]
-    final_norm: jax.Array
-    head: jax.Array | None
+    final_norm: jax.Array  # [D]
+    head: jax.Array | None  # [V, D], None if tied; a reward model's is [1, D]
 
 
 def serving_params(

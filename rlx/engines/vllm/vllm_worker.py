@@ -143,8 +143,7 @@ class RolloutWorker:
     def rlx_setup(self, path: str) -> None:
         """End this process with its parent; record the tensors that an update must have.
 
-        Args:
-          path: safetensors files of the current weights, joined by newlines.
+        `path` names the safetensors files of the current weights, joined by newlines.
         """
         end_with_parent(os.getppid())
         self._spec = {name: tuple(t.shape) for name, t in read(path).items()}
