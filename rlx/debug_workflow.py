@@ -45,11 +45,11 @@ def main() -> int:
     batch = flags.number(values, "batch", int, config.rollout.batch_prompts if config else 32)
     group = flags.number(values, "group", int, config.sampling.n_samples if config else 8)
     steps = debugger.steps(values.steps or "1,2", rows, batch, group)
-    report = debugger.Debugger(
-        agent, kwargs, agent_options.AgentOptions.of(config) if config else None,
-        values.base_url, values.api_key or os.environ.get("OPENAI_API_KEY", ""), values.model,
-        flags.number(values, "timeout", float, 300.0),
-    ).run(steps)  # fmt: skip
+    key = values.api_key or os.environ.get("OPENAI_API_KEY", "")
+    server = debugger.Forwarder(values.base_url, key, values.model)
+    options = agent_options.AgentOptions.of(config) if config else None
+    timeout = flags.number(values, "timeout", float, 300.0)
+    report = debugger.Debugger(agent, kwargs, options, server, timeout).run(steps)
     if values.output:
         write_atomically(Path(values.output), json.dumps(jsonable(report), indent=1).encode())
     command.say(f"\nthen: python -m rlx.evaluate --config=FILE --workflow={agent}")

@@ -29,7 +29,7 @@ import numpy as np
 from aiohttp import web
 
 from rlx.agents import dialects, http_listener, online_routes, returns
-from rlx.agents.dialects import ApiError, ChatRequest, Choice, Event, Reply, ReplyHeader, TooLong
+from rlx.agents.dialects import ApiError, ChatRequest, Choice, Event, Reply, TooLong
 from rlx.agents.http_listener import HttpListener
 from rlx.agents.online import OnlineSessions
 from rlx.agents.sessions import Interaction, Session, Sessions, TurnPlace, message_key
@@ -50,10 +50,10 @@ from rlx.system.threads import DaemonThreads, in_thread
 
 MAX_BODY = 16 << 20  # bytes of a request
 _SMALL = 8 << 10  # bytes of a body that is parsed on the event loop, not in a thread
-_DIALECTS = {  # route → module
-    "/v1/chat/completions": "rlx.agents.chat",
-    "/v1/responses": "rlx.agents.responses",
-    "/v1/messages": "rlx.agents.messages",
+_DIALECTS = {  # route → module and class
+    "/v1/chat/completions": ("rlx.agents.chat", "ChatReply"),
+    "/v1/responses": ("rlx.agents.responses", "ResponseReply"),
+    "/v1/messages": ("rlx.agents.messages", "MessageReply"),
 }
 _COUNT = "/v1/messages/count_tokens"
 _SAMPLING_FIELDS = re.compile(rf"\b(?:{'|'.join(Sampling.__dataclass_fields__)})\b")
@@ -104,7 +104,7 @@ class Gateway:
         self._token_bytes = token_bytes(tokenizer)
         self._longest = max(map(len, tokenizer.get_vocab()))  # most characters of a token
         self._template_own = set(inspect.signature(tokenizer.apply_chat_template).parameters)
-        self._modules: dict[str, Any] = {}  # by route
+        self._dialects: dict[str, type[Reply]] = {}  # by route
         self._created = int(time.time())
         self._runner: web.AppRunner | None = None
         self._listener = HttpListener()
@@ -112,9 +112,8 @@ class Gateway:
 
     async def start(self) -> None:
         """Start listening; raise UserError if the port or a package is missing."""
-        names = _DIALECTS.items()
-        try:  # takes seconds
-            self._modules = await in_thread(lambda: {r: import_module(m) for r, m in names})
+        try:
+            self._dialects = await in_thread(_load_dialects)
         except ImportError as error:
             raise UserError(f"agents need the extra: {install('agents')} ({error})") from None
         around = (self._listener.watch, _errors_as_json)
@@ -125,7 +124,7 @@ class Gateway:
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_post(f"{prefix}{_COUNT}", self._count)
             app.router.add_post(f"{prefix}/v1/rewards", self._reward)
-            for route, dialect in self._modules.items():
+            for route, dialect in self._dialects.items():
                 app.router.add_post(f"{prefix}{route}", partial(self._answer, dialect))
             if self.online:
                 online_routes.add(app.router, prefix, self.online)
@@ -180,9 +179,9 @@ class Gateway:
         pages = {"has_more": False, "first_id": self.name, "last_id": self.name}
         return web.json_response({"object": "list", "data": [{**ours, **anthropics}], **pages})
 
-    async def _answer(self, dialect: Any, request: web.Request) -> web.StreamResponse:
+    async def _answer(self, dialect: type[Reply], request: web.Request) -> web.StreamResponse:
         with self._request_session(request, dialect) as session:
-            p = await self._read(request, session, dialect.to_chat)
+            p = await self._read(request, session, dialect)
             # On the loop: two threads could give equal prompts the same seed.
             drawn, seed = session.seed(p.tokens), p.chat.sampling.seed
             sampling = replace(
@@ -191,15 +190,14 @@ class Gateway:
             )  # fmt: skip
             retry = request.headers.get(_RETRIES, "0") != "0" and session.answered_before(p.text)
             p = replace(p, chat=replace(p.chat, sampling=sampling), retry=retry)
-            header = ReplyHeader(_new_id(dialect.ID), int(time.time()), p.chat, len(p.tokens))
-            reply: Reply = dialect.REPLY(header)
+            reply = dialect(_new_id(dialect.ID), int(time.time()), p.chat, len(p.tokens))
             try:
                 if p.chat.stream:
-                    return await self._stream(request, self._events(p, header.id, reply))
-                choices = self._keep(p, header.id, await self._generate(p))
+                    return await self._stream(request, self._events(p, reply))
+                choices = self._keep(p, reply.id, await self._generate(p))
                 return web.json_response(reply.full(choices))
             except BaseException:
-                session.failed(header.id, p.text)
+                session.failed(reply.id, p.text)
                 raise
 
     async def _reward(self, request: web.Request) -> web.Response:
@@ -219,13 +217,13 @@ class Gateway:
         return web.json_response({"completions": len(ids)})
 
     async def _count(self, request: web.Request) -> web.Response:
-        dialect = self._modules["/v1/messages"]
+        dialect = self._dialects["/v1/messages"]
         with self._request_session(request, dialect) as session:
-            p = await self._read(request, session, dialect.to_chat)
+            p = await self._read(request, session, dialect)
             return web.json_response({"input_tokens": len(p.tokens)})
 
     @contextmanager
-    def _request_session(self, request: web.Request, dialect: Any) -> Iterator[Session]:
+    def _request_session(self, request: web.Request, dialect: type[Reply]) -> Iterator[Session]:
         """Yield the request's session; its end cancels the request."""
         session, task = self._session(request), asyncio.current_task()
         assert task is not None
@@ -233,8 +231,8 @@ class Gateway:
         try:
             yield session
         except ApiError as error:  # name fields as the API does
-            if isinstance(error, TooLong) and (template := getattr(dialect, "TOO_LONG", "")):
-                raise TooLong(*error.sizes, template) from error
+            if isinstance(error, TooLong):
+                raise TooLong(*error.sizes, dialect.TOO_LONG) from error
             head, dot, rest = (error.param or "").partition(".")
             error.param = dialect.NAMES.get(head, head) + dot + rest or None
             raise
@@ -260,13 +258,15 @@ class Gateway:
         raise online_routes.unauthorized(key)
 
     async def _read(
-        self, request: web.Request, session: Session, convert: Callable[[Any], Any]
+        self, request: web.Request, session: Session, dialect: type[Reply]
     ) -> PreparedRequest:
         """Check, render and tokenise a request; raise ApiError if it is invalid."""
-        chat, body = self._modules["/v1/chat/completions"], await request.read()
+        from rlx.agents import chat
+
+        body = await request.read()
 
         def work() -> PreparedRequest:
-            data, fixed = convert(dialects.parse(body)), session.temperature_fixed
+            data, fixed = dialect.to_chat(dialects.parse(body)), session.temperature_fixed
             asked = chat.read(data, session.defaults, temperature_fixed=fixed)
             return self._prompt(session, asked)
 
@@ -373,9 +373,8 @@ class Gateway:
         return self.tokenizer.decode(shown, clean_up_tokenization_spaces=False)
 
     def _logprobs(self, p: PreparedRequest) -> Logprobs:
-        write = self._modules["/v1/chat/completions"].token_logprob
         most = p.chat.sampling.top_logprobs
-        return Logprobs(self._decode, self._token_bytes, write, most, self._hidden)
+        return Logprobs(self._decode, self._token_bytes, most, self._hidden)
 
     async def _stream(
         self, request: web.Request, events: AsyncGenerator[list[Event], None]
@@ -401,9 +400,7 @@ class Gateway:
                 await response.write_eof()
             return response
 
-    async def _events(
-        self, p: PreparedRequest, name: str, reply: Reply
-    ) -> AsyncGenerator[list[Event], None]:
+    async def _events(self, p: PreparedRequest, reply: Reply) -> AsyncGenerator[list[Event], None]:
         marks, stop = self._reader.opens if p.chat.tools else (), p.chat.sampling.stop
         thoughts, tags = partial(self._thoughts, p), self._reader.tags or ()
         texts = [StreamText(self._decode, stop, marks, thoughts, tags) for _ in range(p.chat.n)]
@@ -433,7 +430,7 @@ class Gateway:
                 if pieces := list(texts[index].add(list(chunk.tokens))):
                     own = logprobs[index].sent(*texts[index].span)
                     yield events(index, pieces, own)
-            choices = self._keep(p, name, await work)
+            choices = self._keep(p, reply.id, await work)
             for index, choice in enumerate(choices):
                 last = list(texts[index].rest(choice.thoughts, choice.content or ""))
                 left = choice.logprobs[sent[index] :]
@@ -445,6 +442,11 @@ class Gateway:
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
+
+
+def _load_dialects() -> dict[str, type[Reply]]:
+    """Import the APIs, which takes seconds, because of the packages with their types."""
+    return {route: getattr(import_module(m), name) for route, (m, name) in _DIALECTS.items()}
 
 
 def _new_id(prefix: str) -> str:

@@ -5,7 +5,6 @@ are refused by name; fields that cannot change it (`user`, `metadata`, …) are 
 """
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,8 +17,6 @@ from rlx.agents import dialects
 from rlx.agents.dialects import ApiError, ChatRequest, Choice, Event, Reply, invalid, take
 from rlx.fleet.requests import MOST_TOP_LOGPROBS, Sampling
 
-ID = "chatcmpl-"
-NAMES: dict[str, str] = {}
 MAX_CHOICES = 128
 MAX_STOPS = 16
 IGNORED = frozenset({
@@ -56,11 +53,6 @@ _PARTS = {
     "text": types.ChatCompletionContentPartTextParam,
     "refusal": types.ChatCompletionContentPartRefusalParam,
 }
-
-
-def to_chat(data: Any) -> Any:
-    """Return the request unchanged."""
-    return data
 
 
 def read(data: Any, defaults: Sampling, *, temperature_fixed: bool = False) -> ChatRequest:
@@ -117,14 +109,10 @@ def read(data: Any, defaults: Sampling, *, temperature_fixed: bool = False) -> C
     )
 
 
-def token_logprob(own: bytes, logprob: float) -> dict[str, Any]:
-    """Return a token and its logprob (nats); −inf becomes −9999, as in OpenAI's API."""
-    finite = logprob if math.isfinite(logprob) else -9999.0
-    return {"token": own.decode(errors="replace"), "logprob": finite, "bytes": list(own)}
-
-
 class ChatReply(Reply):
     """Writes chat completions, see `dialects.Reply`."""
+
+    ID = "chatcmpl-"
 
     def full(self, choices: Sequence[Choice]) -> Event:
         found = []
@@ -136,12 +124,12 @@ class ChatReply(Reply):
                 message["reasoning_content"] = choice.thoughts
             found.append({
                 "index": index, "message": message, "finish_reason": choice.reason,
-                "logprobs": _wrapped(choice.logprobs) if self.header.request.logprobs else None,
+                "logprobs": _wrapped(choice.logprobs) if self.request.logprobs else None,
             })  # fmt: skip
         return {**self._of("chat.completion", found), "usage": self._usage(choices)}
 
     def begin(self) -> Iterator[Event]:
-        for index in range(self.header.request.n):
+        for index in range(self.request.n):
             yield self._delta(index, {"role": "assistant", "content": ""})
 
     def delta(
@@ -155,7 +143,7 @@ class ChatReply(Reply):
             for number, call in enumerate(choice.calls):
                 yield self._delta(index, {"tool_calls": [{"index": number, **call}]})
             yield self._delta(index, {}, reason=choice.reason)
-        if self.header.request.include_usage:
+        if self.request.include_usage:
             yield {**self._of("chat.completion.chunk", []), "usage": self._usage(choices)}
 
     def _delta(
@@ -163,25 +151,21 @@ class ChatReply(Reply):
     ) -> Event:
         found = _wrapped(logprobs) if logprobs else None
         choice = {"index": index, "delta": delta, "logprobs": found, "finish_reason": reason}
-        empty = {"usage": None} if self.header.request.include_usage else {}
+        empty = {"usage": None} if self.request.include_usage else {}
         return {**self._of("chat.completion.chunk", [choice]), **empty}
 
     def _of(self, kind: str, choices: list) -> Event:
-        header = self.header
         return {
-            "id": header.id, "created": header.created, "model": header.request.model,
+            "id": self.id, "created": self.created, "model": self.request.model,
             "object": kind, "choices": choices,
         }  # fmt: skip
 
     def _usage(self, choices: Sequence[Choice]) -> dict[str, int]:
         """Return token counts: the prompt once, and the sum over choices."""
-        prompt, drawn = self.header.prompt_tokens, sum(choice.tokens for choice in choices)
+        prompt, drawn = self.prompt_tokens, sum(choice.tokens for choice in choices)
         return {
             "prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn,
         }  # fmt: skip
-
-
-REPLY = ChatReply
 
 
 def _wrapped(logprobs: Sequence[Mapping]) -> Event:

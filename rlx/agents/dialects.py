@@ -1,12 +1,6 @@
 """Requests and answers in a form that all HTTP APIs of the gateway share. Pure.
 
-Each API is a module (chat.py, responses.py, messages.py) with these names:
-
-    ID        prefix of answers' ids
-    to_chat   converts a request's JSON to a chat completion's
-    NAMES     maps fields of chat completions to the API's own
-    REPLY     class that writes answers, see `Reply`
-    TOO_LONG  the API's message for a prompt above the context; optional
+Each API is a subclass of `Reply` in a module of its own (chat.py, responses.py, messages.py).
 """
 
 import json
@@ -14,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 from rlx.base import unknown
 from rlx.fleet.requests import Sampling
@@ -79,15 +73,6 @@ class ChatRequest:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-class ReplyHeader(NamedTuple):
-    """Fields of an answer that are known before sampling; `created` in seconds since 1970."""
-
-    id: str
-    created: int
-    request: ChatRequest
-    prompt_tokens: int
-
-
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One choice of an answer."""
@@ -104,10 +89,23 @@ class Choice:
 class Reply(Protocol):
     """Writes one answer of an API: `full`, or events by `begin`, `delta` …, `end`."""
 
-    header: ReplyHeader
+    ID: ClassVar[str]  # prefix of answers' ids
+    NAMES: ClassVar[Mapping[str, str]] = {}  # fields of chat completions → the API's own
+    TOO_LONG: ClassVar[str] = _TOO_LONG  # message for a prompt above the context
 
-    def __init__(self, header: ReplyHeader):
-        self.header = header
+    id: str
+    created: int  # seconds since 1970
+    request: ChatRequest
+    prompt_tokens: int
+
+    def __init__(self, id: str, created: int, request: ChatRequest, prompt_tokens: int):
+        self.id, self.created = id, created
+        self.request, self.prompt_tokens = request, prompt_tokens
+
+    @staticmethod
+    def to_chat(data: Any) -> Any:
+        """Convert a request's JSON to a chat completion's; raise ApiError naming a bad field."""
+        return data
 
     def full(self, choices: Sequence[Choice]) -> Event:
         """Return the answer without streaming."""
@@ -127,9 +125,8 @@ class Reply(Protocol):
 def parse(body: bytes) -> Any:
     """Return the JSON of an HTTP body; ApiError (400) if it is invalid, or no valid Unicode."""
     try:
-        text = str(
-            body, json.detect_encoding(body)
-        )  # json.loads(bytes) accepts unpaired surrogates
+        # json.loads(bytes) accepts unpaired surrogates.
+        text = str(body, json.detect_encoding(body))
         found = json.loads(text, parse_constant=_no_constant)
         if "\\ud" in text.lower():
             json.dumps(found, ensure_ascii=False).encode()
@@ -160,11 +157,7 @@ def checked(
 
 
 def check_type(kind: Any, value: Any, name: str) -> None:
-    """Check a value by a type of an API's package; pydantic does not check inside `Iterable`.
-
-    Raises:
-      ApiError: 400, naming the field within `name`.
-    """
+    """Check a value by a type of an API's package; ApiError (400) names the field within `name`."""
     from pydantic import ValidationError
 
     try:

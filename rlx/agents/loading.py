@@ -83,13 +83,11 @@ def parse_kwargs(given: Any, flag: str = "--workflow_kwargs") -> dict[str, Any]:
     text = str(given or "")
     try:
         found = json.loads(text) if text.strip() else {}
-    except ValueError as error:
+        return {**found}
+    except (ValueError, TypeError) as error:
         raise UserError(
-            f"{flag}={text!r} is not JSON ({error}); write {flag}='{{\"name\": 1}}'"
+            f"{flag}={text!r} is not a JSON object ({error}); write {flag}='{{\"name\": 1}}'"
         ) from None
-    if not isinstance(found, dict):
-        raise UserError(f"{flag}={text!r} is not a JSON object; write {flag}='{{\"name\": 1}}'")
-    return found
 
 
 def workflow_of(flags: Any, rollout: Any) -> tuple[str, dict[str, Any]]:
@@ -109,15 +107,13 @@ def _callable(run: Any, *positional: Any, **named: Any) -> bool:
 def _check_names(cls: type, signature: inspect.Signature, kwargs: Mapping[str, Any]) -> None:
     takes = signature.parameters.values()
     named = [p.name for p in takes if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if not any(p.kind == p.VAR_KEYWORD for p in takes):
-        for name in kwargs:
-            if name not in named and not named:
-                raise UserError(f"{cls.__name__}() takes no arguments; remove {name!r}")
-            if name not in named:
-                raise unknown(f"argument of {cls.__name__}", name, named)
+    any_name = any(p.kind == p.VAR_KEYWORD for p in takes)
+    for name in [name for name in kwargs if name not in named and not any_name]:
+        if not named:
+            raise UserError(f"{cls.__name__}() takes no arguments; remove {name!r}")
+        raise unknown(f"argument of {cls.__name__}", name, named)
     needed = [p.name for p in takes if p.name in named and p.default is p.empty]
-    absent = [name for name in needed if name not in kwargs]
-    if absent:
+    if absent := [name for name in needed if name not in kwargs]:
         raise UserError(f"{cls.__name__}({_spelled(kwargs)}) lacks {', '.join(absent)}; give them")
 
 

@@ -6,7 +6,7 @@ a `tool_result` a message of role tool, and a `thinking` block `reasoning_conten
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from anthropic import types
 from anthropic.types.message_create_params import MessageCreateParamsNonStreaming
@@ -15,9 +15,6 @@ from rlx.agents import dialects
 from rlx.agents.chat import MAX_STOPS
 from rlx.agents.dialects import ApiError, Choice, Event, Reply, invalid, member
 
-ID = "msg_"
-NAMES = {"response_format": "output_config.format", "stop": "stop_sequences"}
-TOO_LONG = "prompt is too long: {tokens} tokens > {context} maximum"
 _SAME = ("model", "temperature", "top_p", "top_k", "max_tokens", "stream", "chat_template_kwargs")
 SCHEMA = dict.fromkeys((*_SAME, "system", "tool_choice")) | {
     "messages": list, "stop_sequences": list, "tools": list, "output_config": dict,
@@ -81,6 +78,10 @@ def to_chat(data: Any) -> dict[str, Any]:
 class MessageReply(Reply):
     """Writes messages, see `dialects.Reply`; a tool call is a block of its own."""
 
+    ID = "msg_"
+    NAMES: ClassVar = {"response_format": "output_config.format", "stop": "stop_sequences"}
+    TOO_LONG = "prompt is too long: {tokens} tokens > {context} maximum"
+    to_chat = staticmethod(to_chat)
     _open, _index = "", -1  # the open block: thinking | text, and its number
 
     def full(self, choices: Sequence[Choice]) -> Event:
@@ -120,17 +121,14 @@ class MessageReply(Reply):
 
     def _message(self, content: list, choice: Choice | None) -> Event:
         return {
-            "id": self.header.id, "type": "message", "role": "assistant", "content": content,
-            "model": self.header.request.model, **_stop_fields(choice),
+            "id": self.id, "type": "message", "role": "assistant", "content": content,
+            "model": self.request.model, **_stop_fields(choice),
             "usage": self._usage(choice),
         }  # fmt: skip
 
     def _usage(self, choice: Choice | None) -> dict[str, int]:
         tokens = choice.tokens if choice else 0
-        return {"input_tokens": self.header.prompt_tokens, "output_tokens": tokens}
-
-
-REPLY = MessageReply
+        return {"input_tokens": self.prompt_tokens, "output_tokens": tokens}
 
 
 def _block(index: int, what: str, **fields: Any) -> Event:

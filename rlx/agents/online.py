@@ -348,8 +348,7 @@ def _to_json(i: Interaction, before: Sequence[Interaction]) -> dict[str, Any]:
 def _from_json(data: Mapping[str, Any], before: Sequence[Interaction]) -> Interaction:
     text, tokens = _prefix(data["parent"], before)
     drawn = data["completion"]
-    known = ((name, kind) for name, kind in _ARRAYS.items() if drawn.get(name) is not None)
-    arrays = {name: np.array(drawn[name], kind) for name, kind in known}
+    arrays = {k: np.array(drawn[k], kind) for k, kind in _ARRAYS.items() if drawn[k] is not None}
     read = {
         "prompt_text": text + data["prompt_text"],
         "prompt_tokens": np.concatenate([tokens, np.array(data["prompt_tokens"], np.int32)]),

@@ -5,15 +5,13 @@ that refer to an earlier one are refused by name.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 
 from rlx.agents.chat import IGNORED
 from rlx.agents.dialects import ApiError, Choice, Event, Reply, checked, invalid, take
 
-ID = "resp_"
-NAMES = {"response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
 _SAME = (
     "model", "temperature", "top_p", "stream", "chat_template_kwargs", "top_logprobs",
     "parallel_tool_calls",
@@ -56,13 +54,18 @@ def to_chat(data: Any) -> dict[str, Any]:
 class ResponseReply(Reply):
     """Writes responses, see `dialects.Reply`."""
 
+    ID = "resp_"
+    NAMES: ClassVar = {
+        "response_format": "text.format", "max_completion_tokens": "max_output_tokens",
+    }  # fmt: skip
+    to_chat = staticmethod(to_chat)
     _number = -1  # of the last event
     _open, _index, _text = "", -1, ""  # kind, number and text of the open item
     _logprobs: list[Mapping]
 
     def full(self, choices: Sequence[Choice]) -> Event:
         (choice,) = choices
-        prompt, status = self.header.prompt_tokens, _status(choice)
+        prompt, status = self.prompt_tokens, _status(choice)
         output = []
         if choice.thoughts:
             output.append(self._item("thinking", choice.thoughts, status))
@@ -132,25 +135,21 @@ class ResponseReply(Reply):
         return {"type": f"response.{kind}", "sequence_number": self._number, **fields}
 
     def _place(self) -> Event:
-        item = _ITEMS[self._open][0] + self.header.id
+        item = _ITEMS[self._open][0] + self.id
         return {"output_index": self._index, "content_index": 0, "item_id": item}
 
     def _item(self, kind: str, text: str, status: str, logprobs: Sequence[Mapping] = ()) -> Event:
         begin, fields, part = _ITEMS[kind]
         content = [{"type": _PARTS[kind], "text": text, **part, **_logprobs(kind, logprobs)}]
-        return {"id": begin + self.header.id, "status": status, **fields, "content": content}
+        return {"id": begin + self.id, "status": status, **fields, "content": content}
 
     def _response(self, **more: Any) -> Event:
-        header = self.header
         return {
-            "id": header.id, "object": "response", "created_at": header.created, "error": None,
-            "status": "in_progress", "incomplete_details": None, "model": header.request.model,
-            "output": [], "parallel_tool_calls": header.request.parallel, "tool_choice": "auto",
+            "id": self.id, "object": "response", "created_at": self.created, "error": None,
+            "status": "in_progress", "incomplete_details": None, "model": self.request.model,
+            "output": [], "parallel_tool_calls": self.request.parallel, "tool_choice": "auto",
             "tools": [], "metadata": {}, **more,
         }  # fmt: skip
-
-
-REPLY = ResponseReply
 
 
 def _logprobs(kind: str, logprobs: Sequence[Mapping]) -> Event:

@@ -21,11 +21,11 @@ def mistake(value: Any, ids: Collection[str]) -> str:
         return f"run returned {{}}, a reward for no completion; {_WANTED}"
     for key, reward in value.items():
         if not isinstance(key, str):
-            return f"run returned a dict with the key {_shown(key)}; use `completion.id` as keys"
+            return f"run returned a dict with the key {key!r:.60}; use `completion.id` as keys"
         if key not in ids:
             known = ", ".join(list(ids)[:3]) if ids else "none"
             return (
-                f"run rewards {_shown(key)}, which is no completion of this run ({known}); "
+                f"run rewards {key!r:.60}, which is no completion of this run ({known}); "
                 "use `completion.id`"
             )
         if wrong := _of_number(reward, f"the reward of {key} is"):
@@ -50,7 +50,7 @@ def _of_number(value: Any, what: str) -> str:
         with suppress(OverflowError):  # an integer beyond any float
             if math.isfinite(value):
                 return ""
-        return f"{what} {_shown(value)}; rewards must be finite: look for a division or logarithm"
+        return f"{what} {value!r:.60}; rewards must be finite: look for a division or logarithm"
     if hasattr(value, "shape"):  # an array or a tensor
         kind = f"{type(value).__module__.split('.')[0]}.{type(value).__name__}"
         if math.prod(value.shape) == 1:
@@ -58,9 +58,4 @@ def _of_number(value: Any, what: str) -> str:
         return f"{what} a {kind} of shape {tuple(value.shape)}; {_WANTED}"
     if isinstance(value, list | tuple):
         return f"{what} a {type(value).__name__} of {len(value)}; {_WANTED}"
-    return f"{what} {_shown(value)}, a {type(value).__name__}; {_WANTED}"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"
+    return f"{what} {value!r:.60}, a {type(value).__name__}; {_WANTED}"

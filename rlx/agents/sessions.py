@@ -83,8 +83,8 @@ class Session:
     rewarded: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: set[asyncio.Task] = field(default_factory=set)  # open; cancelled when it ends
     on_keep: Callable[[Interaction], None] | None = None  # gets each interaction before it is kept
+    tokens: int = 0  # of all prompts and completions
     _asked: dict[bytes, int] = field(default_factory=dict)
-    _tokens: int = 0
     # Numbers of interactions, by place and by (message before the answer, answer).
     _places: dict[tuple[int | None, str], list[int]] = field(default_factory=dict)
     _answers: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Session:
     def seed(self, prompt_tokens: np.ndarray) -> int:
         """Return a seed in [0, 2³¹), a hash of the session's seed, the prompt and its count."""
         # So concurrent requests get the same seeds in any order.
-        self._tokens += len(prompt_tokens)
+        self.tokens += len(prompt_tokens)
         tokens = prompt_tokens.astype(np.int32).tobytes()
         asked = self._asked[tokens] = self._asked.get(tokens, -1) + 1
         return seed_of(f"{self.defaults.seed} {asked} ".encode() + tokens)
@@ -123,7 +123,7 @@ class Session:
         if interaction.said:
             self._places.setdefault((place.after, place.since), []).append(number)
             self._answers[_known_by(place.last, interaction.said)] = number
-        self._tokens += len(interaction.completion.tokens)
+        self.tokens += len(interaction.completion.tokens)
         self.interactions.append(interaction)
 
     def failed(self, name: str, prompt_text: str) -> None:
@@ -136,11 +136,6 @@ class Session:
         failed = self._failed[prompt_text] > 0
         self._failed[prompt_text] -= failed
         return not failed
-
-    @property
-    def full(self) -> bool:
-        """Return whether an endless session has exceeded its tokens."""
-        return self.endless and self._tokens > _MOST_TOKENS
 
     def recognise(self, messages: Sequence[Any]) -> tuple[list[Any], TurnPlace]:
         """Return the messages, with answers as the model wrote them, and the request's place."""
@@ -211,7 +206,7 @@ class Sessions:
     def find(self, key: str) -> Session | None:
         """Return the open session of a key, or None."""
         found = self._open.get(key) or self._open.get("")
-        if found and found.full:
+        if found and found.endless and found.tokens > _MOST_TOKENS:
             return self.open(found.defaults, found.key, endless=True)
         return found
 

@@ -1,7 +1,9 @@
 """Text and logprobs of a completion while it is sampled; sent text is final. Pure."""
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 Decode = Callable[[Sequence[int]], str]
@@ -9,24 +11,22 @@ _HALF = "\ufffd"  # decoders write it for an incomplete character
 _KINDS = ("thinking", "text")
 
 
+@dataclass(eq=False)
 class StreamText:
     """Text of one completion while it grows.
 
     A possible start of a stop string, mark or tag is held back until it is none.
     """
 
-    def __init__(
-        self,
-        decode: Decode,
-        stop: Sequence[str] = (),  # strings that end the text and are not part of it
-        marks: Sequence[str] = (),  # strings that end the text, such as the start of a tool call
-        # Splits a text into (thoughts, words); a longer text gives longer ones.
-        thoughts: Callable[[str], tuple[str, str]] = lambda text: ("", text),
-        tags: Sequence[str] = (),  # tags around thoughts
-    ):
-        self._decode, self._ends, self._tags = decode, (*stop, *marks), tags
-        self._thoughts = thoughts
-        self._ids: list[int] = []
+    decode: Decode
+    stop: Sequence[str] = ()  # strings that end the text and are not part of it
+    marks: Sequence[str] = ()  # strings that end the text, such as the start of a tool call
+    # Splits a text into (thoughts, words); a longer text gives longer ones.
+    thoughts: Callable[[str], tuple[str, str]] = lambda text: ("", text)
+    tags: Sequence[str] = ()  # tags around thoughts
+
+    def __post_init__(self) -> None:
+        self._ends, self._ids = (*self.stop, *self.marks), list[int]()
         self._from = self._read = 0  # start of the decoded context, and its end
         self._text = ""
         self._safe = 0  # characters that no stop string or mark can include
@@ -37,13 +37,13 @@ class StreamText:
         """Add tokens; return the text that can be sent now, as `rest` does."""
         self._ids += ids
         # A token's text depends on the token before it (leading blanks), so both are decoded.
-        before = self._decode(self._ids[self._from : self._read])
-        now = self._decode(self._ids[self._from :])
+        before = self.decode(self._ids[self._from : self._read])
+        now = self.decode(self._ids[self._from :])
         if len(now) > len(before) and not now.endswith(_HALF):
             self._text += now[len(before) :]
             self._from, self._read = self._read, len(self._ids)
         self._safe = max(self._safe, self._until())
-        thoughts, words = self._thoughts(self._text[: self._safe])
+        thoughts, words = self.thoughts(self._text[: self._safe])
         self.span = self._safe - len(words), self._safe
         return self.rest(thoughts, words)
 
@@ -56,7 +56,7 @@ class StreamText:
 
     def _until(self) -> int:
         until = len(self._text)
-        for end in (*self._ends, *self._tags):
+        for end in (*self._ends, *self.tags):
             found = self._text.find(end, max(0, self._safe - len(end)))
             if found >= 0:
                 until = min(until, found) if end in self._ends else until
@@ -67,22 +67,17 @@ class StreamText:
         return until
 
 
+@dataclass(eq=False)
 class Logprobs:
-    """Logprobs of a growing text's tokens, each with the bytes that it adds.
+    """Logprobs of a growing text's tokens, each with the bytes that it adds."""
 
-    Args:
-      own: returns a token's bytes, which may be part of a character.
-      write: converts bytes and nats to JSON.
-      most: number of `top_logprobs`.
-      hidden: tokens that are not in the text.
-    """
+    decode: Decode
+    own: Callable[[int], bytes]  # returns a token's bytes, which may be part of a character
+    most: int  # number of `top_logprobs`
+    hidden: Set[int]  # tokens that are not in the text
 
-    def __init__(
-        self, decode: Decode, own: Callable[[int], bytes], write: Callable[[bytes, float], Any],
-        most: int, hidden: Set[int],
-    ):  # fmt: skip
-        self._decode, self._own, self._write, self._most = decode, own, write, most
-        self._hidden, self._ids = hidden, list[int]()
+    def __post_init__(self) -> None:
+        self._ids = list[int]()
         self._from = self._read = self._sent = 0
         self._text, self._half = "", b""  # bytes of an incomplete character
         self._made: list[tuple[int, int, bytes, int, Any]] = []  # start, end, bytes, bytes before
@@ -90,11 +85,11 @@ class Logprobs:
     def add(self, drawn: Any) -> None:
         """Add the tokens of a Chunk or a Completion."""
         for k, (token, value) in enumerate(zip(drawn.tokens, drawn.logprobs, strict=True)):
-            tops, own = slice(k * self._most, (k + 1) * self._most), int(token)
+            tops, own = slice(k * self.most, (k + 1) * self.most), int(token)
             likely = zip(drawn.top_tokens[tops], drawn.top_logprobs[tops], strict=True)
-            likeliest = [self._write(self._next(int(t))[0], float(v)) for t, v in likely]
+            likeliest = [_written(self._next(int(t))[0], float(v)) for t, v in likely]
             new, text = self._next(own)
-            if own in self._hidden:
+            if own in self.hidden:
                 continue
             self._ids.append(own)
             if text == "":  # SentencePiece's first blank
@@ -117,17 +112,23 @@ class Logprobs:
             if (low, high) != (start, until):
                 new = self._text[low:high].encode()[before if low == start else 0 :]
             if low < high and new:
-                found.append({**self._write(new, value), "top_logprobs": likeliest})
+                found.append({**_written(new, value), "top_logprobs": likeliest})
         return found
 
     def _next(self, token: int) -> tuple[bytes, str | None]:
         """Return a next token's bytes, and its text or None if it ends within a character."""
-        before = self._decode(self._ids[self._from : self._read])
-        text = self._decode([*self._ids[self._from :], token])[len(before) :]
+        before = self.decode(self._ids[self._from : self._read])
+        text = self.decode([*self._ids[self._from :], token])[len(before) :]
         whole = text.encode()
-        if token in self._hidden or text.endswith(_HALF) or not whole.startswith(self._half):
-            return self._own(token), None if text.endswith(_HALF) else text
+        if token in self.hidden or text.endswith(_HALF) or not whole.startswith(self._half):
+            return self.own(token), None if text.endswith(_HALF) else text
         return whole[len(self._half) :], text
+
+
+def _written(own: bytes, logprob: float) -> dict[str, Any]:
+    """Return a token and its logprob (nats); −inf becomes −9999, as in OpenAI's API."""
+    finite = logprob if math.isfinite(logprob) else -9999.0
+    return {"token": own.decode(errors="replace"), "logprob": finite, "bytes": list(own)}
 
 
 def token_bytes(tokenizer: Any) -> Callable[[int], bytes]:

@@ -102,8 +102,8 @@ class Reader:
             written = [(n, json.dumps(a, ensure_ascii=False, allow_nan=False)) for n, a in found]
         except ValueError:  # NaN or infinity
             return text, []
-        valid = [map(partial(_HALF.sub, "\ufffd"), each) for each in written]
-        functions = [dict(zip(("name", "arguments"), each, strict=True)) for each in valid]
+        valid = partial(_HALF.sub, "\ufffd")
+        functions = [{"name": valid(name), "arguments": valid(a)} for name, a in written]
         calls = [{"id": new_id(), "type": "function", "function": f} for f in functions]
         return (before if before.strip() or not calls else None), calls
 

@@ -31,45 +31,31 @@ _PLACEHOLDER = "the-key-is-in-base_url"  # for clients that insist on one and we
 _LOOK = 0.1  # seconds between two looks at the event loop
 
 
-class HttpClients:
-    """Creates agents' `http_client`: all runs of a process share one connection pool.
+def http_clients() -> Callable[[], Any]:
+    """Return a function that makes an agent's `http_client`; all share one connection pool.
 
-    The clients are those of the HTTP library that the installed `openai` uses; None without
-    `openai`. Closing one, as `async with AsyncOpenAI(http_client=…)` does, keeps the pool open.
+    The clients are those of the HTTP library that the installed `openai` uses, and ignore proxies.
+    Closing one, as `async with AsyncOpenAI(http_client=…)` does, keeps the pool open. Without
+    `openai` they are None.
     """
+    try:
+        base = importlib.import_module("openai").DefaultAsyncHttpxClient
+    except (ImportError, AttributeError):
+        return lambda: None
+    names = [c.__module__ for c in base.__mro__ if c.__name__ == "AsyncClient"]
+    library: Any = importlib.import_module(names[0].partition(".")[0])
+    limits = library.Limits(max_connections=None, max_keepalive_connections=256)
+    # On other nodes $SSL_CERT_FILE holds the certificate of the trainer's gateway.
+    verify = ssl.create_default_context() if os.environ.get("SSL_CERT_FILE") else True
+    pool = library.AsyncHTTPTransport(limits=limits, trust_env=False, verify=verify)
 
-    def __init__(self) -> None:
-        try:
-            base = importlib.import_module("openai").DefaultAsyncHttpxClient
-        except (ImportError, AttributeError):
-            self._library: Any = None
-            return
-        names = [c.__module__ for c in base.__mro__ if c.__name__ == "AsyncClient"]
-        self._library = importlib.import_module(names[0].partition(".")[0])
-        limits = self._library.Limits(max_connections=None, max_keepalive_connections=256)
-        # On other nodes $SSL_CERT_FILE holds the certificate of the trainer's gateway.
-        verify = ssl.create_default_context() if os.environ.get("SSL_CERT_FILE") else True
-        self._pool = self._library.AsyncHTTPTransport(limits=limits, trust_env=False, verify=verify)
-        pool = self._pool
+    class SharedPool(library.AsyncBaseTransport):
+        async def handle_async_request(self, request: Any) -> Any:
+            return await pool.handle_async_request(request)
 
-        class SharedPool(self._library.AsyncBaseTransport):  # type: ignore[name-defined]
-            async def handle_async_request(self, request: Any) -> Any:
-                return await pool.handle_async_request(request)
-
-        self._transport = SharedPool
-
-    def new(self) -> Any:
-        """Return a client for one run, which ignores proxies."""
-        if self._library is None:
-            return None
-        return self._library.AsyncClient(
-            transport=self._transport(), trust_env=False, follow_redirects=True, timeout=None
-        )
-
-    async def close(self) -> None:
-        """Close the pool."""
-        if self._library is not None:
-            await self._pool.aclose()
+    return lambda: library.AsyncClient(
+        transport=SharedPool(), trust_env=False, follow_redirects=True, timeout=None
+    )
 
 
 def watch_loop(late: Callable[[float, str], None]) -> None:
@@ -117,7 +103,7 @@ class Worker:
             loading.kind(cls)
         except UserError as error:
             return self._end.send(id="", wrong=str(error))
-        self._clients, self._patience = HttpClients(), first["report"]
+        self._new_client, self._patience = http_clients(), first["report"]
         self._end.send(id="", ready=True)
         watch_loop(self._late)
         while message := await in_thread(self._end.receive):
@@ -129,13 +115,12 @@ class Worker:
         for task in self._runs.values():
             task.cancel()
         await asyncio.gather(*self._runs.values(), return_exceptions=True)
-        await self._clients.close()
 
     async def _run(self, cls: type, kwargs: Mapping[str, Any], message: Mapping) -> None:
         number, limit = message["id"], asyncio.timeout(message["seconds"])
         try:
             data, names = json.loads(message["data"]), ("base_url", "api_key")
-            given = {name: message[name] for name in names} | {"http_client": self._clients.new()}
+            given = {name: message[name] for name in names} | {"http_client": self._new_client()}
             async with limit:
                 value = await loading.instance(cls, kwargs).run(data, **given)
             ids = list(value) if isinstance(value, Mapping) else []

@@ -24,8 +24,7 @@ _SIZES = r"([a-z]\d+)+"
 def translate(text: str) -> tuple[str, tuple[str, ...]]:
     """Return an allocation in rlx's form, and sentences on the changes; rlx's own has none.
 
-    Raises:
-      UserError: neither AReaL nor rlx has such an allocation, or no run can have it.
+    UserError if neither AReaL nor rlx has such an allocation, or no run can have it.
     """
     notes: list[str] = []
     pieces = re.split(r"([+|])(?!\s*ffn\s*:)", text)  # separators have the odd places

@@ -26,6 +26,7 @@ from rlx.base import UserError, nearest
 from rlx.cli import command
 from rlx.cli.text import plain
 
+_ROW_KEYS = {row.key for row in ROWS}
 _TRAINING = ("algorithm.", "optimizer.", "train.", "checkpoint.")
 _IDLE: tuple[Any, ...] = (None, False, "", [], {}, "disabled")  # values that ask for nothing
 _SECRET = re.compile(r"(?i)((?:key|token|password|secret)'? ?[:=] ?)('[^']*'|[^',}]+)")
@@ -44,8 +45,7 @@ def load(
 ) -> dict[str, Any]:
     """Return dotted key → value of a file after overrides `key=value`, interpolated.
 
-    Raises:
-      UserError: it cannot be read, or an override or an interpolation means nothing.
+    UserError if it cannot be read, or an override or an interpolation means nothing.
     """
     try:
         tree = _parsed(path.read_text(), str(path))
@@ -201,8 +201,7 @@ def _typed(key: str, value: Any, to: str, usual: Any) -> Any:
 def python(file: ArealFile, name: str) -> tuple[str, list[str]]:
     """Return a config as the text of a Python file, and in lines what it has not from the YAML.
 
-    Raises:
-      UserError: a key that is none of AReaL's but near one, or a value of a wrong type.
+    UserError for a key that is none of AReaL's but near one, or a value of a wrong type.
     """
     usual = dict(configs.leaves(configs.default()))
     values: dict[str, Any] = {}
@@ -226,7 +225,7 @@ def python(file: ArealFile, name: str) -> tuple[str, list[str]]:
             values[row.to] = _typed(key, value, row.to, usual[row.to])
             said = key if row.key in file.given else f"{key}, its default"
             comments[row.to] = said if given == value else _shown(said, given)
-    for key in [key for key in file.given if key not in {row.key for row in ROWS}]:
+    for key in [key for key in file.given if key not in _ROW_KEYS]:
         written = file.names.get(key, key)
         words = _unset(key, file.given[key], file)
         if words is None and (near := nearest(key, DEFAULTS, most=2)):
@@ -255,9 +254,7 @@ def python(file: ArealFile, name: str) -> tuple[str, list[str]]:
 def convert(path: str, overrides: Iterable[str]) -> tuple[str, list[str]]:
     """Return what `python` does of a file, with overrides, here and now."""
     leaves = load(Path(path), overrides, datetime.datetime.now(), os.environ)
-    ours = leaves.keys() & dict(configs.leaves(configs.default())).keys() - {
-        row.key for row in ROWS
-    }
+    ours = leaves.keys() & dict(configs.leaves(configs.default())).keys() - _ROW_KEYS
     if 2 * len(ours) > len(leaves):
         raise UserError(
             f"{path} has keys of rlx ({', '.join(sorted(ours)[:3])}), and YAML is read as AReaL's; "

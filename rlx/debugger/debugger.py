@@ -49,30 +49,26 @@ class AgentRun:
 
 
 class Debugger:
-    """Runs an agent in worker processes, as in training, and prints the results.
-
-    Args:
-      agent, kwargs: its class, see `loading.load_class`, and the constructor's arguments.
-      options: of its processes; None gives them this process's environment.
-      base_url, api_key, model: see `Forwarder`.
-      timeout: seconds of a run; 0 for no limit.
-    """
+    """Runs an agent in worker processes, as in training, and prints the results."""
 
     def __init__(
-        self, agent: str, kwargs: Mapping[str, Any], options: AgentOptions | None,
-        base_url: str, api_key: str, model: str, timeout: float,
-    ):  # fmt: skip
+        self,
+        agent: str,  # its class, see `loading.load_class`
+        kwargs: Mapping[str, Any],  # of the class
+        options: AgentOptions | None,  # None gives the processes this one's environment
+        server: Forwarder,
+        timeout: float,  # seconds of a run; 0 for no limit
+    ):
         options = options or AgentOptions(limits=WorkerLimits(environment=tuple(os.environ)))
         block_seconds = min(filter(None, (options.block_seconds, timeout)))
         options = replace(options, block_seconds=block_seconds, host=HOST)
         self._workers = WorkerPool(workflow.worker_kind(agent, kwargs, options), options.workers)
-        self._server, self._timeout = Forwarder(base_url, api_key, model), timeout
+        self._server, self._timeout = server, timeout
 
     def run(self, steps: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
         """Run the rows of each step concurrently, until a step has a problem; return a report.
 
-        Raises:
-          UserError: the server does not answer, or the agent cannot be created.
+        UserError if the server does not answer, or the agent cannot be created.
         """
         return asyncio.run(self._run(steps))
 

@@ -100,15 +100,14 @@ class ModelCall:
 
 
 class Forwarder:
-    """Async context manager with an address for each run.
+    """Async context manager with an address for each run."""
 
-    Args:
-      base_url: the server's, `http://host:port/v1`.
-      api_key: the server's; agents use the attribute `api_key` instead.
-      model: replaces the model in every request, unless empty.
-    """
-
-    def __init__(self, base_url: str, api_key: str, model: str = ""):
+    def __init__(
+        self,
+        base_url: str,  # the server's, `http://host:port/v1`
+        api_key: str,  # the server's; agents use the attribute `api_key` instead
+        model: str = "",  # replaces the model in every request, unless empty
+    ):
         self._server, self._key, self._model = base_url.rstrip("/"), api_key, model
         self.api_key = f"rlx-{secrets.token_hex(12)}"
         self._calls: defaultdict[str, list[tuple[ModelCall, bytearray]]] = defaultdict(list)
@@ -145,8 +144,7 @@ class Forwarder:
     async def models(self, seconds: float = 30.0) -> list[str]:
         """Return the names of the server's models, if it lists them.
 
-        Raises:
-          UserError: the server does not answer within `seconds`, refuses, or lacks the model.
+        UserError if the server does not answer within `seconds`, refuses, or lacks the model.
         """
         url, limit = f"{self._server}/models", aiohttp.ClientTimeout(total=seconds)
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}

@@ -37,7 +37,8 @@ class Asked:
     @property
     def columns(self) -> tuple[str, ...]:
         """The table's columns after `dataset` and `num_questions`."""
-        return statistics.columns(self.pass_at, self.maj_at)
+        varying = (*(f"pass@{k}" for k in self.pass_at), *(f"maj@{k}" for k in self.maj_at))
+        return ("greedy_length", "sample_length", "greedy_acc", "sample_pass@1", *varying)
 
 
 @dataclass(frozen=True, slots=True)

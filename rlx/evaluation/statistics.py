@@ -52,16 +52,16 @@ def ballot(completion: str) -> str | None:
     return compact(tidy(found[0])) or None if found else None
 
 
-def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
-    """Return the confidence interval (low, high) of a mean; None for fewer than two questions.
+def interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return a mean's 95 % confidence interval, (low, high); None for fewer than two questions.
 
     For shares it is Wilson's score interval (10.2307/2276774), for values outside [0, 1] Student's.
-    There is a value for each question; `level` is in (0, 1).
+    There is a value for each question.
     """
     if (n := len(values)) < 2:
         return None
     x = np.asarray(values, np.float64)
-    mean, variance, z = float(x.mean()), float(x.var()), NormalDist().inv_cdf((1 + level) / 2)
+    mean, variance, z = float(x.mean()), float(x.var()), NormalDist().inv_cdf(0.975)
     if x.min() < 0 or x.max() > 1:
         t = z + (z**3 + z) / (4 * n - 4) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * (n - 1) ** 2)
         half = t * math.sqrt(variance / (n - 1))  # t: Abramowitz and Stegun 26.7.5
@@ -98,12 +98,6 @@ def per_question(
         answers = [s["answer"] for s in samples]
         out |= {f"maj@{k}": maj_at_k(answers, right, k) for k in maj_at}
     return out
-
-
-def columns(pass_at: Sequence[int], maj_at: Sequence[int]) -> tuple[str, ...]:
-    """Return the table's columns after `dataset` and `num_questions`."""
-    varying = (*(f"pass@{k}" for k in pass_at), *(f"maj@{k}" for k in maj_at))
-    return ("greedy_length", "sample_length", "greedy_acc", "sample_pass@1", *varying)
 
 
 def row(

@@ -1,8 +1,10 @@
 """Groups of trajectories as bytes: one object of JSON, then their arrays. No pickle."""
 
+import io
 import json
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +20,7 @@ _ARRAYS = {
     "kept_sizes": np.int32,
     "kept": np.uint8,  # as many as the sum of `kept_sizes`
 }
+_OTHERS = [field.name for field in fields(Trajectory) if field.name not in _ARRAYS]
 
 
 def dumps(groups: Sequence[Group]) -> bytes:
@@ -35,58 +38,38 @@ def dumps(groups: Sequence[Group]) -> bytes:
 
 def loads(data: bytes) -> list[Group]:
     """Return the groups in bytes of `dumps`, bit for bit; their arrays are read-only."""
-    text, _, arrays = data.partition(b"\n")
-    parts = _cut(arrays)
-    next(parts)
+    arrays = io.BytesIO(data)
     return [
         Group(
             group["group_id"],
-            tuple(_trajectory(fields, parts) for fields in group["trajectories"]),
+            tuple(_trajectory(own, arrays) for own in group["trajectories"]),
             group["row"],
         )
-        for group in json.loads(text)
+        for group in json.loads(arrays.readline())
     ]
 
 
-def _cut(data: bytes) -> Generator[Any, tuple[Any, int], None]:
-    """Yield arrays in order; the caller sends the dtype and length of the next one."""
-    place, array = 0, cast(Any, None)
-    while True:
-        dtype, size = yield array
-        array = np.frombuffer(data, dtype, size, place)
-        place += array.nbytes
-
-
 def _describe(group: Group) -> dict[str, Any]:
-    return {
-        "group_id": int(group.group_id),
-        "row": dict(group.row),
-        "trajectories": [
-            {
-                "reward": float(t.reward),
-                "baseline": float(t.baseline),
-                "stop_reason": t.stop_reason,
-                "trajectory_id": t.trajectory_id,
-                "agent": t.agent,
-                "prompt": t.prompt,
-                "completion": t.completion,
-                "info": {key: float(value) for key, value in t.info.items()},
-                "turn_rewards": list(t.turn_rewards),
-                "said": [list(span) for span in t.said],
-                "size": len(t.tokens),
-                "arrays": [name for name in _ARRAYS if getattr(t, name) is not None],
-            }
-            for t in group.trajectories
-        ],
-    }
+    trajectories = [
+        {name: getattr(t, name) for name in _OTHERS}
+        | {
+            "reward": float(t.reward),
+            "baseline": float(t.baseline),
+            "info": {key: float(value) for key, value in t.info.items()},
+            "size": len(t.tokens),
+            "arrays": [name for name in _ARRAYS if getattr(t, name) is not None],
+        }
+        for t in group.trajectories
+    ]
+    return {"group_id": int(group.group_id), "row": {**group.row}, "trajectories": trajectories}
 
 
-def _trajectory(fields: Mapping[str, Any], parts: Any) -> Trajectory:
-    own = dict(fields)
-    size, names = own.pop("size"), own.pop("arrays")
-    for name in names:
-        count = int(own["kept_sizes"].sum()) if name == "kept" else size
-        own[name] = parts.send((_ARRAYS[name], count))
-    own["turn_rewards"] = tuple(own["turn_rewards"])
-    own["said"] = tuple(map(tuple, own["said"]))
-    return Trajectory(**own)
+def _trajectory(own: Mapping[str, Any], arrays: io.BytesIO) -> Trajectory:
+    found = {name: own[name] for name in _OTHERS}
+    for name in own["arrays"]:
+        count = int(found["kept_sizes"].sum()) if name == "kept" else own["size"]
+        data = arrays.read(count * np.dtype(_ARRAYS[name]).itemsize)
+        found[name] = np.frombuffer(data, _ARRAYS[name], count)
+    found["turn_rewards"] = tuple(own["turn_rewards"])
+    found["said"] = tuple(map(tuple, own["said"]))
+    return Trajectory(**found)

@@ -123,23 +123,17 @@ class _State:
             self._host["admitted"] += 1
         elif kind == "take":
             self._order[fields["step"]] = fields["groups"]
-        elif kind in _ENDS and kind != "fail":
-            self._leave(group)
+        elif kind in _ENDS:
+            self._waiting.pop(group, None)
+            self._versions.pop(group, None)
             if kind == "group":
                 self._finished[group] = None
+            elif kind == "fail":
+                self._waiting[group] = fields["attempt"]
             else:
                 self._host["rejected" if kind == "reject" else "skipped"] += 1
-            self._host["failed"] += kind == "skip"
-            if "best" in fields:
-                self._best = fields["best"]
-        elif kind == "fail":
-            self._leave(group)
-            self._waiting[group] = fields["attempt"]
-            self._host["failed"] += 1
-
-    def _leave(self, group: int) -> None:
-        self._waiting.pop(group, None)
-        self._versions.pop(group, None)
+            self._host["failed"] += kind in ("fail", "skip")
+            self._best = fields.get("best", self._best)
 
     def host(self) -> dict[str, Any]:
         """Return the state in the form of `Executor.state`."""

@@ -35,13 +35,7 @@ def problems(seed: int, split: str, n: int) -> list[dict[str, str]]:
 
 def stream(seed: int, split: str) -> Iterator[dict[str, str]]:
     """Yield distinct problems without end; UserError if `split` is not train or held_out."""
-
-    def draw(rng: random.Random, _: int) -> dict[str, str] | None:
-        question, answer = _draw(rng)
-        ours = split_of(question) == split
-        return {"question": question, "answer": str(answer)} if ours else None
-
-    return distinct("arithmetic", seed, split, draw)
+    return distinct("arithmetic", seed, split, lambda rng, _: _draw(rng, split))
 
 
 def distinct(
@@ -127,7 +121,8 @@ def _mistake(chain: list[Step], rng: random.Random) -> tuple[int, int] | None:
     return rng.choice(possible) if possible else None
 
 
-def _draw(rng: random.Random) -> tuple[str, int]:
+def _draw(rng: random.Random, split: str) -> dict[str, str] | None:
+    """Return one row; None if it belongs to the other split."""
     counts = range(MIN_OPERANDS, MAX_OPERANDS + 1)
     (count,) = rng.choices(counts, weights=[k**-_TAIL for k in counts])
     value = rng.randint(1, LARGEST_VALUE)
@@ -136,7 +131,8 @@ def _draw(rng: random.Random) -> tuple[str, int]:
         operator, operand = _draw_step(rng, value)
         value += operand if operator == "+" else -operand
         text += f"{letter}{operator}{operand}"
-    return f"{text}=?", value
+    ours = split_of(f"{text}=?") == split
+    return {"question": f"{text}=?", "answer": str(value)} if ours else None
 
 
 def _draw_step(rng: random.Random, value: int) -> tuple[str, int]:

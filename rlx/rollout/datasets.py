@@ -7,6 +7,7 @@ rendered conversation up to the answer's end token, with version −1 and no log
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -19,42 +20,40 @@ _WORDS = re.compile(r"<[^<>\s]+>|[^<\s]+|<")  # templates may change the spaces 
 _REMEDY = "set data.chat_template to a file whose {% generation %} marks say what is trained on"
 
 
+@dataclass(eq=False)
 class AnswerWorkflow:
     """A workflow whose groups are answers from the row."""
 
-    def __init__(
-        self,
-        prompts: Prompts,
-        answering: Workflow,  # for evaluations, which sample
-        # Of the row's answers: a completion; or the chosen one, reward 1, and the rejected one, 0.
-        keys: Sequence[str],
-        *,
-        end: int,  # the token that ends an answer, from `end_token`
-        max_new_tokens: int = 0,  # of an answer with its end token; 0: no limit
-        max_tokens: int = 0,  # of a group in total; 0: no limit
-    ):
-        if len(set(keys)) < len(keys):
+    prompts: Prompts
+    answering: Workflow  # for evaluations, which sample
+    # Of the row's answers: a completion; or the chosen one, reward 1, and the rejected one, 0.
+    keys: Sequence[str]
+    _: KW_ONLY
+    end: int  # the token that ends an answer, from `end_token`
+    max_new_tokens: int = 0  # of an answer with its end token; 0: no limit
+    max_tokens: int = 0  # of a group in total; 0: no limit
+
+    def __post_init__(self) -> None:
+        if len(set(self.keys)) < len(self.keys):
             raise UserError(
-                f"data.chosen_key and data.rejected_key are both {keys[0]!r}; give each answer of "
-                "a pair its own key"
+                f"data.chosen_key and data.rejected_key are both {self.keys[0]!r}; give each "
+                "answer of a pair its own key"
             )
-        self._prompts, self._answering, self._keys, self._end = prompts, answering, keys, end
-        self._max_new_tokens, self._max_tokens = max_new_tokens, max_tokens
 
     def group(self, row: Mapping[str, Any], group_id: int, name: str = "") -> Group:
         """Return the group of `row`; raise Overlong, which shows `name`, above a limit."""
         name = name or f"group {group_id}"
-        prompt = self._prompts.text(row)
-        self._prompts.ids(row, name)  # raises Overlong
+        prompt = self.prompts.text(row)
+        self.prompts.ids(row, name)  # raises Overlong
         trajectories = []
-        for i, key in enumerate(self._keys):
+        for i, key in enumerate(self.keys):
             answer, what = row[key], f"the {key} of {name}"
-            tokens, mask = answered(self._prompts, row, answer, self._end, what)
+            tokens, mask = answered(self.prompts, row, answer, self.end, what)
             text = answer if isinstance(answer, str) else answer[-1]["content"]
-            if 0 < self._max_new_tokens < (length := len(tokens) - int(mask.argmax())):
+            if 0 < self.max_new_tokens < (length := len(tokens) - int(mask.argmax())):
                 raise Overlong(
                     f"{what} has {length} tokens with its end token, "
-                    f"sampling.max_new_tokens is {self._max_new_tokens}; shorten or remove it, or "
+                    f"sampling.max_new_tokens is {self.max_new_tokens}; shorten or remove it, or "
                     f"raise the limit: {text[:60]!r}"
                 )
             trajectories.append(Trajectory(
@@ -63,32 +62,32 @@ class AnswerWorkflow:
                 prompt=prompt, completion=text,
             ))  # fmt: skip
         total = sum(len(t.tokens) for t in trajectories)
-        if 0 < self._max_tokens < total:
+        if 0 < self.max_tokens < total:
             raise Overlong(
-                f"the {' and '.join(self._keys)} of {name} have {total} tokens with their prompts, "
-                f"train.max_tokens_per_microbatch is {self._max_tokens} and they must share one; "
+                f"the {' and '.join(self.keys)} of {name} have {total} tokens with their prompts, "
+                f"train.max_tokens_per_microbatch is {self.max_tokens} and they must share one; "
                 f"raise it or shorten the row: {prompt[:60]!r}"
             )
         return Group(group_id, tuple(trajectories), row)
 
     def check(self, row: Mapping[str, Any], name: str) -> None:
         """Check a row's prompt and answers, as `Prompts.check`."""
-        self._prompts.check(row, name)
-        texts = [rendered(self._prompts, row, row[k], f"the {k} of {name}")[1] for k in self._keys]
-        limits = [limit for limit in (self._max_new_tokens, self._max_tokens) if limit]
-        most = sum(map(self._prompts.most, texts))
-        if self._prompts.wide or (limits and most > min(limits)):
+        self.prompts.check(row, name)
+        texts = [rendered(self.prompts, row, row[k], f"the {k} of {name}")[1] for k in self.keys]
+        limits = [limit for limit in (self.max_new_tokens, self.max_tokens) if limit]
+        most = sum(map(self.prompts.most, texts))
+        if self.prompts.wide or (limits and most > min(limits)):
             self.group(row, 0, name)
 
     async def run(self, fleet: Generator, task: Task) -> Group:
         """Return the group of the task's row; sampled completions for an evaluation's task."""
         if task.sampling is None:
             return self.group(task.row, task.group_id)
-        return await self._answering.run(fleet, task)
+        return await self.answering.run(fleet, task)
 
     async def aclose(self) -> None:
         """Close the workflow for evaluations."""
-        await workflows.close(self._answering)
+        await workflows.close(self.answering)
 
 
 def rendered(

@@ -289,9 +289,8 @@ class Executor:
             step = int(host["step"])
             changed = cast(Cursor, self._rows).load_state_dict(host["cursor"], allow_change)
             known = {group.group_id: group for group in groups}
-            order = host.get("order", ())
-            finished = [*host.get("buffered", ()), *(g for ids in order for g in ids)]
-            self._repeated = deque(buffers.repeated(known, order, step, self._limits))
+            finished = [*host["buffered"], *(g for ids in host["order"] for g in ids)]
+            self._repeated = deque(buffers.repeated(known, host["order"], step, self._limits))
             held = {group.group_id for batch in self._repeated for group in batch}
             step_after = step + len(self._repeated)
             rest = [group for group_id, group in known.items() if group_id not in held]
@@ -300,11 +299,11 @@ class Executor:
             lost = [group_id for group_id in finished if group_id not in held]
             self._staleness = dataclasses.replace(
                 staleness.resume(step, self._buffered, self._limits),
-                **{event: int(host.get(event, 0)) for event in _COUNTED},
+                **{event: int(host[event]) for event in _COUNTED},
             )
             self._dropped = int(host["dropped"]) + len(lost)
-            self._means = dict(host.get("means", {}))
-            if host.get("best_reward") is not None:
+            self._means = dict(host["means"])
+            if host["best_reward"] is not None:
                 self._best = float(host["best_reward"])
             samples = samples if samples and self._keep_tokens else {}
             versions = self._kept_versions(host, step_after, samples)
@@ -315,7 +314,7 @@ class Executor:
             self._resumed = deque(ticket for ticket in tickets if ticket.version >= 0)
             self._retry = [t for t in tickets if t.version < 0] + [Ticket(g) for g in lost]
             heapq.heapify(self._retry)
-            self._numbers = dict.fromkeys({*held, *versions}, (host.get("journal") or (0,))[0])
+            self._numbers = dict.fromkeys({*held, *versions}, (host["journal"] or (0,))[0])
             return changed
 
     @property
@@ -339,7 +338,7 @@ class Executor:
     ) -> dict[int, int]:
         """Return group_id → version of prompts to admit again at their old versions."""
         found, held = dict[int, int](), self._buffer
-        for group_id, version in host.get("admitted_at", ()):
+        for group_id, version in host["admitted_at"]:
             pieces = [piece for own in samples.get(group_id, {}).values() for piece in own]
             newest = max([version, *(int(v) for p in pieces for v in p.columns["versions"][-1:])])
             # Batches that cannot be repeated leave tokens of weights that never come back.
@@ -465,12 +464,8 @@ class Executor:
         remedy = "choose easier data, or check the reward function"
         if learned:
             remedy = f"no answer gets {self._best:g} any more; lower the learning rate"
-        self._stop(
-            UserError(
-                f"{found}, so no batch fills; {remedy}, choose harder data where all are right, or "
-                "set algorithm.drop_equal_rewards=False"
-            )
-        )
+        what = f"{found}, so no batch fills; {remedy}, choose harder data where all are right"
+        self._stop(UserError(f"{what}, or set algorithm.drop_equal_rewards=False"))
 
     def _fail(self, ticket: Ticket, row: Mapping[str, Any], error: Exception, begun: float) -> None:
         """Retry the prompt later, skip it, or end the run when too many fail for too long."""

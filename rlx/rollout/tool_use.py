@@ -43,13 +43,11 @@ class ToolUse:
         self._tools = {tool.name: tool for tool in toolbox.load(tools, sandbox)}
         self._ends, self._marked = dict[str, str](), dict[str, toolbox.Tool]()  # by start
         if "tools" in template and "<tool_call>" in template and "<function=" not in template:
-            self._ends, parts = (
-                {"<tool_call>": "</tool_call>"}, ("name", "description", "parameters"),
-            )  # fmt: skip
+            self._ends = {"<tool_call>": "</tool_call>"}
+            parts = ("name", "description", "parameters")
             listed = [{each: getattr(t, each) for each in parts} for t in self._tools.values()]
-            self._prompts = prompts.with_tools(
-                [{"type": "function", "function": f} for f in listed]
-            )
+            described = [{"type": "function", "function": function} for function in listed]
+            self._prompts = prompts.with_tools(described)
             around = between_answers(self._tokenizer, {"role": "tool", "content": _OUTPUT})
         else:
             around = f"\n```output\n{_OUTPUT}\n```\n"

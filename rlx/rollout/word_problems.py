@@ -61,11 +61,10 @@ def problems(seed: int, split: str, n: int) -> list[dict[str, Any]]:
 def stream(seed: int, split: str) -> Iterator[dict[str, Any]]:
     """Yield distinct problems of all levels in turn; UserError if there is no such split."""
     levels = list(LEVELS)
-
-    def draw(rng: random.Random, before: int) -> dict[str, Any] | None:
-        return _draw(rng, split, levels[before % len(levels)])
-
-    return arithmetic.distinct("word problems", seed, split, draw)
+    return arithmetic.distinct(
+        "word problems", seed, split,
+        lambda rng, before: _draw(rng, split, levels[before % len(levels)]),
+    )  # fmt: skip
 
 
 def split_of(numbers: list[int]) -> str:

@@ -12,6 +12,9 @@ from rlx.fleet.requests import Sampling
 
 DEFAULTS = Sampling(temperature=0.6, top_p=0.95, max_new_tokens=100, stop=("X",), seed=3)
 TALK = [{"role": "user", "content": "hi"}]
+REPLIES = {
+    chat: chat.ChatReply, messages: messages.MessageReply, responses: responses.ResponseReply,
+}  # fmt: skip
 BEGUN = {chat: {"messages": TALK}, messages: {"messages": TALK}, responses: {"input": "hi"}}
 INNER = [
     "role", "content", "type", "text", "function", "name", "id", "tool_use_id", "tool_call_id",
@@ -34,7 +37,8 @@ TREES = st.recursive(
 def read(dialect, data):
     """The request, or the refusal."""
     try:
-        return chat.read(dialect.to_chat(dialects.parse(json.dumps(data).encode())), DEFAULTS)
+        body = dialects.parse(json.dumps(data).encode())
+        return chat.read(REPLIES[dialect].to_chat(body), DEFAULTS)
     except ApiError as error:
         return error
 
@@ -69,7 +73,7 @@ def test_any_blocks_are_a_message_or_a_refusal(role, blocks):
 @pytest.mark.parametrize("form", [[1], "x", {"type": "json_schema"}])
 def test_what_hangs_below_a_field_may_be_of_any_kind(form):
     got = read(responses, {"input": "x", "text": {"format": form}})
-    assert responses.NAMES[got.param.split(".")[0]] == "text.format"
+    assert responses.ResponseReply.NAMES[got.param.split(".")[0]] == "text.format"
     got = read(messages, {"messages": TALK, "output_config": {"format": form}})
     assert got.param.startswith("output_config.format")
 

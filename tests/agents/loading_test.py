@@ -115,4 +115,4 @@ def test_arguments_come_as_a_json_object():
     assert loading.parse_kwargs({"a": 1}) == {"a": 1}
     assert loading.parse_kwargs('{"a": [1]}') == {"a": [1]}
     assert "is not a JSON object" in refused(loading.parse_kwargs, "[1]")
-    assert "is not JSON" in refused(loading.parse_kwargs, "{a: 1}")
+    assert "is not a JSON object (Expecting property" in refused(loading.parse_kwargs, "{a: 1}")

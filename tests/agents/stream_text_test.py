@@ -95,9 +95,7 @@ TOKENIZERS = {"bytes": made(byte_level()), "pieces": made(pieces())}
 def logprobs(tokenizer, ids, most=0):
     hidden = {tokenizer.eos_token_id}
     decode = lambda ids: tokenizer.decode([i for i in ids if i not in hidden])  # noqa: E731
-    write = lambda own, value: {"bytes": own, "value": value}  # noqa: E731
-    found = Logprobs(decode, token_bytes(tokenizer), write, most, hidden)
-    return found, decode(ids)
+    return Logprobs(decode, token_bytes(tokenizer), most, hidden), decode(ids)
 
 
 def drawn(ids, tops=()):
@@ -117,8 +115,8 @@ def test_the_bytes_of_tokens_joined_are_the_text(name, words, at, to, sizes):
     at, to = sorted((min(at, len(text)), min(to, len(text))))
     every = whole.sent(at, to, last=True)
     # A token that begins before a cut and ends behind it has bytes of a character that is cut off.
-    assert b"".join(t["bytes"] for t in every).decode(errors="ignore") == text[at:to]
-    assert [t["value"] for t in every] == sorted((t["value"] for t in every), reverse=True)
+    assert b"".join(bytes(t["bytes"]) for t in every).decode(errors="ignore") == text[at:to]
+    assert [t["logprob"] for t in every] == sorted((t["logprob"] for t in every), reverse=True)
     grown, _ = logprobs(tokenizer, ids)
     found, sent, places = [], 0, iter(sizes)
     while sent < len(ids):  # as it grows, in pieces of any size
@@ -138,7 +136,7 @@ def test_a_token_has_its_own_bytes_where_no_text_is_whole():
     whole, text = logprobs(tokenizer, ids)
     whole.add(drawn(ids))
     every = whole.sent(0, len(text), last=True)
-    assert [t["bytes"] for t in every] == [b"a", b"\xe6", b"\xbc"]
+    assert [bytes(t["bytes"]) for t in every] == [b"a", b"\xe6", b"\xbc"]
     assert text == "a\ufffd"
 
 
@@ -151,7 +149,7 @@ def test_the_likeliest_tokens_have_their_bytes_in_the_same_place():
         for one in whole.sent(0, len(text), last=True):
             same, end, _ = one["top_logprobs"]
             assert same["bytes"] == one["bytes"]
-            assert end["bytes"] == b"<|end|>"
+            assert bytes(end["bytes"]) == b"<|end|>"
 
 
 @given(st.lists(st.integers(1, 9), min_size=1))
