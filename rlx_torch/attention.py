@@ -7,7 +7,7 @@ All rows of a microbatch are one sequence, [1, N] without padding. Its segments 
 import importlib.util
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,6 +81,35 @@ class Blocks(NamedTuple):
         return cls(tuple(_block(part, device) for part in parts))
 
 
+class Trees(NamedTuple):
+    """Trees of N tokens, depth first, end to end; the arrays are [N] int64 on the device."""
+
+    sizes: tuple[int, ...]
+    ends: Tensor  # where in N the subtree of each token ends
+    positions: Tensor
+
+    @classmethod
+    def of(cls, ends: np.ndarray, positions: np.ndarray, device: str) -> "Trees":
+        """Return the trees of tokens whose roots have position 0."""
+        roots = np.flatnonzero(positions == 0)
+        ends = np.maximum(ends, np.arange(len(ends)) + 1)  # padding sees itself
+        arrays = (torch.from_numpy(x.astype(np.int64)).to(device) for x in (ends, positions))
+        return cls(tuple(np.diff(roots, append=len(ends)).tolist()), *arrays)
+
+    def masks(self, window: int | None) -> Iterator[Tensor]:
+        """Yield for each tree which of its S tokens see which, [S, S] bool."""
+        start = 0
+        for size in self.sizes:
+            own = slice(start, start + size)
+            at = torch.arange(size, device=self.ends.device)[:, None]
+            mask = (at >= at.T) & (at < self.ends[own] - start)
+            if window:
+                behind = self.positions[own, None] - self.positions[own]
+                mask &= behind < window
+            yield mask
+            start += size
+
+
 def _block(sizes: list[int], device: str) -> Block:
     """Return the block of segments of these sizes, longest first."""
     shape, starts = (len(sizes), sizes[0]), np.cumsum([0, *sizes])
@@ -131,13 +160,13 @@ def segments(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    blocks: Blocks | None = None,
+    blocks: Blocks | Trees | None = None,
     sliding_window: int | None = None,  # keys that a query sees, its own included
     softcap: float | None = None,  # bound of scores, by tanh
     s_aux: Tensor | None = None,  # sinks, [heads]: a score of each head that no value belongs to
     **_,
 ) -> tuple[Tensor, None]:
-    """Attend within each segment by torch's fused causal attention, a call for each block.
+    """Attend within each segment by torch's fused attention, a call for each block or tree.
 
     Returns [1, N, heads, H]. UserError if the model does not pass its arguments to attention.
     """
@@ -148,6 +177,18 @@ def segments(
         )
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, heads, H]
     groups, out = query.shape[1] // key.shape[1], []
+    if isinstance(blocks, Trees):
+        cuts = [x.split(blocks.sizes) for x in rows]
+        for mask, *parts in zip(blocks.masks(sliding_window), *cuts, strict=True):
+            q, k, v = (x.transpose(0, 1)[None] for x in parts)
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+            if softcap or s_aux is not None:
+                scale = scaling or 1 / math.sqrt(query.shape[-1])
+                found = _unfused(q, k, v, scale, len(mask), softcap or 0.0, s_aux, mask)
+            else:
+                found = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+            out.append(found[0].transpose(0, 1))
+        return torch.cat(out)[None], None
     cuts = [block.tokens for block in blocks.blocks]
     for block, *parts in zip(blocks.blocks, *(x.split(cuts) for x in rows), strict=True):
         even = block.places is None
@@ -198,9 +239,9 @@ class _Products(torch.autograd.Function):
 
 def _unfused(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float,
-    sinks: Tensor | None,
+    sinks: Tensor | None, mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attend causally within segments, recomputing scores in the backward pass."""
+    """Attend causally, or by a mask [L, L], recomputing scores in the backward pass."""
 
     def block(first: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         scores = (q @ k.transpose(-1, -2)).float() * scale
@@ -209,6 +250,9 @@ def _unfused(
         behind = torch.arange(q.shape[2], device=q.device)[:, None] + first
         behind = behind - torch.arange(k.shape[2], device=q.device)
         scores = scores.masked_fill((behind < 0) | (behind >= window), -torch.inf)
+        if mask is not None:
+            # The queries are `first` after the first key, which is 0 where a window is so long.
+            scores = scores.masked_fill(~mask[first : first + q.shape[2]], -torch.inf)
         if sinks is not None:
             column = sinks.float()[None, :, None, None].expand(len(q), -1, q.shape[2], -1)
             scores = torch.cat([scores, column], -1)

@@ -26,10 +26,10 @@ from rlx.base import UserError, install
 from rlx.model import kept_tokens
 from rlx.model.lora_config import PREFIX, LoraConfig, modules
 from rlx.train.packing import segment_sizes
-from rlx_torch.attention import Blocks, kernel
+from rlx_torch.attention import Blocks, Trees, kernel
 
 Batch = Mapping[str, Any]
-LAYOUT = ("longest", "blocks", "cu_seq_lens", "places", "asked")
+LAYOUT = ("longest", "blocks", "cu_seq_lens", "places", "asked", "computed", "states_at")
 _LAYERS = {"full_attention", "sliding_attention"}  # others carry a state across segments
 
 
@@ -272,14 +272,38 @@ def put(arrays: Mapping[str, np.ndarray], device: str) -> dict[str, Any]:
     asked[ends[:-1]] = False
     # At least one: every process must call its head, which may be sharded.
     wanted = np.flatnonzero(asked) if asked.any() else np.ones(1, int)
+    blocks, computed, states_at = Blocks.of(sizes.tolist(), device), None, None
+    if "tree_tokens" in arrays:
+        blocks, computed, states_at = _trees(arrays, used, device)
     return {
         **{name: torch.from_numpy(x).to(device) for name, x in arrays.items()},
         "longest": int(sizes.max()),
-        "blocks": Blocks.of(sizes.tolist(), device),
+        "blocks": blocks,
         "cu_seq_lens": torch.from_numpy(ends).to(device),
         "places": torch.from_numpy(used).to(device),
         "asked": torch.from_numpy(wanted).to(device),
+        "computed": computed,
+        "states_at": states_at,
     }
+
+
+def _trees(
+    arrays: Mapping[str, np.ndarray], used: np.ndarray, device: str
+) -> tuple[Trees, Tensor, Tensor]:
+    """Return trees, the flat places of their tokens, and which token's state each of `used` reads.
+
+    `used` are flat places of the loss's tokens; `arrays` as of `prefix_trees.microbatches`.
+    """
+    width = arrays["tree_tokens"].shape[1]
+    there = arrays["tree_counts"].ravel() > 0
+    there[:2] |= not there.any()  # only padding, as above
+    computed = np.flatnonzero(there)
+    number = np.cumsum(there) - 1
+    slots = used // arrays["sources"].shape[1] * width + arrays["sources"].ravel()[used]
+    # Tokens of a row have no gaps, so that ends move as their tokens do.
+    ends = np.arange(len(computed)) + arrays["tree_ends"].ravel()[computed] - computed % width
+    trees = Trees.of(ends, arrays["tree_positions"].ravel()[computed], device)
+    return trees, *(torch.from_numpy(x).to(device) for x in (computed, number[slots]))
 
 
 def reverted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -290,11 +314,15 @@ def reverted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def hidden(model: Any, batch: Batch) -> Tensor:
     """Return the decoder's output after the last norm for each token without padding, [N, D]."""
     places, ends, longest = batch["places"], batch["cu_seq_lens"], batch["longest"]
-    tokens, positions = (batch[k].reshape(-1)[places][None] for k in ("tokens", "positions"))
-    return model.base_model(
+    names, states_at = ("tokens", "positions"), batch["states_at"]
+    if states_at is not None:
+        places, names = batch["computed"], ("tree_tokens", "tree_positions")
+    tokens, positions = (batch[name].reshape(-1)[places][None] for name in names)
+    states = model.base_model(
         input_ids=tokens, position_ids=positions, use_cache=False, blocks=batch["blocks"],
         cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=longest, max_length_k=longest,
     ).last_hidden_state[0]  # fmt: skip
+    return states if states_at is None else states.index_select(0, states_at)
 
 
 def logprobs(

@@ -28,6 +28,7 @@ from rlx.model.model_config import CHUNK, ModelConfig
 from rlx.model.tensors import BUCKET, Buckets, open_tensors
 from rlx.train import objective
 from rlx.train.batch_update import BatchUpdate, require_same
+from rlx.train.packing import PackPlan
 from rlx.train.train_options import OPTIMIZERS, OptimizerOptions, TrainOptions, rate_at
 from rlx_torch import packed_model, sharding
 from rlx_torch.optimizers import make_optimizer, step_offloaded
@@ -106,6 +107,12 @@ class TorchUpdate(BatchUpdate):
         frozen = self._algorithm.needs_reference and not options.reference_moves
         if frozen and not options.lora:
             self._reference = self._load()
+        half_on_gpu = self._device != "cpu" and options.compute_dtype != "float32"
+        self._share_prefixes(
+            "a GPU's fused attention has no trees: they need model.compute_dtype=float32"
+            if half_on_gpu else ""
+        )  # fmt: skip
+        self._tree_cost = parameters.attention_cost(model_config, self._device)
         self.state_bytes = self._count_bytes()
         self._writer = ThreadPoolExecutor(1)
 
@@ -225,6 +232,9 @@ class TorchUpdate(BatchUpdate):
 
     def _to_host(self, tree: Any) -> Any:
         return _mapped(tree, _host)
+
+    def _cost(self, plan: PackPlan, sizes: np.ndarray) -> float:
+        return float((sizes * (1 + self._tree_cost * sizes)).sum())  # of neither padding nor rows
 
     def _policy(self, state: TorchState) -> Any:
         return state.policy.model

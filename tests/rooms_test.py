@@ -42,7 +42,7 @@ LIGHT_FILES = (
     "algorithms/surrogates.py", "algorithms/array_ops.py", "algorithms/advantages.py",
     "algorithms/kl.py", "algorithms/losses.py", "algorithms/supervised.py",
     "train/batch_update.py", "train/conductor.py", "train/contract.py",
-    "train/hosts.py", "train/objective.py", "train/packing.py",
+    "train/hosts.py", "train/objective.py", "train/packing.py", "train/prefix_trees.py",
     "train/step_metrics.py", "train/train_options.py", "model/lora_config.py",
     "model/compile_cache.py", "model/directory.py",
     "model/gguf_files.py", "model/mesh.py", "model/model_config.py",

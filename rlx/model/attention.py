@@ -32,6 +32,7 @@ def attention(
     layout: Layout = ONE_DEVICE,
     window: int = 0,
     softcap: float = 0.0,
+    tree: tuple[Array, Array] | None = None,
 ) -> Array:
     """Return softmax(q·k / √H) v over the segment's tokens so far; softmax in float32.
 
@@ -44,18 +45,24 @@ def attention(
       layout: of the activations on a mesh.
       window: how many tokens a query sees at most, its own included; 0: all of its segment.
       softcap: c where scores are c · tanh(q·k / √H / c); 0: not.
+      tree: ends and positions, [B, T] int32 each, where rows hold trees depth first in place of
+        segments: a token sees another that is not after it, and whose end is. None: segments.
 
     Returns:
       [B, T, N, H] in q's dtype.
     """
     window = window if window < q.shape[1] else 0
     how = attention_kind(q.dtype, q.shape[-1], softcap)
-    if how == "packed" and (segment_sizes is None or q.size // layout.row_shards >= LARGEST_OFFSET):
+    if tree is not None:
+        how = "blocks"
+    elif how == "packed" and (
+        segment_sizes is None or q.size // layout.row_shards >= LARGEST_OFFSET
+    ):
         how = "mask"
     return {
         "packed": lambda: packed_attention(q, k, v, cast(Array, segment_sizes), layout, window),
         "mask": lambda: _masked(q, k, v, segment_ids, window),
-        "blocks": lambda: _in_blocks(q, k, v, segment_ids, window, softcap),
+        "blocks": lambda: _in_blocks(q, k, v, tree or (segment_ids,), window, softcap),
     }[how]()
 
 
@@ -90,26 +97,28 @@ def _masked(q: Array, k: Array, v: Array, segment_ids: Array, window: int) -> Ar
 
 
 def _in_blocks(
-    q: Array, k: Array, v: Array, segment_ids: Array, window: int, softcap: float
+    q: Array, k: Array, v: Array, where: tuple[Array, ...], window: int, softcap: float
 ) -> Array:
     batch, length, heads, width = q.shape
     groups = heads // k.shape[2]
     q = (q * width**-0.5).reshape(batch, length, -1, groups, width).transpose(0, 2, 3, 1, 4)
-    mixed = _mix(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), segment_ids, window, softcap)
+    mixed = _mix(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), where, window, softcap)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, width)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _mix(q: Array, k: Array, v: Array, segment_ids: Array, window: int, softcap: float) -> Array:
+def _mix(
+    q: Array, k: Array, v: Array, where: tuple[Array, ...], window: int, softcap: float
+) -> Array:
     """Attend with heads before tokens: q [B, K, G, T, H] (scaled), k, v [B, K, T, H]."""
-    return _mix_forward(q, k, v, segment_ids, window, softcap)[0]
+    return _mix_forward(q, k, v, where, window, softcap)[0]
 
 
-def _mix_forward(q, k, v, segment_ids, window, softcap):
+def _mix_forward(q, k, v, where, window, softcap):
     mixed, normalisers = [], []
-    for rows, look in _blocks(q.shape[3], window):
+    for rows, look in _blocks(q.shape[3], window * (len(where) == 1)):
         keys, values = k[:, :, look], v[:, :, look]
-        scores = _scores(q[:, :, :, rows], keys, segment_ids, rows, look, window, softcap)
+        scores = _scores(q[:, :, :, rows], keys, where, rows, look, window, softcap)
         highest = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - highest)
         total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -118,17 +127,17 @@ def _mix_forward(q, k, v, segment_ids, window, softcap):
         normalisers.append(highest + jnp.log(total))
     mixed = checkpoint_name(_join(mixed), "attention")
     normaliser = checkpoint_name(_join(normalisers), "attention")
-    return mixed, (q, k, v, segment_ids, mixed, normaliser)
+    return mixed, (q, k, v, where, mixed, normaliser)
 
 
 def _mix_backward(window, softcap, kept, grad):
-    q, k, v, segment_ids, mixed, normaliser = kept
+    q, k, v, where, mixed, normaliser = kept
     wide = grad.astype(jnp.float32) * mixed.astype(jnp.float32)
     along = jnp.sum(wide, axis=-1, keepdims=True)
     grad_q, grad_k, grad_v = [], jnp.float32(0), jnp.float32(0)
-    for rows, look in _blocks(q.shape[3], window):
+    for rows, look in _blocks(q.shape[3], window * (len(where) == 1)):
         keys, values = k[:, :, look], v[:, :, look]
-        scores = _scores(q[:, :, :, rows], keys, segment_ids, rows, look, window, softcap)
+        scores = _scores(q[:, :, :, rows], keys, where, rows, look, window, softcap)
         weights = jnp.exp(scores - normaliser[:, :, :, rows])
         pull = grad[:, :, :, rows]
         grad_weights = inner(pull, values, result_dtype(q.dtype, pull.size * values.shape[2]))
@@ -151,12 +160,17 @@ def _blocks(length: int, window: int) -> list[tuple[slice, slice]]:
     return [(r, slice(max(r.start + 1 - window, 0) if window else 0, r.stop)) for r in rows]
 
 
-def _scores(q, keys, segment_ids, rows: slice, look: slice, window: int, softcap: float) -> Array:
+def _scores(q, keys, where, rows: slice, look: slice, window: int, softcap: float) -> Array:
     """Return masked scores [B, K, G, block, S] float32 of the query block `rows`."""
-    mask = seen(
-        jnp.arange(rows.start, rows.stop)[:, None], jnp.arange(look.start, look.stop), window
-    )
-    mask = mask & (segment_ids[:, rows, None] == segment_ids[:, None, look])
+    at, other = jnp.arange(rows.start, rows.stop)[:, None], jnp.arange(look.start, look.stop)
+    if len(where) == 1:
+        (segment_ids,) = where
+        mask = seen(at, other, window)
+        mask = mask & (segment_ids[:, rows, None] == segment_ids[:, None, look])
+    else:
+        ends, positions = where
+        mask = seen(positions[:, rows, None], positions[:, None, look], window)
+        mask = mask & (at >= other) & (at < ends[:, None, look])
     return jnp.where(mask[:, None, None], softcapped(inner(q, keys), softcap), MASKED)
 
 

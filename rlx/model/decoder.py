@@ -177,7 +177,8 @@ def states(
     Args:
       batch: [B, T] int32: tokens, in [0, V); positions, from 0 within each segment; segment_ids,
         equal ones attend to each other (causally), 0 is padding. Optional: segment_sizes [B, M]
-        int32, see `packed_attention`.
+        int32, see `packed_attention`; the arrays of trees as of `train.prefix_trees`, which are
+        then computed in place of [B, T].
       remat: none (keep every intermediate for the backward pass) | a key of `remat.KEPT`.
       compute_dtype: of activations; parameters are cast where they are used.
       layout: of weights and activations on a mesh; row_shards divides B, 2 · context divides T.
@@ -186,9 +187,12 @@ def states(
       [B, T, D] compute_dtype, with a row's tokens in the order of `layout.balanced`; the routing of
       the L layers of a mixture of experts.
     """
-    of_tokens = (batch[name] for name in ("tokens", "positions", "segment_ids"))
-    tokens, positions, segment_ids = map(layout.balanced, of_tokens)
-    segment_sizes, valid = batch.get("segment_sizes"), segment_ids > 0
+    is_tree = "tree_tokens" in batch
+    names = ("tree_tokens", "tree_positions") if is_tree else ("tokens", "positions")
+    tokens, positions = (layout.balanced(batch[name]) for name in names)
+    segment_ids, segment_sizes = layout.balanced(batch["segment_ids"]), batch.get("segment_sizes")
+    valid = batch["tree_counts"] if is_tree else segment_ids > 0
+    tree = (batch["tree_ends"], positions) if is_tree else None
     windows = sorted(set(config.layer_windows))
     ropes = [rope_tables(config, positions, window) for window in windows]
 
@@ -196,7 +200,7 @@ def states(
         options = {"window": window, "softcap": config.attention_softcap}
         if layout.context > 1:
             return context_attention(q, k, v, segment_ids, layout, **options)
-        return attention(q, k, v, segment_ids, segment_sizes, layout, **options)
+        return attention(q, k, v, segment_ids, segment_sizes, layout, tree=tree, **options)
 
     attends = [partial(attend, window) for window in windows]
     if len(windows) == 1:
@@ -221,7 +225,10 @@ def states(
         body = jax.checkpoint(body, policy=remat_lib.policy(remat), prevent_cse=False)
     x = layout.stream(embed_scale(config, embed(params, tokens, compute_dtype, layout)))
     x, routing = jax.lax.scan(body, x, layers)
-    return layout.tokens(final_norm(params, config, x)), routing
+    x = layout.tokens(final_norm(params, config, x))
+    if is_tree:
+        x = layout.rows(jax.vmap(lambda x, places: x[places])(x, batch["sources"]))
+    return x, routing
 
 
 def logprobs(

@@ -60,7 +60,7 @@ def mixture(
 
     Args:
       x: [B, T, D] normed; logits: [B, T, E] of the router.
-      valid: [B, T] bool; other tokens have no expert, and give zeros.
+      valid: [B, T] bool, or how often a token counts; others have no expert, and give zeros.
     """
     weights = tuple(layer[f"expert_{name}"] for name in MLP)
     if layout.mesh is None:
@@ -89,7 +89,7 @@ def _local(
     hot = experts[:, :, None] == jnp.arange(config.num_experts)
     entropy = -jnp.sum(chances * jnp.log(jnp.maximum(chances, 1e-30)), axis=-1, keepdims=True)
     routing = Routing(
-        jnp.sum(hot, axis=(0, 1), dtype=jnp.float32),
+        jnp.sum(hot * valid[:, :, None], axis=(0, 1), dtype=jnp.float32),
         jnp.sum(chances * valid, axis=0),
         jnp.sum(lax.stop_gradient(entropy) * valid),
     )

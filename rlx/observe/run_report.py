@@ -153,6 +153,9 @@ def _cost_tiles(run: Run) -> Iterator[tuple[str, str, str, str]]:
     tokens = sum(v or 0 for v in run.series("n_valid_tokens"))
     if tokens and elapsed:
         yield "", "Tokens trained", number(tokens), f"{number(tokens / elapsed)} a second"
+    if shared := sum(v or 0 for v in run.series("n_shared_tokens")):
+        whole = sum(v or 0 for v in run.series("n_tokens"))
+        yield "", "Shared tokens", percent(shared / whole), "computed for another sample"
     if shares := sorted(v for v in run.series("mfu") if v is not None):
         yield "", "MFU", percent(shares[len(shares) // 2]), "of the peak, while it computes"
     if phases := report_speed.phase_totals(run):

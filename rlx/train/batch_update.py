@@ -21,7 +21,7 @@ from rlx.base import Group, UserError
 from rlx.model import kept_tokens
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
-from rlx.train import objective, packing, step_metrics
+from rlx.train import objective, packing, prefix_trees, step_metrics
 from rlx.train.step_metrics import Metrics
 from rlx.train.train_options import TrainOptions, rate_at
 
@@ -43,8 +43,16 @@ class BatchUpdate:
         self._algorithm: Algorithm = options.algorithm
         self._row_shards, self._token_budget = row_shards, options.token_budget * context
         self._attention_cost = 0.0  # as of `packing.plan`
+        self._tree_cost = 0.0  # as of `prefix_trees.plan`
+        self._shares = "off"  # of `prefix_trees.MODES`
         self._kept_times = 1  # ids of sampling masks in a row, times its length
         self._reference: Any = None  # the frozen one; None with LoRA: the base without adapters
+
+    def _share_prefixes(self, obstacle: str) -> None:
+        """Take up `train.share_prefixes`; UserError if it is on and there is an obstacle to it."""
+        self._shares = "off" if obstacle else self._options.share_prefixes
+        if obstacle and self._options.share_prefixes == "on":
+            raise UserError(f"train.share_prefixes=on and {obstacle}; set it to auto or off")
 
     # The primitives, which each trainer defines.
 
@@ -71,15 +79,23 @@ class BatchUpdate:
         self, flat: packing.FlatBatch, ids: np.ndarray
     ) -> tuple[packing.PackPlan, list[Arrays]]:
         """Return the plan for sequences `ids` [N'], and their microbatches on the devices."""
-        plan = packing.plan(
-            flat.sizes[ids],
-            self._token_budget,
-            self._options.row_buckets,
-            attention_cost=self._attention_cost,
-            shards=self._row_shards,
-            row_mates=flat.pairs(ids) if self._algorithm.data == "pairs" else None,
-        )
-        parts = packing.microbatches(flat, ids, plan)
+        sizes, given = flat.sizes[ids], (self._token_budget, self._options.row_buckets)
+        how: dict[str, Any] = {
+            "attention_cost": self._attention_cost,
+            "shards": self._row_shards,
+            "row_mates": flat.pairs(ids) if self._algorithm.data == "pairs" else None,
+        }
+        plan = packing.plan(sizes, *given, **how)
+        trees = None
+        if self._shares != "off":
+            trees = prefix_trees.plan(flat, ids, *given, tree_cost=self._tree_cost, **how)
+            most = prefix_trees.GAIN * self._cost(plan, sizes)
+            if self._shares == "auto" and self._cost(trees, trees.sizes) > most:
+                trees = None
+        if trees is None:
+            parts = packing.microbatches(flat, ids, plan)
+        else:
+            plan, parts = trees, prefix_trees.microbatches(flat, ids, trees)
         for part in parts if flat.masks else ():
             own, vocab = part["flat_index"], self.model.vocab_size
             least = self._kept_times
@@ -87,6 +103,10 @@ class BatchUpdate:
             # It never shrinks: each new shape compiles the train step again.
             self._kept_times = part["kept_ids"].shape[1] // own.shape[1]
         return plan, [self._put_rows(part) for part in parts]
+
+    def _cost(self, plan: packing.PackPlan, sizes: np.ndarray) -> float:
+        """Return the work of a plan, of sequences or trees of these sizes, in tokens."""
+        return plan.cost(self._attention_cost)
 
     def _on_flat_axis(
         self, batches: Sequence[Arrays], size: int, count: int, function: Callable[[Arrays], tuple]
@@ -151,7 +171,7 @@ class BatchUpdate:
         )
         state = self._end_batch(state, observed, trained, np.float32(flat.num_sequences))
         known = step_metrics.host_metrics(groups, flat, plans)
-        known["model_flops"] = self._flops(flat.sizes, len(packed))
+        known["model_flops"] = self._flops(flat.sizes, [plan.shared for plan in plans])
         versions = step_metrics.count_versions(flat)
         denominators = [denominator for denominator, _ in divisors]
 
@@ -168,13 +188,20 @@ class BatchUpdate:
 
         return state, Metrics(compute)
 
-    def _flops(self, sizes: np.ndarray, minibatches: int) -> float:
-        """Return the FLOPs of a batch's passes, without padding and what remat repeats."""
+    def _flops(self, sizes: np.ndarray, shared: Sequence[np.ndarray]) -> float:
+        """Return the FLOPs of a batch's passes, without padding and what remat repeats.
+
+        `shared` has an array for each minibatch, as of `packing.PackPlan`.
+        """
         algorithm, valued = self._algorithm, dataclasses.replace(self.model, value_head=True)
         passes = 2 if self._options.lora else 3  # frozen weights have no gradient
-        passes += algorithm.needs_proximal_pass(minibatches) + algorithm.needs_reference
-        critic = 4 * algorithm.critic * parameters.forward_flops(valued, sizes)
-        return passes * parameters.forward_flops(self.model, sizes) + critic
+        passes += algorithm.needs_proximal_pass(len(shared)) + algorithm.needs_reference
+
+        def forward(model: ModelConfig) -> float:
+            known = np.concatenate(shared)
+            return parameters.forward_flops(model, sizes) - parameters.forward_flops(model, known)
+
+        return passes * forward(self.model) + 4 * algorithm.critic * forward(valued)
 
     def evaluate(self, state: State, groups: Sequence[Group]) -> dict[str, float]:
         _, _, packed, (per_token, divisors, sums) = self._begin(state, groups, 1)

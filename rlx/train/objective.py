@@ -12,10 +12,12 @@ from rlx.algorithms.algorithm import Algorithm
 from rlx.algorithms.array_ops import Array, ops_of
 from rlx.base import Group, UserError
 from rlx.model import kept_tokens
+from rlx.train import prefix_trees
 from rlx.train.packing import FlatBatch
 
 MODEL_INPUTS = (
-    "tokens", "positions", "segment_ids", "segment_sizes", "loss_mask", *kept_tokens.INPUTS
+    "tokens", "positions", "segment_ids", "segment_sizes", "loss_mask", *kept_tokens.INPUTS,
+    *prefix_trees.INPUTS,
 )  # fmt: skip
 LOSS_INPUTS = (*MODEL_INPUTS, "behaviour_logprobs", "versions")
 

@@ -7,7 +7,7 @@ Shapes: F tokens of the flat axis, N trajectories, B rows of a microbatch, T tok
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -89,6 +89,8 @@ class PackPlan:
 
     rows: np.ndarray  # [N] int64; the row of each sequence, counted over all microbatches
     shapes: tuple[tuple[int, int], ...]  # (rows, row length) of each microbatch, the longest first
+    # [N] int64; first tokens of each sequence that are computed for another one; empty: none
+    shared: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property
     def row_length(self) -> int:

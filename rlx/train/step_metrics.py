@@ -43,6 +43,7 @@ def host_metrics(groups: Sequence[Group], flat: FlatBatch, plans: Sequence[PackP
 
     task_reward: mean over the samples, as the environment gave it. avg_seq_len, avg_prompt_len:
     tokens (a prompt ends before the first sampled token). n_tokens: prompts included.
+    n_shared_tokens: of them, those that are computed for another sample (train.share_prefixes).
     no_eos_ratio: share that ended by length. pad_ratio: share of padding in the computed tokens.
     crossed_ratio: see that function.
     info/*, reward/*: means of the trajectories' own scalars.
@@ -52,6 +53,7 @@ def host_metrics(groups: Sequence[Group], flat: FlatBatch, plans: Sequence[PackP
     positions = flat.tokens["positions"][: flat.num_tokens]
     size_of_token = np.repeat(flat.sizes, flat.sizes)
     prompt = np.minimum.reduceat(np.where(mask, positions, size_of_token), flat.starts)
+    shared = sum(int(plan.shared.sum()) for plan in plans)
     padded = sum(plan.padded_tokens for plan in plans)
     rewards: dict[tuple[int, str], list[float]] = {}
     for index, t in ((i, t) for i, group in enumerate(groups) for t in group.trajectories):
@@ -61,12 +63,13 @@ def host_metrics(groups: Sequence[Group], flat: FlatBatch, plans: Sequence[PackP
         "n_seqs": count,
         "n_prompts": flat.num_groups,
         "n_tokens": flat.num_tokens,
+        "n_shared_tokens": shared,
         "n_microbatches": sum(len(plan.shapes) for plan in plans),
         "avg_seq_len": flat.num_tokens / count,
         "avg_prompt_len": float(prompt.mean()),
         "no_eos_ratio": float(flat.sequences["truncated"].sum()) / count,
         "crossed_ratio": crossed_ratio(groups),
-        "pad_ratio": 1 - flat.num_tokens / padded,
+        "pad_ratio": 1 - (flat.num_tokens - shared) / padded,
         "row_length": max(plan.row_length for plan in plans),
         **info_means(t for group in groups for t in group.trajectories),
     }

@@ -12,6 +12,7 @@ from rlx.cli.user_code import find
 from rlx.model.lora_config import LoraConfig
 from rlx.model.mesh import parse_mesh
 from rlx.option import check_value, option, options_of, read_options
+from rlx.train import prefix_trees
 
 AUTO = "auto"  # a dtype that `rlx.run.precision` decides when a run starts
 OPTIMIZERS = {"adamw": 2, "lion": 1, "sgd": 0}  # name → float32 moments for each parameter
@@ -97,6 +98,10 @@ class TrainOptions:
     compile: bool = option(
         False, "compile at each start for faster steps; trainer=torch: torch.compile of each "
         "layer; trainer=jax: oneDNN's products, in bfloat16 on x86 CPUs from JAX 0.12",
+    )  # fmt: skip
+    share_prefixes: str = option(
+        "auto", "compute tokens that trajectories of a batch begin with once, not in each; auto: "
+        "where that costs less", prefix_trees.MODES,
     )  # fmt: skip
     offload_optimizer: bool = option(False, "trainer=torch on a GPU: moments in the host's memory")
     balance_coefficient: float = option(

@@ -80,9 +80,15 @@ class JaxUpdate(BatchUpdate):
         )
         self._sizes_segments = how == "packed" and self._layout.context == 1
         if not self._sizes_segments:
-            self._attention_cost = parameters.attention_cost(
+            self._tree_cost = self._attention_cost = parameters.attention_cost(
                 model_config, sharding.target_device().platform
             )
+        obstacle = ""
+        if how != "blocks":
+            obstacle = "cuDNN's attention has no trees: they need model.compute_dtype=float32"
+        elif self._layout.context > 1:
+            obstacle = "train.mesh cuts rows over context, where attention has no trees"
+        self._share_prefixes(obstacle)
         self._frozen: Any = None
         if self.lora:
             if source is None:

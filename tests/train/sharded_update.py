@@ -43,7 +43,7 @@ def masks(rng, tokens):
     return {"kept": np.frombuffer(codes, np.uint8), "kept_sizes": np.array(sizes, np.int32)}
 
 
-def groups(seed, samples=8, masked=False):
+def groups(seed, samples=8, masked=False, alike=False):
     rng = np.random.default_rng(seed)
     out = []
     for g in range(4):
@@ -52,6 +52,8 @@ def groups(seed, samples=8, masked=False):
             prompt, size = 3 + g, int(rng.integers(5, 25))
             sampled = np.arange(size + prompt) >= prompt
             tokens = rng.integers(1, 32, size + prompt).astype(np.int32)
+            if alike and trajectories:
+                tokens[:prompt] = trajectories[0].tokens[:prompt]
             trajectories.append(
                 Trajectory(
                     tokens, sampled,
@@ -85,6 +87,7 @@ class Case:
     Attributes:
       cut: a parameter that every mesh cuts.
       masked: whether tokens were drawn from a part of the vocabulary.
+      trees: whether samples share their prompt, which is then computed once.
     """
 
     preset: str
@@ -96,6 +99,7 @@ class Case:
     model: ModelConfig = MODEL
     balance: float = 0.0
     masked: bool = False
+    trees: bool = False
     meshes: tuple[str, ...] = MESHES
 
 
@@ -106,6 +110,7 @@ CASES = {
     "joined": Case("grpo", "gate_up_lora_a", rank=3, model=JOINED, meshes=("fsdp:4,tensor:2",)),
     "dpo": Case("dpo", "q", samples=2),
     "masks": Case("grpo", "q", masked=True, meshes=("fsdp:4,tensor:2", "fsdp:2,context:4")),
+    "trees": Case("grpo", "q", trees=True, meshes=("fsdp:4,tensor:2", "replica:2,fsdp:2,tensor:2")),
     "windows": Case("grpo", "q", model=OTHER),
     "experts": Case("grpo", "expert_down", model=MIXTURE, balance=0.1, meshes=(
         "replica:4,expert:2", "fsdp:2,expert:4", "fsdp:2,expert:2,tensor:2", "expert:4,context:2",
@@ -128,12 +133,13 @@ def run(case, mesh, budget):
     config.train.row_buckets, config.train.max_tokens_per_microbatch = (64,), budget
     config.train.minibatches, config.lora.rank = case.minibatches, case.rank
     config.train.balance_coefficient = case.balance
+    config.train.share_prefixes = "on" if case.trees else "off"
     params = parameters.init(case.model, jax.random.key(0))
     options = TrainOptions.of(config)
     trainer = update.JaxUpdate(case.model, options, mesh=mesh, source=lambda _: params)
     state = trainer.init(params)
     for seed in range(2):
-        state, metrics = trainer.update(state, groups(seed, case.samples, case.masked))
+        state, metrics = trainer.update(state, groups(seed, case.samples, case.masked, case.trees))
     return trainer, state, metrics
 
 

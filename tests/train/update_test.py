@@ -428,7 +428,7 @@ def test_metrics_wait_for_nobody_until_read(trainer, params, make_groups):
         ("experts", "fsdp:2,expert:2,tensor:2"),
         *(
             pytest.param((x,), marks=pytest.mark.slow)
-            for x in ("ppo", "lora", "joined", "dpo", "experts", "masks")
+            for x in ("ppo", "lora", "joined", "dpo", "experts", "masks", "trees")
         ),
         pytest.param(("windows", "context:2,tensor:4"), marks=pytest.mark.slow),
     ],

@@ -1,0 +1,169 @@
+"""Packing of trajectories that begin alike, whose shared tokens are computed once. Numpy only.
+
+Trajectories are merged into trees by their tokens, and a row of the model holds trees depth first.
+A token is seen by itself and by the later tokens of the row before its *end*, where its subtree
+ends. The loss reads other rows, of trajectories from the token before their first trained one.
+`sources` gives for each of their tokens its place in the model's row. Everything after the model's
+last layer is thus what it is without trees.
+
+Shapes: F tokens of the flat axis, N trajectories, B rows of a microbatch, C tokens of a row of the
+model. The loss has T tokens of a row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from rlx.train import packing
+from rlx.train.packing import Arrays, FlatBatch, PackPlan
+
+MODES = ("auto", "on", "off")
+INPUTS = ("sources", "tree_tokens", "tree_positions", "tree_ends", "tree_counts")  # of the model
+GAIN = 0.9  # `auto` takes trees that cost less than this share of plain rows.
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreePlan(PackPlan):
+    """The row of each sequence, in `shapes` of the model's rows, and its place in a tree.
+
+    `shared` counts the first tokens that the sequence before it in its tree has too.
+    """
+
+    ranks: np.ndarray  # [N] int64; place in the depth-first order of all trees
+    sizes: np.ndarray  # [M] int64; tokens of each tree
+
+
+def plan(
+    flat: FlatBatch,
+    ids: np.ndarray,  # [N] indices of sequences
+    budget: int,
+    buckets: Sequence[int],
+    *,
+    tree_cost: float = 0.0,
+    row_mates: np.ndarray | None = None,
+    **how: Any,
+) -> TreePlan:
+    """Merge sequences into trees and pack these; arguments and errors are those of `packing.plan`.
+
+    A tree is whole where it fits in a row and attention over it is worth its shared tokens. The
+    tokens that two parts of a cut tree share are computed in both. Mates are a tree by themselves.
+
+    Args:
+      tree_cost: `attention_cost` within a tree.
+    """
+    sizes, first = flat.sizes[ids], flat.starts[ids]
+    numbers = flat.tokens["tokens"].astype(">i4")  # their bytes are in the order of the numbers
+    texts = [numbers[a : a + n] for a, n in zip(first, sizes, strict=True)]
+    mates = np.zeros(len(ids), int) if row_mates is None else row_mates
+    order = sorted(range(len(ids)), key=lambda i: (mates[i], texts[i].tobytes()))
+    shared = np.array([0, *(_common(texts[a], texts[b]) for a, b in pairwise(order))], np.int64)
+    longest = [b for b in sorted(set(buckets))[::-1] if sizes.max(initial=1) <= b <= budget]
+    back, plans = np.argsort(order), []
+    for length in longest or [budget]:
+        tree_of = mates[order]
+        if row_mates is None:
+            tree_of = _trees(sizes[order], shared, length, tree_cost)
+        known = np.where(np.diff(tree_of, prepend=-1) != 0, 0, shared)
+        tokens = np.bincount(tree_of, sizes[order] - known).astype(np.int64)
+        found = packing.plan(tokens, budget, buckets, **how)
+        rows, known = found.rows[tree_of][back], known[back]
+        plans.append(TreePlan(rows, found.shapes, known, ranks=back, sizes=tokens))
+    return min(plans, key=lambda p: p.cost(how.get("attention_cost", 0.0)))
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """Return the number of first tokens that two sequences share."""
+    differ = a[: len(b)] != b[: len(a)]
+    return int(differ.argmax()) if differ.any() else len(differ)
+
+
+def _trees(sizes: np.ndarray, shared: np.ndarray, longest: int, cost: float) -> np.ndarray:
+    """Return the tree of each sequence, [N] int64, of those that cost least together.
+
+    A tree costs tokens · (1 + cost · tokens), and has at most `longest` tokens or one sequence.
+
+    Args:
+      sizes: [N] tokens of sequences, depth first. shared: [N], as of `TreePlan`, uncut.
+    """
+    # before[i] − before[j] + sizes[j]: tokens of a tree from sequence j to i.
+    count, before, low = len(sizes), np.cumsum(sizes - shared), 0
+    least, begins = np.zeros(count + 1), np.zeros(count, np.int64)
+    for last in range(count):
+        while low < last and before[last] - before[low] + sizes[low] > longest:
+            low += 1
+        own = slice(low, last + 1)
+        tokens = before[last] - before[own] + sizes[own]
+        costs = least[own] + tokens * (1 + cost * tokens)
+        begins[last] = low + np.argmin(costs)
+        least[last + 1] = costs.min()
+    is_first, last = np.zeros(count, bool), count
+    while last:
+        last = int(begins[last - 1])
+        is_first[last] = True
+    return np.cumsum(is_first) - 1
+
+
+def microbatches(flat: FlatBatch, ids: np.ndarray, planned: TreePlan) -> list[Arrays]:
+    """Return the packed arrays of some sequences, for the loss and for the model.
+
+    Args: as of `packing.microbatches`.
+
+    Returns:
+      The arrays of `packing.microbatches`, [B, T], without tokens that no loss reads, and int32
+      arrays: `sources` [B, T], the place in the model's row of each token, 0 at padding;
+      `tree_tokens`, `tree_positions`, `tree_ends` [B, C]; `tree_counts` [B, C], how many sequences
+      a token belongs to, 0 at padding.
+    """
+    lengths = np.repeat([c for _, c in planned.shapes], [n for n, _ in planned.shapes])
+    beginnings, total = np.cumsum(lengths) - lengths, int(lengths.sum())
+    order = np.lexsort((planned.ranks, planned.rows))
+    rows, shared, own = planned.rows[order], planned.shared[order], ids[order]
+    sizes, starts = flat.sizes[own], flat.starts[own]
+    before = np.cumsum(sizes - shared) - (sizes - shared)
+    begins = before - before[np.searchsorted(rows, rows, side="left")]
+    index, ends, counts = (np.zeros(total, np.int32) for _ in range(3))
+    sources = np.zeros(len(flat.tokens["tokens"]) + 1, np.int32)
+    path = np.zeros(0, np.int64)
+    for row, start, size, known, begin in zip(rows, starts, sizes, shared, begins, strict=True):
+        path = np.append(path[:known], np.arange(begin, begin + size - known))
+        sources[start : start + size] = path
+        slots = beginnings[row] + path
+        index[slots[known:]] = np.arange(start + known, start + size)
+        counts[slots] += 1
+    until, after = np.zeros(int(sizes.max(initial=0)), np.int64), -1  # ends by position
+    for row, size, known, begin in list(zip(rows, sizes, shared, begins, strict=True))[::-1]:
+        stop = begin + size - known
+        if row != after:
+            until[:], after = stop, row
+        ends[beginnings[row] + begin : beginnings[row] + stop] = until[known:size]
+        until[known:] = begin
+    made = {name: flat.tokens[name][index] * (counts > 0) for name in ("tokens", "positions")}
+    made |= {"ends": ends, "counts": counts}
+
+    read = _read(flat)
+    needed = np.bincount(planned.rows, read.sizes[ids], minlength=len(lengths))
+    shapes = []
+    for count, length in planned.shapes:
+        # Of fourths of the model's row, for few shapes.
+        most, fourth = needed[lengths == length].max(), -(-length // 4)
+        shapes.append((count, int(-(-most // fourth)) * fourth))
+    parts = packing.microbatches(read, ids, PackPlan(planned.rows, tuple(shapes)))
+    first = 0
+    for part, (count, length) in zip(parts, planned.shapes, strict=True):
+        mine = slice(first, first + count * length)
+        part |= {f"tree_{name}": x[mine].reshape(count, length) for name, x in made.items()}
+        part["sources"] = sources[part["flat_index"]]
+        first = mine.stop
+    return parts
+
+
+def _read(flat: FlatBatch) -> FlatBatch:
+    """Return sequences from the token before the first trained one."""
+    count = flat.num_tokens
+    size = np.repeat(flat.sizes, flat.sizes)
+    trained = np.where(flat.tokens["loss_mask"][:count], flat.tokens["positions"][:count], size)
+    skipped = np.minimum.reduceat(trained, flat.starts) - 1
+    return replace(flat, starts=flat.starts + skipped, sizes=flat.sizes - skipped)
