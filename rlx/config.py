@@ -60,8 +60,9 @@ SECTIONS = {
         publish_dtype=option(AUTO, "type of weights for servers and exports; auto: compute_dtype",
                              (AUTO, *_DTYPES)),
         remat=option("none", "recomputed in the backward pass. dots: all except products; "
-                     "attention: all except qkv and attention; full: everything",
-                     ("none", "dots", "attention", "full")),
+                     "attention: all except qkv and attention; full: everything; auto: the first "
+                     "of these that fits the GPU, decided once for a run; none on a CPU",
+                     (AUTO, "none", "dots", "attention", "full")),
         logprob_chunk=option(0, "tokens whose logits exist at one time; 0: 1024, or the model's "
                              "width if it is more, with trainer=jax on a GPU", "0"),
     ),
@@ -159,7 +160,8 @@ SECTIONS = {
         "How a batch becomes updates, and on which devices.",
         TrainOptions,
         max_tokens_per_microbatch=option(4096, "on each device; with context:4 in the mesh a row "
-                                         "of 16384 fits, cut in four", "1"),
+                                         "of 16384 fits, cut in four; 0: as many as fit the GPU, "
+                                         "decided once for a run", "0"),
     ),
     "cluster": _section(
         "A trainer of several processes, one on each host, all with the same command. Empty: as "
@@ -362,7 +364,7 @@ def _rules(config: ConfigDict, trains: bool) -> tuple[tuple[object, str], ...]:
         (trains and longest > max(train.row_buckets),
          f"data.max_prompt_tokens + sampling.max_new_tokens = {longest} exceeds the longest "
          f"train.row_buckets entry {max(train.row_buckets)}; add a bucket or lower them"),
-        (trains and one_device and longest > train.max_tokens_per_microbatch,
+        (trains and one_device and 0 < train.max_tokens_per_microbatch < longest,
          f"train.max_tokens_per_microbatch={train.max_tokens_per_microbatch} is below the longest "
          f"possible trajectory ({longest} tokens); raise it or lower sampling.max_new_tokens or "
          "data.max_prompt_tokens"),

@@ -234,6 +234,8 @@ def _trips(loop: Instruction, given: Iterator[int]) -> int:
     known = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
     if known:
         return int(known)
+    if expected := loop.attribute(r"/trips_(\d+)/"):
+        return int(expected)
     if count := next(given, 0):
         return count
     # Loops over the chunks of a batch stop early; each array that they walk has a row a chunk.

@@ -102,6 +102,12 @@ def state(sizes: RunSizes) -> Bytes:
     return {name: part for name, part in held.items() if part}
 
 
+def whole_minibatch(sizes: RunSizes, axes: Mapping[str, int]) -> int:
+    """Return the tokens of a minibatch on one device of a mesh, with the longest trajectories."""
+    rows = math.ceil(sizes.minibatch / num_row_shards(axes))
+    return rows * math.ceil(sizes.longest / axes["context"])
+
+
 def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
     """Return a bound of a train step's memory on one device: name → bytes, which add up.
 
@@ -128,9 +134,7 @@ def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
     trained = ("parameters", "optimizer")
     out = {name: size * (own if name in trained else part) for name, size in held.items()}
     numbers = own * sizes.trained
-    # The peak occurs when all trajectories have their maximum length.
-    rows = math.ceil(sizes.minibatch / num_row_shards(axes))
-    whole = rows * math.ceil(sizes.longest / axes["context"])
+    whole = whole_minibatch(sizes, axes)
     tokens = min(train.token_budget, whole)
     out["gradients"] = numbers * (width + 4 * (whole > train.token_budget))  # accumulated
     # A CPU computes half precision in float32.
@@ -150,6 +154,11 @@ def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
     return {name: int(size) for name, size in out.items() if size >= 1}
 
 
+def bound(sizes: RunSizes, devices: Devices) -> int:
+    """Return the sum of `trainer`."""
+    return sum(trainer(sizes, devices).values())
+
+
 def _floats(sizes: RunSizes, platform: str, axes: Mapping[str, int]) -> float:
     """Return the numbers a token that all layers keep, and those of the layer being computed."""
     model, kind = sizes.model, sizes.train.remat
@@ -162,7 +171,7 @@ def _floats(sizes: RunSizes, platform: str, axes: Mapping[str, int]) -> float:
     if kind != "none":
         kept = model.model_dim + sum(named[name] for name in remat.KEPT[kind])
     working = 2 * every
-    if rows:  # XLA multiplies all rows with all experts of a device, see experts.py
+    if rows and platform == "cpu":  # all rows times all experts of a device, see experts.py
         working += 4 * rows * model.num_experts // axes["expert"] * (model.model_dim + mlp // rows)
     half = sizes.train.compute_dtype != "float32"
     if not (platform == "gpu" and half and kernel_fits(model.head_dim, model.attention_softcap)):

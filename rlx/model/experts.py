@@ -4,6 +4,7 @@
 
 w is p, or p over the sum of the k. A token's k rows are sorted by expert for `ragged_dot`
 (MegaBlocks, arXiv 2211.15841), which a CPU computes as products of all rows with all experts.
+XLA does the same for a GPU, which therefore takes blocks of rows that have one expert each.
 
 On a mesh, the e devices of the axis `expert` gather all tokens, compute the rows of their own
 experts and scatter the sums back. They send (e − 1) · D numbers a token each way; all-to-all would
@@ -21,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from rlx.model.mesh import EXPERT_WEIGHTS, ROWS
 from rlx.model.model_config import ModelConfig
-from rlx.model.ops import GATED
+from rlx.model.ops import GATED, on_cpu
 from rlx.model.params import MLP, Params
 from rlx.model.sharding import Layout
 
@@ -30,6 +31,7 @@ Weights = tuple[Array, ...]  # gate and up [experts here, D, F], down [experts h
 Cut = tuple[int, ...]  # the axis of each that EXPERT_WEIGHTS cut; −1: none
 _RUNS = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 _TRANSPOSED = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+_PIECE = 16_384  # rows that are multiplied at one time, on a GPU
 _PER_RUN = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 
 
@@ -93,24 +95,31 @@ def _local(
         jnp.sum(chances * valid, axis=0),
         jnp.sum(lax.stop_gradient(entropy) * valid),
     )
+    run = partial(_run, weights=weights, total=config.num_experts, gated=gated)
     if cut is None:
-        return _run(x, chosen, experts, weights, 0, (-1, -1, -1), gated).reshape(shape), routing
+        return run(x, chosen, experts, first=0, cut=(-1, -1, -1)).reshape(shape), routing
     routing = lax.psum(routing, (*ROWS, "context"))
     x, chosen, experts = (lax.all_gather(part, AXIS, tiled=True) for part in (x, chosen, experts))
     first = lax.axis_index(AXIS) * len(weights[0])
-    y = lax.psum_scatter(_run(x, chosen, experts, weights, first, cut, gated), AXIS, tiled=True)
+    y = lax.psum_scatter(run(x, chosen, experts, first=first, cut=cut), AXIS, tiled=True)
     return lax.psum(y, "tensor").reshape(shape), routing
 
 
-def _run(x, chosen, experts, weights: Weights, first: Any, cut: Cut, gated: Any) -> Array:
+def _run(
+    x, chosen, experts, *, weights: Weights, first: Any, cut: Cut, total: int, gated: Any
+) -> Array:
     """Return the weighted sum [N, D] over this device's experts, from `first` on, of x [N, D].
 
     Args:
       chosen: [N, k] weights; experts: [N, k] int32. gated: a function of GATED.
+      total: experts on all devices.
     """
     here, k = len(weights[0]), experts.shape[1]
     own = experts.reshape(-1) - first
     own = jnp.where((own >= 0) & (own < here), own, here)  # of others: behind all runs
+    if not on_cpu():
+        blocks, trips = _blocks(own, here, total)
+        return _blocked(x, chosen, blocks, weights, cut, gated, trips)
     order = jnp.argsort(own)
     back = jnp.argsort(order)
     sizes = jnp.sum(own[:, None] == jnp.arange(here), axis=0, dtype=jnp.int32)
@@ -160,11 +169,7 @@ def _grouped_backward(cut, kept, grad):
     grad_weight = lax.ragged_dot_general(
         x, grad, sizes, _PER_RUN, preferred_element_type=weight.dtype
     )
-    if cut >= 0:
-        grad_weight = lax.psum_scatter(
-            grad_weight, EXPERT_WEIGHTS, scatter_dimension=cut, tiled=True
-        )
-    return grad_x, grad_weight, None
+    return grad_x, _scattered(grad_weight, cut), None
 
 
 _grouped.defvjp(_grouped_forward, _grouped_backward)
@@ -180,3 +185,123 @@ def _whole(weight: Array, dtype: Any, cut: int) -> Array:
     """Return a weight cast to `dtype`, then gathered along its axis `cut`."""
     weight = weight.astype(dtype)
     return weight if cut < 0 else lax.all_gather(weight, EXPERT_WEIGHTS, axis=cut, tiled=True)
+
+
+def _scattered(grad: Array, cut: int) -> Array:
+    """Return the sum over devices of a weight's gradient, scattered along its axis `cut`."""
+    if cut < 0:
+        return grad
+    return lax.psum_scatter(grad, EXPERT_WEIGHTS, scatter_dimension=cut, tiled=True)
+
+
+class Blocks(NamedTuple):
+    """Rows of x in P pieces of S blocks; the rows of a block, R, have the same expert."""
+
+    slots: Array  # [P, S, R] int32, place in [N, k]; N · k: none
+    experts: Array  # [P, S] int32
+    used: Array  # int32 scalar, pieces with rows
+
+
+def _blocks(own: Array, here: int, total: int) -> tuple[Blocks, int]:
+    """Return the blocks of slots with experts `own` [N · k], and the pieces of an even load.
+
+    Args:
+      here: experts of this device; slots of others have this number. total: of all devices.
+    """
+    slots = len(own)
+    rows = min(max(slots // total // 2, 16), 1024)
+    rows = 1 << rows.bit_length() - 1
+    width = min(_PIECE // rows, 32)
+    order = jnp.argsort(own)
+    counts = jnp.sum(own[:, None] == jnp.arange(here), axis=0, dtype=jnp.int32)
+    blocks = -(-counts // rows)
+    ends, starts = jnp.cumsum(blocks), jnp.cumsum(counts) - counts
+    pieces = -(-(slots // rows + here) // width)
+    numbers = jnp.arange(pieces * width)
+    experts = jnp.minimum(jnp.searchsorted(ends, numbers, side="right"), here - 1)
+    within = (numbers - (ends - blocks)[experts])[:, None] * rows + jnp.arange(rows)
+    places = order.at[starts[experts][:, None] + within].get(mode="clip")
+    places = jnp.where(within < counts[experts][:, None], places, slots)
+    used = -(-ends[-1] // width)
+    even = -(-(slots * here // total // rows + here // 2) // width)
+    found = Blocks(places.reshape(pieces, width, rows), experts.reshape(pieces, width), used)
+    return found, even
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _blocked(x, chosen, blocks: Blocks, weights: Weights, cut: Cut, gated: Any, trips: int):
+    """Return `_run` by blocks. The backward pass computes gate and up again, for each piece.
+
+    Args:
+      trips: expected ones of the loop, for who reads the program.
+    """
+    return _blocked_forward(x, chosen, blocks, weights, cut, gated, trips)[0]
+
+
+def _blocked_forward(x, chosen, blocks, weights, cut, gated, trips):
+    whole = [_whole(weight, x.dtype, axis) for weight, axis in zip(weights, cut, strict=True)]
+
+    def one(i, y):
+        tokens, rows, scale, (gate, up, down) = _piece(x, chosen, blocks, whole, i)
+        inner = gated(_times(rows, gate, x.dtype), _times(rows, up, x.dtype))
+        return y.at[tokens].add(scale * _times(inner, down), mode="drop")
+
+    with jax.named_scope(f"trips_{trips}"):
+        y = lax.fori_loop(0, blocks.used, one, jnp.zeros(x.shape, jnp.float32))
+    return y.astype(x.dtype), (x, chosen, blocks, weights)
+
+
+def _blocked_backward(cut, gated, trips, kept, grad):
+    x, chosen, blocks, weights = kept
+    whole = [_whole(weight, x.dtype, axis) for weight, axis in zip(weights, cut, strict=True)]
+
+    def one(i, found):
+        grad_x, grad_chosen, grads = found
+        tokens, rows, scale, (gate, up, down) = _piece(x, chosen, blocks, whole, i)
+        pulled = grad.at[tokens].get(mode="fill", fill_value=0)
+        inner, pull = jax.vjp(gated, _times(rows, gate, x.dtype), _times(rows, up, x.dtype))
+        back = _times(pulled, jnp.swapaxes(down, 1, 2))
+        own = pull((scale * back).astype(x.dtype))
+        pairs = (rows, own[0]), (rows, own[1]), (inner, (scale * pulled).astype(x.dtype))
+        parts = (_times(jnp.swapaxes(a, 1, 2), b).reshape(len(a), -1) for a, b in pairs)
+        grads = tuple(
+            total.at[blocks.experts[i]].add(part.astype(total.dtype))
+            for total, part in zip(grads, parts, strict=True)
+        )
+        grad_rows = sum(
+            _times(part, jnp.swapaxes(matrices, 1, 2))
+            for part, matrices in zip(own, (gate, up), strict=True)
+        )
+        weighed = jnp.sum(inner.astype(jnp.float32) * back, axis=-1)
+        grad_chosen = grad_chosen.at[blocks.slots[i]].add(weighed, mode="drop")
+        return grad_x.at[tokens].add(grad_rows, mode="drop"), grad_chosen, grads
+
+    with jax.named_scope(f"trips_{trips}"):
+        start = jnp.zeros(x.shape, jnp.float32), jnp.zeros(chosen.size, jnp.float32)
+        # XLA would transpose sums of three axes for each addition.
+        empty = tuple(
+            jnp.zeros((len(w), w[0].size), v.dtype) for w, v in zip(whole, weights, strict=True)
+        )
+        grad_x, grad_chosen, found = lax.fori_loop(0, blocks.used, one, (*start, empty))
+    grads = tuple(
+        _scattered(total.reshape(w.shape), axis)
+        for total, w, axis in zip(found, whole, cut, strict=True)
+    )
+    return grad_x.astype(x.dtype), grad_chosen.reshape(chosen.shape).astype(x.dtype), None, grads
+
+
+_blocked.defvjp(_blocked_forward, _blocked_backward)
+
+
+def _piece(x, chosen, blocks, whole, i):
+    """Return the tokens [S, R] of piece i, their rows of x, weights, and each block's matrices."""
+    slots = blocks.slots[i]
+    tokens = slots // chosen.shape[1]
+    rows = x.at[tokens].get(mode="fill", fill_value=0)
+    scale = chosen.reshape(-1).at[slots].get(mode="fill", fill_value=0)
+    return tokens, rows, scale[..., None], [matrices[blocks.experts[i]] for matrices in whole]
+
+
+def _times(x: Array, matrices: Array, dtype: Any = jnp.float32) -> Array:
+    """Return the product of each block and its matrix."""
+    return jnp.einsum("sri,sij->srj", x, matrices, preferred_element_type=dtype)

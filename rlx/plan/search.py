@@ -71,7 +71,7 @@ class Workload:
         mesh, gpus = str(settings(found)["train.mesh"]), self.setup(found).training.gpus
         sizes = replace(self.sizes, train=replace(self.sizes.train, mesh=mesh))
         devices = Devices("gpu", self.card.kind, gpus, self.card.memory, "9.0")
-        return sum(memory.trainer(sizes, devices).values())
+        return memory.bound(sizes, devices)
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,13 @@ Needs JAX's CUDA plugin, and neither a GPU nor CUDA. XLA's plan of memory and it
 a GPU would run; autotuning is the exception, because it measures, so seconds are a range.
 """
 
+import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import product
@@ -24,12 +26,14 @@ from rlx.doctor import gpu_cards, gpu_program
 from rlx.doctor.findings import Finding
 from rlx.doctor.gpu_cards import LARGEST_SHARE, Card
 from rlx.doctor.gpu_program import Reach, Reading
+from rlx.doctor.machine import Devices
 from rlx.doctor.memory import RunSizes
 from rlx.engines.kv_memory import make_plan, token_bytes
 from rlx.launch import xla_flags
 from rlx.model import directory, remat
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
+from rlx.run import fitting
 from rlx.run.allocate import apply_allocation
 from rlx.run.room_options import RunOptions, sizes_of
 from rlx.train.train_options import AUTO
@@ -77,17 +81,22 @@ def _has_assembler() -> bool:
 def findings(config: ConfigDict, text: str) -> Iterator[Finding]:  # text: see gpu_cards.parse
     """Yield the rows of the trainer's and the engine's programs, compiled for the GPUs `text`."""
     # JAX reads the variables of `set_up` when it is imported.
+    from rlx.run import jax_trainer
     from rlx.train import device_programs
 
     run = _Target.of(config, text)
     with device_programs.gpus(run.card.target(), run.hosts, run.each) as devices:
-        trainer = device_programs.ShapesUpdate(run.model, run.sizes.train, devices)
+        run, choice = run.fitted(partial(jax_trainer.planned, devices=devices))
+        if choice:
+            yield Finding("compiled", "choice", "ok", choice)
+        trainer, programs = jax_trainer.programs(run.sizes, devices)
         held = ", ".join(f"{name} {size(part)}" for name, part in trainer.bytes_held().items())
         mesh = run.sizes.train.mesh or f"fsdp:{len(devices)}"
         what = f"{len(devices)} × {run.card.kind}, {mesh}; {held} on each"
         yield Finding("compiled", "GPUs", "ok", what)
-        for name, program in trainer.lowered(run.row_length, accumulates=run.accumulates):
-            row, reading = _compile(name, program, run, TRAINER_FULL)
+        for name, program, beside in programs:
+            other = {"rest of the state": beside}
+            row, reading = _compile(name, program, run, TRAINER_FULL, other=other)
             yield row
             trained = trainer.tokens_a_device(run.row_length) * (name in TRAINS)
             yield _speed_row(name, reading, run, trained)
@@ -117,7 +126,8 @@ def _engine(run: "_Target", device: Any) -> Iterator[Finding]:
     ):
         program = device_programs.lower_on(device, *programs.program(key))
         # While new weights are read, the old ones decode.
-        row, reading = _compile(name, program, run, ENGINE_FULL, trips, weights)
+        other = {"new weights": weights}
+        row, reading = _compile(name, program, run, ENGINE_FULL, trips, other)
         yield row
         if name == "decode":
             # Of an embedding that is not the head, a step reads a few rows.
@@ -130,6 +140,7 @@ def _engine(run: "_Target", device: Any) -> Iterator[Finding]:
 
 def scan(config: ConfigDict, text: str) -> Iterator[Finding]:
     """Yield a row for each mesh and `model.remat` on GPUs `text`, then the fastest that fits."""
+    from rlx.run import jax_trainer
     from rlx.train import device_programs
 
     run = _Target.of(config, text)
@@ -139,13 +150,13 @@ def scan(config: ConfigDict, text: str) -> Iterator[Finding]:
             options = replace(run.sizes.train, mesh=mesh, remat=kept)
             name = f"{mesh} {kept}"
             try:
-                trainer = device_programs.ShapesUpdate(run.model, options, devices)
-                program = next(trainer.lowered(run.row_length, accumulates=run.accumulates))[1]
+                trainer, programs = jax_trainer.programs(replace(run.sizes, train=options), devices)
+                _, program, beside = next(programs)
                 compiled = program.compile()
             except (RuntimeError, UserError) as error:  # JAX's errors of XLA are RuntimeErrors
                 yield Finding("scan", name, "warning", str(error).partition("\n")[0][:200])
                 continue
-            planned = _planned(compiled.memory_analysis())
+            planned = device_programs.planned(compiled.memory_analysis()) + beside
             reading = gpu_program.read(compiled.as_text(), run.each)
             slow, fast = (reading.seconds(run.card, reach) for reach in (SLOW, FAST))
             tokens = trainer.tokens_a_device(run.row_length)
@@ -175,6 +186,7 @@ def _meshes(run: "_Target") -> Iterator[str]:
 class _Target:
     """A run, and the GPUs that its trainer is compiled for."""
 
+    config: ConfigDict
     model: ModelConfig
     sizes: RunSizes
     card: Card
@@ -194,7 +206,16 @@ class _Target:
         model = directory.load_config(path).within(RunOptions.of(config).context)
         for key in ("compute_dtype", "publish_dtype"):
             config.model[key] = config.model[key].replace(AUTO, "bfloat16")
-        return cls(model, sizes_of(config, model), card, hosts, each)
+        return cls(config, model, sizes_of(config, model), card, hosts, each)
+
+    def fitted(self, planned: fitting.Planned) -> tuple["_Target", str]:
+        """Return the run with values for what it leaves open, and why these; see `fitting`."""
+        share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", DEFAULT_SHARE))
+        memory = int(share * self.card.memory)
+        devices = Devices("gpu", self.card.kind, self.hosts * self.each, memory)
+        keys, message = fitting.decide(self.config, self.sizes, devices, planned)
+        self.config.update_from_flattened_dict(keys)
+        return replace(self, sizes=sizes_of(self.config, self.model)), message
 
     @property
     def row_length(self) -> int:
@@ -208,31 +229,23 @@ class _Target:
         # LoRA has no gradients of the base's weights.
         return (2 if self.sizes.train.lora else 3) * forward / self.row_length
 
-    @property
-    def accumulates(self) -> bool:
-        """Whether a minibatch has several microbatches."""
-        tokens = self.sizes.minibatch * self.sizes.longest
-        return tokens > self.sizes.train.token_budget * self.hosts * self.each
-
-
-def _planned(plan: Any) -> int:
-    """Return the bytes of XLA's plan: arguments, temporaries, and results that replace none."""
-    results = plan.output_size_in_bytes - plan.alias_size_in_bytes
-    return plan.argument_size_in_bytes + plan.temp_size_in_bytes + results
-
 
 def _compile(
-    name: str, program: Any, run: _Target, remedy: str, trips: Iterable[int] = (), other: int = 0
-) -> tuple[Finding, Reading]:
+    name: str, program: Any, run: _Target, remedy: str, trips: Iterable[int] = (),
+    other: Mapping[str, int] | None = None,
+) -> tuple[Finding, Reading]:  # fmt: skip
     """Return a program's row of memory, with `other` bytes next to it, and what it does."""
+    from rlx.train import device_programs
+
     began, memory = time.monotonic(), run.card.memory
+    others = {what: count for what, count in (other or {}).items() if count}
     compiled = program.compile()
     plan = compiled.memory_analysis()
-    total = _planned(plan) + other
+    total = device_programs.planned(plan) + sum(others.values())
     what = (
         f"{size(total)} of {size(memory)} planned: arguments "
         f"{size(plan.argument_size_in_bytes)}, temporaries {size(plan.temp_size_in_bytes)}"
-        f"{f', new weights {size(other)}' if other else ''}; "
+        f"{''.join(f', {what} {size(count)}' for what, count in others.items())}; "
         f"compiled in {time.monotonic() - began:.0f} s"
     )
     level = "problem"

@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from rlx.base import UserError, install
 from rlx.cli.text import number
-from rlx.doctor import capacity, machine
+from rlx.doctor import capacity, machine, memory
 from rlx.doctor.findings import Finding, advised, attempt, problem, problems
 from rlx.doctor.memory import RunSizes
 from rlx.fleet.addresses import read_addresses
@@ -24,6 +24,7 @@ from rlx.model import directory
 from rlx.model import params as parameters
 from rlx.model.mesh import WEIGHTS, check_devices, mesh_axes, num_row_shards
 from rlx.model.model_config import ModelConfig
+from rlx.run import fitting
 from rlx.run.inputs import Missing, prepare
 from rlx.run.plan_run import judge_idle
 from rlx.run.precision import decide
@@ -49,6 +50,12 @@ def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterat
         if row.found:
             yield row
     sizes = sizes_of(config, model) if model and not bad & {"values", "algorithm"} else None
+    if sizes and model:
+        fit = fitting.decide(config, sizes, devices, partial(memory.bound, devices=devices))
+        config.update_from_flattened_dict(fit.keys)
+        sizes = sizes_of(config, model)
+        if fit.message:
+            yield Finding("config", "microbatch", "ok", fit.message)
     if not bad:
         rows_seen = np.linspace(0, len(inputs.train_rows) - 1, SAMPLED_ROWS).astype(int)
         ids = [inputs.prompts.ids(inputs.train_rows[i]) for i in np.unique(rows_seen)]

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rlx.doctor import memory
 from rlx.doctor.machine import Devices
+from rlx.doctor.memory import RunSizes
 from rlx.launch import xla_flags
 from rlx.model import compile_cache, hf, mesh, ops
 from rlx.model import params as parameters
 from rlx.run.inputs import Inputs
+from rlx.train import device_programs
 from rlx.train.contract import Update
 from rlx.train.hosts import Hosts
 from rlx.train.train_options import TrainOptions
@@ -55,7 +58,32 @@ def devices() -> Devices:
     """Return the devices of all processes."""
     first, platform = jax.devices()[0], jax.default_backend()
     capability = str(getattr(first, "compute_capability", ""))
-    return Devices(platform, first.device_kind, jax.device_count(), capability=capability)
+    limit = (first.memory_stats() or {}).get("bytes_limit", 0)
+    return Devices(platform, first.device_kind, jax.device_count(), limit, capability)
+
+
+def planned(sizes: RunSizes, devices: Sequence[jax.Device] = ()) -> float:
+    """Return the bytes that an update needs on each device, by what XLA compiles for them."""
+    _, program, beside = next(programs(sizes, devices or jax.devices())[1])
+    # All processes of a run would share the work of timing products; this one compiles by itself.
+    alone = {"xla_gpu_shard_autotuning": False} if jax.process_count() > 1 else None
+    try:
+        plan = program.compile(compiler_options=alone).memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            return math.inf
+        raise
+    return device_programs.planned(plan) + beside
+
+
+def programs(
+    sizes: RunSizes, devices: Sequence[jax.Device]
+) -> tuple[device_programs.ShapesUpdate, Iterator[device_programs.Lowered]]:
+    """Return a trainer without arrays for some devices, and the programs of its train batch."""
+    trainer = device_programs.ShapesUpdate(sizes.model, sizes.train, list(devices))
+    whole = memory.whole_minibatch(sizes, mesh.mesh_axes(sizes.train.mesh, len(devices)))
+    accumulates = whole > sizes.train.token_budget
+    return trainer, trainer.lowered(sizes.row_length, accumulates=accumulates)
 
 
 def product(shape: tuple[int, int, int], dtype: str) -> Callable[[], Any]:

@@ -9,7 +9,7 @@ from rlx.base import UserError
 from rlx.model import lora_config, mesh
 from rlx.model.model_config import ModelConfig
 from rlx.run.room_options import RunOptions
-from rlx.train.train_options import lora_of
+from rlx.train.train_options import TrainOptions, lora_of
 
 
 def check_engine(config: ConfigDict, model: ModelConfig, options: RunOptions) -> None:
@@ -50,7 +50,9 @@ def check_mesh(config: ConfigDict, model: ModelConfig, options: RunOptions) -> N
     mesh.check_model(train.mesh, model)
     if config.trainer == "torch":
         mesh.check_torch(train.mesh, model)
-    mesh.check_rows(train.mesh, options.longest, train.row_buckets, train.max_tokens_per_microbatch)
+    mesh.check_rows(
+        train.mesh, options.longest, train.row_buckets, TrainOptions.of(config).token_budget
+    )
 
 
 def check_experts(config: ConfigDict, model: ModelConfig, options: RunOptions) -> None:

@@ -48,7 +48,7 @@ from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor
 from rlx.rollout.staleness import Limits
 from rlx.rollout.teacher_scores import TeacherScored
-from rlx.run import flags, resume, trainers
+from rlx.run import fitting, flags, resume, trainers
 from rlx.run.export import Export, require_base
 from rlx.run.frequency import Position, from_host
 from rlx.run.inputs import INITIAL, Inputs
@@ -114,15 +114,22 @@ def build(
     plan = cpu_plan(cores, own + sum(each.num_local for each in scorers), config.fleet.threads)
     os.sched_setaffinity(0, plan.trainer)  # before JAX makes its threads
     stack.callback(os.sched_setaffinity, 0, cores)
-    begun_in = dict(flags.leaves(read_json(workdir / "config.json"))).get("model.compute_dtype", "")
+    begun_in = dict(flags.leaves(read_json(workdir / "config.json")))
     parts.precision = precision = decide(
-        config, inputs.model_config, library.devices(), begun_in, hosts.count
-    )
+        config, inputs.model_config, library.devices(), begun_in.get("model.compute_dtype", ""),
+        hosts.count,
+    )  # fmt: skip
     config.model.update(precision.dtypes)
-    inputs.train = replace(inputs.train, **precision.dtypes)
+    sizes = sizes_of(config, inputs.model_config)
+    begun_in = begun_in if checkpoint.checkpoints(workdir / "checkpoints") else {}
+    fit = fitting.decide(config, sizes, library.devices(), library.planned, begun_in)
+    config.update_from_flattened_dict(fit.keys)
+    parts.sizes = sizes = sizes_of(config, inputs.model_config)
+    found = {"remat": sizes.train.remat, "token_budget": sizes.train.token_budget}
+    decided = {**precision.dtypes, **found}
+    inputs.train = replace(inputs.train, **decided)
     inputs.options = options = RunOptions.of(config)
-    parts.sizes = sizes_of(config, inputs.model_config)
-    messages = [precision.message, *resume.prepare_workdir(config, workdir)]
+    messages = [precision.message, fit.message, *resume.prepare_workdir(config, workdir)]
     parts.timeline = timeline = Timeline(earlier=workdir / "timeline.json")
     stack.callback(lambda: timeline.save(workdir / "timeline.json"))
     stack.push(partial(note_failure, workdir))
@@ -171,7 +178,7 @@ def build(
         inputs.reward_pool.start()
 
     make = partial(library.make, inputs.train, options.context)
-    parts.update = update = conductor.driver(hosts, make, path=str(model_dir), **precision.dtypes)
+    parts.update = update = conductor.driver(hosts, make, path=str(model_dir), **decided)
     template = inputs.prompts.tokenizer.chat_template if config.data.chat_template else ""
     parts.export = export = Export(
         inputs.train, config.fleet.publish, update, model_dir, inputs.model_dir, template
@@ -195,6 +202,7 @@ def build(
         "server_cores": len(own_plan.servers[0]) if own_plan.servers else "",
         "devices": update.devices,
         "precision": precision.message,
+        "memory": fit.message,
         "peak_flops": precision.peak,
         "servers": len(config.fleet.addresses) or config.fleet.num_servers,
     }

@@ -89,7 +89,8 @@ class PlanRequest:
         """Return the workload of the config with some keys changed."""
         config = self.config.copy_and_resolve_references()
         config.update_from_flattened_dict(changed)
-        config.model.update(compute_dtype=config.model.compute_dtype.replace(AUTO, "bfloat16"))
+        config.model.compute_dtype = config.model.compute_dtype.replace(AUTO, "bfloat16")
+        config.model.remat = config.model.remat.replace(AUTO, "full")
         options = RunOptions.of(config)
         path = directory.resolve(config.model.path, weights=False)
         model = directory.load_config(path).within(options.context)

@@ -44,7 +44,7 @@ def decide(
     known, native = wanted.replace(AUTO, begun.replace(AUTO, "")), devices.has_bfloat16
     width, inner = model.model_dim, model.expert_dim or model.mlp_dim
     fewer = max(16, int(_FLOPS / (2 * width * inner)))
-    shape = min(config.train.max_tokens_per_microbatch, fewer), width, inner
+    shape = min(config.train.max_tokens_per_microbatch or fewer, fewer), width, inner
     seconds = {"float32": 0.0, "bfloat16": 0.0}
     if devices.platform == "cpu":
         product, tried = trainers.library(config).product, [*seconds][: 1 + native]

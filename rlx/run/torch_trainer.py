@@ -10,7 +10,9 @@ import ml_dtypes as ml_dtypes  # registers bfloat16 with numpy
 import numpy as np
 
 from rlx.base import UserError, install
+from rlx.doctor import memory
 from rlx.doctor.machine import Devices
+from rlx.doctor.memory import RunSizes
 from rlx.model import mesh
 from rlx.model.directory import load_config
 from rlx.model.tensors import Buckets, write_directory
@@ -47,7 +49,13 @@ def devices() -> Devices:
     if not torch.cuda.is_available():
         return Devices(count=count)
     capability = ".".join(map(str, torch.cuda.get_device_capability()))
-    return Devices("gpu", torch.cuda.get_device_name(), count, capability=capability)
+    total = torch.cuda.get_device_properties(0).total_memory
+    return Devices("gpu", torch.cuda.get_device_name(), count, total, capability)
+
+
+def planned(sizes: RunSizes) -> float:
+    """Return a bound of the bytes that an update needs on each device."""
+    return memory.bound(sizes, devices())
 
 
 def product(shape: tuple[int, int, int], dtype: str) -> Callable[[], Any]:

@@ -25,6 +25,7 @@ from rlx.base import UserError
 from rlx.cli.command import INTERRUPTED, say
 from rlx.cli.user_code import words
 from rlx.doctor.machine import Devices
+from rlx.doctor.memory import RunSizes
 from rlx.run.flags import leaves
 from rlx.run.inputs import Inputs
 from rlx.run.room_options import RunOptions, as_json
@@ -48,6 +49,7 @@ class TrainerLibrary(Protocol):
     join: Callable[[Hosts], None]
     leave: Callable[[], None]
     devices: Callable[[], Devices]
+    planned: Callable[[RunSizes], float]
     product: Callable[[tuple[int, int, int], str], Callable[[], Any]]
     check_devices: Callable[[Inputs], None]
     random_weights: Callable[[Inputs, Path], None]

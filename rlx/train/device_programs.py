@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,23 @@ def gpus(target: str, hosts: int, each: int) -> Iterator[list[jax.Device]]:
     )
     with compiling_for(topology.devices[0]):
         yield list(topology.devices)
+
+
+class Lowered(NamedTuple):
+    """A program of a train batch, for XLA to compile.
+
+    `beside` are the bytes of the state on each device that are none of its arguments.
+    """
+
+    name: str
+    program: Any
+    beside: int
+
+
+def planned(plan: Any) -> int:
+    """Return the bytes of XLA's plan: arguments, temporaries, and results that replace none."""
+    results = plan.output_size_in_bytes - plan.alias_size_in_bytes
+    return plan.argument_size_in_bytes + plan.temp_size_in_bytes + results
 
 
 class ShapesUpdate(JaxUpdate):
@@ -64,18 +81,24 @@ class ShapesUpdate(JaxUpdate):
 
     def lowered(
         self, row_length: int, *, accumulates: bool, num_segments: int = 16
-    ) -> Iterator[tuple[str, Any]]:
-        """Yield name → lowered program of each that a train batch runs.
+    ) -> Iterator["Lowered"]:
+        """Yield each program that a train batch runs.
 
         A minibatch that `accumulates` has several microbatches, whose rows have `row_length` tokens
         of `num_segments` trajectories at most.
         """
+        held = sum(self.bytes_held().values())
+
+        def lowered(name: str, own: Any, program: Any, *arguments: Any) -> Lowered:
+            beside = max(held - _bytes_a_device(own), 0)  # `own` has counters too
+            return Lowered(name, _lower(program, *arguments), beside)
+
         home = SingleDeviceSharding(self._devices[0])
         everywhere = self._everywhere() or home
         state = jax.tree.map(lambda leaf: _placed(leaf, leaf.sharding or home), self.abstract_state)
         batch = self._batch(row_length, num_segments)
         scored = {name: batch[name] for name in objective.MODEL_INPUTS if name in batch}
-        number, held = (jax.ShapeDtypeStruct((), kind, sharding=everywhere)
+        number, waits = (jax.ShapeDtypeStruct((), kind, sharding=everywhere)
                         for kind in (jnp.float32, jnp.bool_))  # fmt: skip
         algorithm, policy = self._algorithm, state.replace(critic=None)
         networks = [("", self._programs, policy, self._frozen)]
@@ -83,8 +106,8 @@ class ShapesUpdate(JaxUpdate):
             networks.append(("critic ", self._critic_programs, state.critic, None))
         for name, programs, learned, frozen in networks:
             if not accumulates:
-                arguments = learned, frozen, batch, number, held
-                yield f"{name}train step", _lower(programs.step, *arguments)
+                arguments = learned, frozen, batch, number, waits
+                yield lowered(f"{name}train step", arguments[:2], programs.step, *arguments)
                 continue
             inputs = learned.params, frozen, batch
             sums = jax.eval_shape(programs.empty, *inputs)
@@ -93,12 +116,15 @@ class ShapesUpdate(JaxUpdate):
                 lambda leaf, own: _placed(leaf, own.sharding), sums[0], learned.params
             )
             sums = grads, sums[1]
-            yield f"{name}microbatch", _lower(programs.accumulate, sums, *inputs)
-            yield f"{name}update", _lower(programs.apply, learned, grads, number, held)
+            yield lowered(f"{name}microbatch", inputs[:2], programs.accumulate, sums, *inputs)
+            applied = learned, grads, number, waits
+            yield lowered(f"{name}update", learned, programs.apply, *applied)
         if algorithm.needs_proximal_pass(self._options.minibatches) or algorithm.needs_reference:
-            yield "logprobs", _lower(self._logprob_step, state.params, self._frozen, scored)
+            own = state.params, self._frozen
+            yield lowered("logprobs", own, self._logprob_step, *own, scored)
         if algorithm.critic:
-            yield "values", _lower(self._value_step, state.critic.params, scored)
+            own = state.critic.params
+            yield lowered("values", own, self._value_step, own, scored)
 
     def _batch(self, row_length: int, num_segments: int) -> dict[str, Any]:
         """Return the shapes of a microbatch as `objective.gather` makes it."""

@@ -14,7 +14,7 @@ from rlx.model.mesh import parse_mesh
 from rlx.option import check_value, option, options_of, read_options
 from rlx.train import prefix_trees
 
-AUTO = "auto"  # a dtype that `rlx.run.precision` decides when a run starts
+AUTO = "auto"  # `rlx.run.precision` and `rlx.run.fitting` decide when a run starts
 OPTIMIZERS = {"adamw": 2, "lion": 1, "sgd": 0}  # name → float32 moments for each parameter
 # Share of the peak rate by the completed fraction of the run, 0 to 1.
 SCHEDULES: dict[str, Callable[[Any, Any], Any]] = {
@@ -124,7 +124,8 @@ class TrainOptions:
             optimizer=OptimizerOptions(**config.optimizer),
             critic_learning_rate=config.critic.learning_rate,
             critic_warmup=config.critic.warmup_steps,
-            token_budget=config.train.max_tokens_per_microbatch,
+            token_budget=config.train.max_tokens_per_microbatch or _fewest_tokens(config),
+            remat=config.model.remat.replace(AUTO, "none"),
             chunk=config.model.logprob_chunk,
             temperature=sampling.temperature,
             reference_mode=config.reference.mode,
@@ -151,6 +152,13 @@ class TrainOptions:
     def policy_updates(self) -> int:
         """Optimizer updates of the policy in the whole run, without the critic's warm-up."""
         return (self.total_steps - self.critic_warmup) * self.minibatches
+
+
+def _fewest_tokens(config: Any) -> int:
+    """Return the tokens of a microbatch that no memory limits: a row of the longest trajectory."""
+    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    row = min((b for b in config.train.row_buckets if b >= longest), default=longest)
+    return max(4096, math.ceil(row / parse_mesh(config.train.mesh).get("context", 1)))
 
 
 def lora_of(section: Mapping[str, Any]) -> LoraConfig | None:

@@ -47,7 +47,7 @@ def config_of(**values):
 def compiled_peak(config, model=MODEL):
     """Bytes that XLA plans for one train step of microbatches in rows of 512."""
     trainer = ShapesUpdate(model, TrainOptions.of(config), jax.devices()[:1])
-    _, program = next(trainer.lowered(ROW, accumulates=False))
+    _, program, _ = next(trainer.lowered(ROW, accumulates=False))
     m = program.compile().memory_analysis()
     results = m.output_size_in_bytes - m.alias_size_in_bytes
     return m.argument_size_in_bytes + m.temp_size_in_bytes + results

@@ -34,13 +34,19 @@ def qwen2(layers, width, heads, kv, mlp, vocab=152_064, tied=False):
 SMALL = qwen2(28, 1536, 12, 2, 8960, 151_936, True)
 FEW = qwen2(4, 1536, 12, 2, 8960, 151_936, True)
 SEVEN = qwen2(28, 3584, 28, 4, 18_944)
+MIXTURE = qwen2(2, 2048, 32, 4, 6144, 151_936) | {  # two layers of Qwen3-30B-A3B
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 128,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Case:
     """A run, and what XLA makes of each program that trains: GB, and calls of cuDNN each way.
 
-    `planned` has no room for scores of a row with itself, 10 GB and more.
+    `planned` has no room for scores of a row with itself, 10 GB and more. `flops` are 10¹² of the
+    first program, if given: all rows times all experts would be 1,411.
     """
 
     model: dict
@@ -51,25 +57,30 @@ class Case:
     scattered: float
     reduced: float = 0.0
     keys: tuple = ()
+    flops: float = 0.0
 
 
 CASES = {
-    "1.5b": Case(SMALL, "math_1_5b", "h100:4", {"microbatch": 21}, 28, 6.2),
-    "7b": Case(SEVEN, "math_7b", "h100:16", {"microbatch": 33}, 28, 30, 7.6),
+    "1.5b": Case(SMALL, "math_1_5b", "h100:4", {"microbatch": 24}, 28, 6.2),
+    "7b": Case(SEVEN, "math_7b", "h100:16", {"microbatch": 41}, 28, 30, 7.6),
     "32b, 6 layers": Case(
-        qwen2(6, 5120, 40, 8, 27_648), "math_32b", "h100:64", {"microbatch": 9.8}, 6, 15, 0.358
+        qwen2(6, 5120, 40, 8, 27_648), "math_32b", "h100:64", {"microbatch": 10.4}, 6, 15, 0.358
     ),
     "lora": Case(
         SEVEN, "math_7b", "h100:16", {"microbatch": 23}, 28, 0.045, 0.244,
         ("--config.lora.rank=16",),
     ),
     "critic": Case(
-        FEW, "math_1_5b", "h100:4", {"microbatch": 8.4, "critic microbatch": 7.7}, 4, 1.7,
+        FEW, "math_1_5b", "h100:4", {"microbatch": 10.5, "critic microbatch": 9.8}, 4, 1.7,
         keys=("--config.algorithm.preset=ppo",),
     ),
     "context": Case(
-        FEW, "math_1_5b", "h100:4", {"microbatch": 8.2}, 0, 2.8,
+        FEW, "math_1_5b", "h100:4", {"microbatch": 9.0}, 0, 2.8,
         keys=("--config.train.mesh=context:4",),
+    ),
+    "mixture": Case(
+        MIXTURE, "math_7b", "h100:8", {"microbatch": 11}, 2, 4.9,
+        keys=("--config.train.mesh=expert:8",), flops=76,
     ),
 }  # fmt: skip
 
@@ -105,6 +116,8 @@ def test_a_large_run_fits_and_sends_each_weight_and_gradient_once(tmp_path, name
         assert level == "ok", found
         assert gigabytes(found) == pytest.approx(planned, rel=0.06), found
         calls = rows[f"{program} time"][1]
+        [flops] = re.findall(r"(\d+) TFLOP", calls)
+        assert not case.flops or float(flops) == pytest.approx(case.flops, rel=0.06)
         for call in ("cudnn$fmhaSoftmax", "cudnn$fmhaSoftmaxBackward"):
             found = re.findall(rf"(\d+) {re.escape(call)}(?:,|$)", calls)
             assert found == [str(case.attends)] * (case.attends > 0), "each layer once"
@@ -116,6 +129,20 @@ def test_a_large_run_fits_and_sends_each_weight_and_gradient_once(tmp_path, name
         )
         assert scattered == pytest.approx(case.scattered, rel=0.06), sent
         assert reduced == pytest.approx(case.reduced, rel=0.06, abs=0.02), sent
+
+
+@pytest.mark.deviceless
+@pytest.mark.skipif(not HERE, reason="needs Python 3.12 and jax-cuda13-plugin")
+def test_what_a_config_leaves_open_is_chosen_for_the_card(tmp_path):
+    """Four layers on 80 GB need no more recomputation, and two of the longest rows fit."""
+    keys = ("--config.model.remat=auto", "--config.train.max_tokens_per_microbatch=0")
+    rows = compiled(tmp_path, FEW, "configs/math_1_5b.py", "h100:4", *keys)
+    chosen = "model.remat=auto is dots and train.max_tokens_per_microbatch=0 is 34816: a step needs"
+    level, found = rows["choice"]
+    assert level == "ok"
+    assert found.startswith(chosen), found
+    assert rows["microbatch"][0] == "ok"
+    assert gigabytes(found.removeprefix(f"{chosen} ")) == gigabytes(rows["microbatch"][1])
 
 
 @pytest.mark.deviceless
