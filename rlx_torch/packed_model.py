@@ -272,7 +272,8 @@ def put(arrays: Mapping[str, np.ndarray], device: str) -> dict[str, Any]:
     asked[ends[:-1]] = False
     # At least one: every process must call its head, which may be sharded.
     wanted = np.flatnonzero(asked) if asked.any() else np.ones(1, int)
-    blocks, computed, states_at = Blocks.of(sizes.tolist(), device), None, None
+    blocks: Blocks | Trees = Blocks.of(sizes.tolist(), device)
+    computed = states_at = None
     if "tree_tokens" in arrays:
         blocks, computed, states_at = _trees(arrays, used, device)
     return {
@@ -303,7 +304,7 @@ def _trees(
     # Tokens of a row have no gaps, so that ends move as their tokens do.
     ends = np.arange(len(computed)) + arrays["tree_ends"].ravel()[computed] - computed % width
     trees = Trees.of(ends, arrays["tree_positions"].ravel()[computed], device)
-    return trees, *(torch.from_numpy(x).to(device) for x in (computed, number[slots]))
+    return trees, torch.from_numpy(computed).to(device), torch.from_numpy(number[slots]).to(device)
 
 
 def reverted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
