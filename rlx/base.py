@@ -69,6 +69,8 @@ def unknown(kind: str, name: str, choices: Iterable[str]) -> UserError:
     own = {o.removeprefix(f"{section}."): o for o in names if o.startswith(f"{section}.")}
     if near := nearest(last if own else name, own or names):
         return UserError(f"unknown {kind} {name!r}; did you mean {own.get(near, near)!r}?")
+    if len(own) > 20:
+        return UserError(f"unknown {kind} {name!r}; `rlx keys {section}` lists all {len(own)}")
     names = list(own.values()) or names
     if len(names) > 30:  # those of a config, of no known section
         sections = ", ".join(sorted({other.partition(".")[0] for other in names if "." in other}))

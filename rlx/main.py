@@ -6,6 +6,7 @@ With a scheduler, that says what would be started, and writes it down.
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from ml_collections import config_flags
@@ -37,7 +38,9 @@ def main() -> int:
     if values.dry_run and local:
         return status(show(findings(config, workdir, every_extra=False)))
     given = values.workdir, config_flags.get_config_filename(values["config"])
-    first = not Cluster.of(os.environ, **config.cluster).index
+    first = True
+    with suppress(UserError):  # the keys of processes that are started below, or a mistake
+        first = not Cluster.of(os.environ, **config.cluster).index
     with chosen_workdir(*given, first) as workdir:
         config = apply_allocation(config, workdir=workdir)
         check(config)  # before JAX, which takes a moment to import

@@ -147,9 +147,11 @@ def microbatches(flat: FlatBatch, ids: np.ndarray, planned: TreePlan) -> list[Ar
     needed = np.bincount(planned.rows, read.sizes[ids], minlength=len(lengths))
     shapes = []
     for count, length in planned.shapes:
-        # Of fourths of the model's row, for few shapes.
-        most, fourth = needed[lengths == length].max(), -(-length // 4)
-        shapes.append((count, int(-(-most // fourth)) * fourth))
+        # 1 or 1.5 times a power of two, of the model's row: each shape is compiled.
+        most = int(needed[lengths == length].max())
+        least = -(-length // 64)
+        sizes = (packing.power_of_two(most, least), packing.power_of_two(most, 3 * least))
+        shapes.append((count, min(sizes)))
     parts = packing.microbatches(read, ids, PackPlan(planned.rows, tuple(shapes)))
     first = 0
     for part, (count, length) in zip(parts, planned.shapes, strict=True):

@@ -26,7 +26,7 @@ def parsed(*arguments):
         ([], ["--config=FILE", "rlx:arithmetic"]),
         (["--config"], ["--config=FILE"]),
         ([CONFIG, "--config.zzz=1"], ["'zzz'", "`rlx keys`", "sampling, "]),
-        ([CONFIG, "--config.fleet.qqqqqqqq=1"], ["fleet.slots", "fleet.engine"]),
+        ([CONFIG, "--config.fleet.qqqqqqqq=1"], ["`rlx keys fleet` lists all"]),
         (["--config=rlx:gsm8"], ["no config rlx:gsm8; did you mean rlx:gsm8k?"]),
         (["--config=rlx:cluster:math_7b_n5"], ["'math_7b_n5'; did you mean 'math_7b_n4'?"]),
         (["--config=rlx:zzzzzzzz"], ["rlx:zzzzzzzz; `rlx configs` lists them"]),
