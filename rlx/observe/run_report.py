@@ -22,8 +22,8 @@ from rlx.observe.rundir import Run, finite, gaps, load
 from rlx.system.jsonl import has_step, write_atomically
 
 _SKIPPED = 20  # rows named
-_PARTS = ("tiles", "on_dataset", "learning", "optimisation", "busy", "lags", "speed", "timeline",
-          "samples", "config", "changes", "environment", "skipped", "runs")  # fmt: skip
+_PARTS = ("tiles", "on_dataset", "learning", "optimisation", "busy", "lags", "speed", "planned",
+          "timeline", "samples", "config", "changes", "environment", "skipped", "runs")  # fmt: skip
 
 
 def write_report(workdir: str | os.PathLike, defaults: Mapping[str, Any] | None = None) -> Path:
