@@ -171,6 +171,7 @@ def test_a_second_start_and_a_resume_compile_nothing(tmp_path, monkeypatch):
         "--config.data.kind=jsonl", f"--config.data.train={tmp_path / 'rows.jsonl'}",
         "--config.data.max_prompt_tokens=24", "--config.sampling.max_new_tokens=8",
         "--config.fleet.slots=8", "--config.train.max_tokens_per_microbatch=192",
+        "--config.train.share_prefixes=off",
     ]  # fmt: skip
 
     def compiled_by(workdir: str, steps: int) -> set[str]:
