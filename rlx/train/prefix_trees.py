@@ -61,8 +61,10 @@ def plan(
     order = sorted(range(len(ids)), key=lambda i: (mates[i], texts[i].tobytes()))
     shared = np.array([0, *(_common(texts[a], texts[b]) for a, b in pairwise(order))], np.int64)
     longest = [b for b in sorted(set(buckets))[::-1] if sizes.max(initial=1) <= b <= budget]
-    back, plans = np.argsort(order), []
+    back, plans = np.argsort(order), list[TreePlan]()
     for length in longest or [budget]:
+        if plans and plans[-1].sizes.max() <= length:  # a shorter limit changes nothing
+            continue
         tree_of = mates[order]
         if row_mates is None:
             tree_of = _trees(sizes[order], shared, length, tree_cost)
