@@ -1,4 +1,4 @@
-"""What a run recomputes, and its microbatches: the choice, how it is kept, and what it is from."""
+"""The choice of recomputation and microbatches: how it is made, and that a resumed run keeps it."""
 
 import json
 from dataclasses import replace
