@@ -70,6 +70,7 @@ class TemperedSampler(Sampler):
             sampled, processed = super().sample(logits, given, *args, **kwargs)
         finally:
             drawer.forward, drawer.logprobs_mode = plain, mode
+        assert processed is not None  # by the mode
         self._kept = processed > -torch.inf
         return sampled, None
 
