@@ -20,6 +20,7 @@ from rlx.fleet.requests import Sampling
 from rlx.fleet.timeouts import Timeouts
 from rlx.model.lora_config import LoraConfig, lora_targets
 from rlx.option import check_value, option, options_of
+from rlx.rewards.judge import JudgeOptions
 from rlx.sandbox.sandbox import SandboxOptions
 from rlx.train.train_options import AUTO, OptimizerOptions, TrainOptions
 from rlx.workers.worker_process import WorkerLimits
@@ -85,6 +86,9 @@ SECTIONS = {
         max_prompt_tokens=option(1024, "longest prompt, chat template included"),
         overlong=option("error", "rows over max_prompt_tokens or the context", ("error", "skip")),
         shuffle=option(True, "draw each epoch's order from seed"),
+        easy_share=option(1.0, "share of its turns at which a row is drawn, after a group that was "
+                          "all at the best reward", "(0, 1]"),
+        hard_share=option(1.0, "the same after a group of equal, lower rewards", "(0, 1]"),
         allow_change=option(False, "resume from a checkpoint although the rows have changed"),
     ),
     "reward": _section(
@@ -101,6 +105,9 @@ SECTIONS = {
         path=option("", 'HF directory, for JAX servers that the run starts; "": none'),
         addresses=option((), "host:port of running servers, which use the TLS files of fleet"),
         num_servers=option(1, "servers to start where there are no addresses", "1"),
+    ),
+    "reward.judge": _section(
+        'Language models that grade answers: the reward named "judge".', JudgeOptions
     ),
     "agents": _section(
         "Their processes; reward.workers is the number.",

@@ -118,6 +118,9 @@ class _State:
         elif kind == "admit":
             cursor = self._host["cursor"]
             cursor["position"] = max(cursor["position"], group + 1)
+            cursor["place"] = max(cursor.get("place", 0), fields.get("place", group + 1))
+            if "row" in fields:
+                cursor["drawn"] = [*cursor.get("drawn", ()), [group, fields["row"]]]
             self._waiting[group], self._versions[group] = fields["attempt"], fields["version"]
             self._finished.pop(group, None)
             self._host["admitted"] += 1
@@ -132,6 +135,10 @@ class _State:
                 self._waiting[group] = fields["attempt"]
             else:
                 self._host["rejected" if kind == "reject" else "skipped"] += 1
+            if "pool" in fields:
+                row, pool = fields["pool"]
+                pools = {**dict(self._host["cursor"].get("pools", ())), row: pool}
+                self._host["cursor"]["pools"] = [[r, found] for r, found in pools.items() if found]
             self._host["failed"] += kind in ("fail", "skip")
             self._best = fields.get("best", self._best)
 

@@ -116,7 +116,8 @@ REWARDS: dict[str, RewardFunction] = {
 }  # fmt: skip
 
 
-MODEL = "model"  # the reward that is no function but a model's: config.reward.model
+# Rewards that are no function but a model's: config.reward.model, and config.reward.judge.
+MODEL, JUDGE = "model", "judge"
 
 # Arguments of a function that gets a whole group in one call, besides the row's columns.
 OF_GROUP = ("prompts", "completions", "prompt_ids", "completion_ids")

@@ -14,7 +14,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
@@ -31,6 +31,7 @@ Row = dict[str, Any]
 
 MOST_ROWS = 1_000_000  # from a user's own code, which may never end
 _NONE: Mapping[str, str] = {}
+_NO_SHARES: Mapping[str, float] = {}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _CODE = re.compile(r".+\.py:\w+|[\w.]+:\w+")
 _SCHEMES = {"reasoning_gym:": lambda names: functools.partial(reasoning_tasks.rows, names)}
@@ -223,10 +224,12 @@ def _hub_rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
 class Cursor:
     """An endless sequence of rows; the order of an epoch is a function of (seed, epoch).
 
-    Position p, from 0, is row p mod N of epoch ⌊p/N⌋. A prompt's group_id is its position.
+    Place p, from 0, is row p mod N of epoch ⌊p/N⌋. A prompt's group_id is its position: the number
+    of rows drawn before it. Position and place differ where rows are passed over: those whose last
+    group taught nothing are drawn at a share of their places only (`shares`).
 
-    Several sources share the positions by weight, and each has its own epochs. The one with the
-    largest weight gets ⌈p·w₁⌉ of the first p positions, the next one its share of the rest, and so
+    Several sources share the places by weight, and each has its own epochs. The one with the
+    largest weight gets ⌈p·w₁⌉ of the first p places, the next one its share of the rest, and so
     on. At any p, each of K sources has its exact share to within 1 + ln K.
     """
 
@@ -236,21 +239,27 @@ class Cursor:
         seed: int = 0,
         shuffle: bool = True,
         mix: Sequence[tuple[int, float]] = (),  # rows and weight of each source; empty: one source
+        shares: Mapping[str, float] = _NO_SHARES,  # "easy", "hard" → share of places, (0, 1]
     ):
         if not rows:
             raise UserError("the dataset has no rows; it needs at least one")
         self._mix = [list(part) for part in mix] if len(mix) > 1 else []
         self._parts = _parts(mix or [(len(rows), 1.0)])
-        self._rows, self._seed, self._shuffle = rows, seed, shuffle
+        self._rows, self._seed, self._shuffle, self._shares = rows, seed, shuffle, shares
         # An epoch's stragglers need the order of the epoch before.
         self._order = functools.lru_cache(3 * len(self._parts))(self._shuffled)
-        self.position = 0
+        self.position = self.place = 0  # of the next draw
+        self._drawn: dict[int, int] = {}  # position → row, where place and position differed
+        self._pools: dict[int, str] = {}  # row → easy or hard, by its last group
 
     def next(self) -> tuple[int, Mapping[str, Any]]:
         """Return (position, row) and move on."""
-        position = self.position
-        self.position += 1
-        return position, self.row(position)
+        while not self._due(row := self._at(self.place)):
+            self.place += 1
+        if self.place != self.position:
+            self._drawn[self.position] = row
+        self.position, self.place = self.position + 1, self.place + 1
+        return self.position - 1, self._rows[row]
 
     def row(self, position: int) -> Mapping[str, Any]:
         """Return the row at `position` ≥ 0."""
@@ -258,7 +267,37 @@ class Cursor:
 
     def index(self, position: int) -> int:
         """Return the index, from 0, of the dataset's row at `position` ≥ 0."""
-        place = position
+        return self._drawn[position] if position in self._drawn else self._at(position)
+
+    def drawn(self, position: int) -> dict[str, int]:
+        """Return what the journal notes of a draw: nothing where the position says it all."""
+        rows = self._drawn
+        return {"row": rows[position], "place": self.place} if position in rows else {}
+
+    @property
+    def adapts(self) -> bool:
+        """Return whether rows are drawn by how their last groups went."""
+        return any(share < 1 for share in self._shares.values())
+
+    def learn(self, position: int, pool: str) -> int:
+        """Note the pool of a row, by its last group: easy, hard, or ""; return the row's index."""
+        self._pools[row := self.index(position)] = pool
+        return row
+
+    def forget(self, positions: Iterable[int]) -> None:
+        """Forget the rows at positions that are done with."""
+        for position in positions:
+            self._drawn.pop(position, None)
+
+    def forget_all_but(self, positions: Container[int]) -> None:
+        """Forget the rows at other positions than these."""
+        self.forget([position for position in self._drawn if position not in positions])
+
+    def _due(self, row: int) -> bool:
+        share = self._shares.get(self._pools.get(row, ""), 1.0)
+        return share >= 1 or np.random.default_rng([self._seed, self.place, 1]).random() < share
+
+    def _at(self, place: int) -> int:
         for part in self._parts:
             taken = math.ceil(place * part.share)
             if math.ceil((place + 1) * part.share) > taken:
@@ -271,6 +310,9 @@ class Cursor:
         """Return a JSON-able state."""
         return {
             "position": self.position,
+            "place": self.place,
+            "drawn": [list(pair) for pair in self._drawn.items()],
+            "pools": [[row, pool] for row, pool in self._pools.items() if pool],
             "seed": self._seed,
             "shuffle": self._shuffle,
             "rows": len(self._rows),
@@ -302,6 +344,9 @@ class Cursor:
                 raise UserError(f"{found}; change it back{remedy}, or start in a fresh --workdir")
             changed = changed or found
         self.position = int(state["position"])
+        self.place = int(state.get("place", self.position))  # older states have none
+        self._drawn = {int(p): int(row) % len(self._rows) for p, row in state.get("drawn", ())}
+        self._pools = {} if changed else {int(row): pool for row, pool in state.get("pools", ())}
         return changed
 
     def _shuffled(self, part: "_Part", epoch: int) -> np.ndarray:

@@ -107,6 +107,7 @@ class Executor:
         self.workflow, self.fleet, self._owns_loop = workflow, fleet, loop is None
         self.loop = loop or LoopThread("executor")
         self._rows, self._limits, self._seed, self._clock = rows, limits, seed, clock
+        self._cursor = rows if isinstance(rows, Cursor) else None
         self._patience, self._request_timeout = patience or Patience(), request_timeout
         self._on_skip, self._on_drop = on_skip, on_drop
         self._say, self._on_change, self._note = say, on_change, note
@@ -202,6 +203,8 @@ class Executor:
                 ids = [group.group_id for group in batch]
                 for group_id in ids:
                     self._numbers.pop(group_id, None)
+                if self._cursor:
+                    self._cursor.forget(ids)
                 self._note("take", {"step": step, "groups": ids})
                 if decay := self._running_mean:
                     self._means, batch = running_baselines(self._means, batch, decay)
@@ -228,6 +231,7 @@ class Executor:
                 "dropped": self._dropped + state.accepted - consumed - buffered,  # not trained on
                 "running": state.running,
                 "buffered": buffered,
+                "passed_rows": self._cursor.place - self._cursor.position if self._cursor else 0,
                 "generated_tokens": self._generated_tokens - self.unfinished.continued,
                 "continued_tokens": self.unfinished.continued,  # of a killed process's samples
                 "repeated_tokens": self.unfinished.repeated,  # of a killed process's samples
@@ -296,6 +300,8 @@ class Executor:
             rest = [group for group_id, group in known.items() if group_id not in held]
             self._buffer, _ = buffers.restore(rest, step_after, self._limits)
             held |= {group.group_id for group in buffers.groups(self._buffer)}
+            needed = {*held, *finished, *(group_id for group_id, _ in host["pending"])}
+            cast(Cursor, self._rows).forget_all_but(needed)
             lost = [group_id for group_id in finished if group_id not in held]
             self._staleness = dataclasses.replace(
                 staleness.resume(step, self._buffered, self._limits),
@@ -362,7 +368,9 @@ class Executor:
                 self._buffer = buffers.admit(self._buffer, ticket.version)
                 self._live[ticket.group_id] = ticket
                 kept = ticket.group_id in self._numbers  # resumed, with the tokens that it had
-                number = self._note("admit", dataclasses.asdict(ticket) | {"kept": kept})
+                about = dataclasses.asdict(ticket) | {"kept": kept}
+                about |= self._cursor.drawn(ticket.group_id) if self._cursor else {}
+                number = self._note("admit", about)
                 self._numbers.setdefault(ticket.group_id, number)
                 if self._idle_since is not None:
                     self._idle_seconds += self._clock() - self._idle_since
@@ -421,12 +429,15 @@ class Executor:
             message = self._failures.add(ticket.group_id, False, first, begun, now)
             self._best = max([self._best, *map(float, rewards)])
             about = {"group_id": ticket.group_id, "best": self._best_reward()}
+            about |= self._learn(ticket.group_id, rewards)
             self._generated_tokens += sum(int((t.versions >= 0).sum()) for t in group.trajectories)
             if rejected:
                 self._buffer = buffers.withdraw(self._buffer, ticket.version)
                 self._staleness = staleness.end(self._staleness, "rejected")
                 self._note("reject", about)
                 self._count_rejection(rewards.pop())
+                if self._cursor:
+                    self._cursor.forget([ticket.group_id])
             else:
                 self._buffer = buffers.finish(self._buffer, ticket.version, group)
                 self._staleness = staleness.end(self._staleness, "accepted")
@@ -438,6 +449,15 @@ class Executor:
         if message:
             self._say(message)
         self._on_change()
+
+    def _learn(self, group_id: int, rewards: set[float]) -> dict[str, Any]:
+        """Note how well the row went where rows are drawn by that; return it for the journal."""
+        if not (self._cursor and self._cursor.adapts):
+            return {}
+        highest, pool = max(rewards, default=0.0), ""
+        if len(rewards) == 1:
+            pool = "easy" if highest > 0 and highest >= self._best else "hard"
+        return {"pool": [self._cursor.learn(group_id, pool), pool]}
 
     def _best_reward(self) -> float | None:
         return self._best if math.isfinite(self._best) else None

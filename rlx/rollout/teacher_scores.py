@@ -1,16 +1,17 @@
-"""Workflows whose trajectories a second fleet scores: a teacher's, or a reward model's.
+"""Workflows whose trajectories others score: a teacher's or reward model's fleet, or judges.
 
 workflow ─▶ trajectories ─▶ Fleet.score, all at once ─▶ reference_logprobs, or reward + w·value
+                            Judge.grade ──────────────▶ reward + w·score
 """
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from rlx.base import Group, Trajectory, UserError
-from rlx.fleet.client import Fleet
 from rlx.rollout import workflows
 from rlx.rollout.datasets import answered
 from rlx.rollout.workflow_checks import checked
@@ -19,10 +20,10 @@ from rlx.rollout.workflows import Generator, Prompts, Task, Workflow
 
 @dataclass(eq=False)
 class Scored:
-    """A workflow whose trajectories the fleet `scorer` scores."""
+    """A workflow whose trajectories `scorer` scores: a fleet, or judges."""
 
     workflow: Workflow
-    scorer: Fleet
+    scorer: Any
     who: ClassVar[str]  # the scorer's name in messages
 
     @property
@@ -96,7 +97,34 @@ class ModelRewarded(Scored):
             tokens = tokens[:-1] if trajectory.truncated else tokens
         last = np.array([len(tokens) - 1])
         value = float((await self._ask(trajectory, tokens, last, values=True))[0])
-        info = {**trajectory.info, "reward/model": value}
-        given = (trajectory.reward, *trajectory.turn_rewards)
-        reward, *turns = (r + self.weight * value for r in given)
-        return replace(trajectory, reward=reward, turn_rewards=tuple(turns), info=info)
+        return _rewarded(trajectory, self.weight * value, {"reward/model": value})
+
+
+@dataclass(eq=False)
+class JudgeRewarded(Scored):
+    """A workflow that adds the score of language models to another's rewards."""
+
+    weight: float  # of the score; `reward/judge` is logged without it
+    question_key: str = "question"  # of each row's text or chat messages
+    who = "the judge"
+
+    async def aclose(self) -> None:
+        await workflows.close(self.workflow)
+        await self.scorer.aclose()
+
+    async def _scored(self, trajectory: Trajectory, task: Task) -> Trajectory:
+        if trajectory.oldest_version < 0:  # a row's own answer, for SFT or a pair
+            return trajectory
+        asked = task.row.get(self.question_key, trajectory.prompt)
+        if not isinstance(asked, str):
+            asked = "\n".join(f"{message['role']}: {message['content']}" for message in asked)
+        answer = str(task.row.get("answer", ""))
+        info = await self.scorer.grade(asked, trajectory.completion, answer)
+        return _rewarded(trajectory, self.weight * info["reward/judge"], info)
+
+
+def _rewarded(trajectory: Trajectory, more: float, info: Mapping[str, float]) -> Trajectory:
+    """Return a trajectory with `more` reward, for each of its turns too."""
+    reward, *turns = (r + more for r in (trajectory.reward, *trajectory.turn_rewards))
+    info = {**trajectory.info, **info}
+    return replace(trajectory, reward=reward, turn_rewards=tuple(turns), info=info)

@@ -21,7 +21,9 @@ from rlx.launch.teacher import ScorerOptions
 from rlx.model import directory
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
+from rlx.option import read_options
 from rlx.rewards import rewards
+from rlx.rewards.judge import Judge, JudgeOptions
 from rlx.rewards.reward_pool import RewardCall, RewardError, RewardPool
 from rlx.rollout.data import Source
 from rlx.rollout.datasets import AnswerWorkflow, end_token
@@ -65,6 +67,7 @@ class Inputs:
     notes: str  # message about overlong rows and inexact answers; may be empty
     held_out: list[Group]  # of `eval_rows`, for dataset training; empty for training on rollouts
     model_rewarded: Callable[..., Workflow] | None  # see `_model_rewarded`
+    judge: tuple[Judge, float] | None  # with the weight of its score
 
     def __getattr__(self, name: str) -> Any:
         raise Missing(name)
@@ -147,6 +150,8 @@ def _read_rows(config: ConfigDict, inputs: Inputs, row: Row) -> None:
         inputs.workflow = _workflow(config, inputs)
     with row("config", "reward model"):
         inputs.model_rewarded = _model_rewarded(config, options.reward_model, inputs.prompts)
+    with row("config", "judge"):
+        inputs.judge = _judge(config)
     with row("data", "rows") as say:
         *train, held_out = inputs.read = dataset_rows.rows(
             config, inputs.algorithm, inputs.weights, options
@@ -235,6 +240,18 @@ def _model_rewarded(
         return make
     read = Prompts(own, system_prompt=system, question_key=question)
     return partial(make, prompts=read, end=end_token(own, model.eos_token_ids))
+
+
+def _judge(config: ConfigDict) -> tuple[Judge, float] | None:
+    """Return the language models that grade, and the weight of their score; None without any."""
+    options = read_options(JudgeOptions, config.reward.judge)
+    weight = rewards.weights_of(config.reward.name, config.reward.terms).get(rewards.JUDGE)
+    if (weight is None) == bool(options.models):
+        raise UserError(
+            "reward.judge.models and the reward 'judge' need each other; name a model, and set "
+            "reward.name=judge or add ('judge', 1.0) to reward.terms"
+        )
+    return None if weight is None else (Judge(options), weight)
 
 
 def _try_rewards(config: ConfigDict, inputs: Inputs, row: Mapping[str, Any]) -> None:

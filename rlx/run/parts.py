@@ -47,7 +47,7 @@ from rlx.rollout import attempts
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor
 from rlx.rollout.staleness import Limits
-from rlx.rollout.teacher_scores import TeacherScored
+from rlx.rollout.teacher_scores import JudgeRewarded, TeacherScored
 from rlx.run import fitting, flags, resume, trainers
 from rlx.run.export import Export, require_base
 from rlx.run.frequency import Position, from_host
@@ -447,10 +447,14 @@ def _executor(
         workflow = TeacherScored(workflow, parts.teacher_fleet, c.sampling.temperature)
     if reward_fleet and inputs.model_rewarded:
         workflow = inputs.model_rewarded(workflow, reward_fleet)
-    r = c.rollout
+    if inputs.judge:
+        judge, weight = inputs.judge
+        judge.keep(parts.workdir / "judge.sqlite3")
+        workflow = JudgeRewarded(workflow, judge, weight, c.data.question_key)
+    r, shares = c.rollout, {"easy": c.data.easy_share, "hard": c.data.hard_share}
     return Executor(
         workflow,
-        Cursor(inputs.train_rows, c.seed, c.data.shuffle, mix),
+        Cursor(inputs.train_rows, c.seed, c.data.shuffle, mix, shares),
         Limits(r.batch_prompts, r.max_staleness, r.max_concurrent_rollouts, c.total_steps),
         parts.fleet,
         seed=c.seed,

@@ -85,12 +85,14 @@ class RunOptions:
 def check_reward(config: ConfigDict) -> dict[str, float]:
     """Return name → weight of the run's rewards; none where its workflow has no use for them."""
     weights = rewards.weights_of(config.reward.name, config.reward.terms)
-    weights.pop(rewards.MODEL, None)
+    for name in (rewards.MODEL, rewards.JUDGE):
+        weights.pop(name, None)
     if not named_workflow.uses_rewards(config.rollout.workflow, "rollout.workflow"):
         if config.reward.terms and weights:
             raise UserError(
                 f"reward.terms has {', '.join(weights)}, and rollout.workflow="
-                f"{config.rollout.workflow} gives rewards by itself; leave them out, but for model"
+                f"{config.rollout.workflow} gives rewards by itself; leave "
+                "out all but model and judge"
             )
         return {}
     for name in weights:

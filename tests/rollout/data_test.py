@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import types
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -511,6 +512,37 @@ def test_state_continues_exactly(before, after):
     again = Cursor(ROWS, seed=9)
     again.load_state_dict(state)
     assert deal(again, after) == deal(cursor, after)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["easy", "hard", ""]))),
+    st.integers(1, 50),
+)
+def test_state_continues_exactly_where_rows_are_passed_over(pools, after):
+    shares = {"easy": 0.3, "hard": 0.6}
+    cursor, again = Cursor(ROWS, seed=9, shares=shares), Cursor(ROWS, seed=9, shares=shares)
+    deal(cursor, 10)
+    for position, pool in pools:
+        cursor.learn(position, pool)
+    drawn = [cursor.next() for _ in range(9)]
+    again.load_state_dict(json.loads(json.dumps(cursor.state_dict())))
+    assert all(again.row(position) == row for position, row in drawn)
+    assert deal(again, after) == deal(cursor, after)
+    cursor.forget_all_but({drawn[0][0]})
+    assert cursor.row(drawn[0][0]) == drawn[0][1]
+
+
+def test_a_run_without_shares_continues_one_with_them():
+    cursor, plain = Cursor(ROWS, shares={"easy": 0.01}), Cursor(ROWS)
+    deal(cursor, 10)
+    for position in range(9):
+        cursor.learn(position, "easy")
+    under_way = [cursor.next() for _ in range(3)]
+    plain.load_state_dict(cursor.state_dict())
+    assert all(plain.row(position) == row for position, row in under_way)
+    counts = Counter(deal(plain, 30))
+    assert set(counts.values()) <= {2, 3, 4}
+    assert len(counts) == 10
 
 
 @pytest.mark.parametrize(

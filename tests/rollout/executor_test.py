@@ -50,11 +50,9 @@ def make(fake_fleet, fake_workflow):
     """Makes executors and closes them."""
     made = []
 
-    def build(limits, *, fleet=None, workflow=None, **kw):
-        notes = kw.setdefault("note", Notes())
-        executor = Executor(
-            workflow or fake_workflow(), cursor(), limits, fleet or fake_fleet(), **kw
-        )
+    def build(limits, *, fleet=None, workflow=None, shares=None, **kw):
+        notes, rows = kw.setdefault("note", Notes()), cursor(shares=shares or {})
+        executor = Executor(workflow or fake_workflow(), rows, limits, fleet or fake_fleet(), **kw)
         executor.notes = notes
         made.append(executor)
         executor.start()
@@ -680,8 +678,9 @@ def texts(batch):
 
 @pytest.mark.parametrize("kills", [1, 3])
 @pytest.mark.parametrize("eta", [0, 2])
+@pytest.mark.parametrize("shares", [{}, {"easy": 0.1, "hard": 0.1}], ids=["all", "shares"])
 def test_a_killed_run_repeats_its_batches_and_loses_no_finished_group(
-    make, fake_fleet, fake_workflow, eta, kills
+    make, fake_fleet, fake_workflow, eta, kills, shares
 ):
     """From its last checkpoint, which is older than its last batches, again and again."""
 
@@ -693,7 +692,8 @@ def test_a_killed_run_repeats_its_batches_and_loses_no_finished_group(
     notes, limits = Notes(), Limits(3, eta, 7)
     options = {"note": notes, "drop_equal_rewards": True, "patience": PRECISE}
     options["patience"] = Patience(pause=0.0, outage=30.0)
-    found, host, finished = {}, None, set()
+    options["shares"] = shares
+    found, host, finished, rows = {}, None, set(), {}
     for attempt in range(kills + 1):
         fleet, step = fake_fleet(), 0
         executor = make(limits, fleet=fleet, workflow=fake_workflow(misbehave=misbehave), **options)
@@ -710,6 +710,7 @@ def test_a_killed_run_repeats_its_batches_and_loses_no_finished_group(
             batch = collect(executor)
             assert found.setdefault(step, texts(batch)) == texts(batch)
             assert all(step - g.oldest_version <= eta for g in batch)
+            assert all(rows.setdefault(g.group_id, g.row) == g.row for g in batch)
             step += 1
             if step == begun + 2:
                 host = executor.state()
@@ -721,6 +722,42 @@ def test_a_killed_run_repeats_its_batches_and_loses_no_finished_group(
         assert len(kept) == len(set(kept)), "a finished group was generated again"
     trained = [group_id for batch in found.values() for group_id, _ in batch]
     assert len(trained) == len(set(trained)) == 3 * len(found)
+    drawn = {}  # a prompt keeps its row over kills
+    for fields in (r.fields for r in notes.records if r.kind == "admit"):
+        assert drawn.setdefault(fields["group_id"], fields.get("row")) == fields.get("row")
+    assert shares or not any(row is not None for row in drawn.values())
+
+
+def test_rows_that_teach_nothing_are_drawn_less(make, fake_fleet, fake_workflow):
+    """Rows 0 to 5 are all right, 6 to 11 all wrong; the journal tells what a state would."""
+
+    def rewards(group_id, attempt):
+        row = executor._rows.index(group_id)
+        return [float(row < 6)] * 2 if row < 12 else [0.0, 1.0]
+
+    limits, shares = Limits(2, 1, 4), {"easy": 0.25, "hard": 0.5}
+    fleet = fake_fleet()
+    executor = make(limits, fleet=fleet, workflow=fake_workflow(misbehave=rewards), shares=shares)
+    before, counts = executor.state(), np.zeros(17)
+    for step in range(300):
+        publish(executor, fleet, step)
+        for group in collect(executor):
+            counts[int(group.row["answer"])] += 1
+    useful = counts[12:].mean()
+    assert 0.15 < counts[:6].mean() / useful < 0.4
+    assert 0.35 < counts[6:12].mean() / useful < 0.65
+    assert np.ptp(counts[12:]) <= 2
+    executor.close()
+    after, _ = executor.notes.after(before)
+    now, again = executor.state()["cursor"], cursor(shares=shares)
+    again.load_state_dict(after["cursor"])
+    found = again.state_dict()
+    assert {key: found[key] for key in ("position", "place")} == {
+        key: now[key] for key in ("position", "place")
+    }
+    assert dict(found["pools"]) == dict(now["pools"])
+    assert dict(now["drawn"]).items() <= dict(found["drawn"]).items()
+    assert executor.counters()["passed_rows"] == now["place"] - now["position"] > 100
 
 
 def test_without_its_groups_a_checkpoint_generates_them_again(make, fake_fleet):

@@ -1,7 +1,9 @@
 """A run's rewards are tried before anything starts, and a reward model is served."""
 
 import json
+import sqlite3
 import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import jax
@@ -15,7 +17,9 @@ from rlx.model import params as parameters
 from rlx.rollout.workflows import Prompts
 from rlx.run import inputs, tokenizer_files
 from rlx.run.room_options import check_reward
+from rlx.system.loop_thread import LoopThread
 from rlx.workers import worker_process
+from tests.fixtures.chat_server import ChatServer
 from tests.fixtures.commands import RLX_MAIN
 
 ROW = {"question": "q7", "answer": "x"}
@@ -95,6 +99,52 @@ def test_a_reward_model_is_checked_before_anything_starts(tokenizer, reward_mode
     other = rewarded_by(tokenizer, reward_model, ("model", 0.5)).keywords
     assert other["prompts"].text(ROW) == Prompts(own).text(ROW)
     assert other["end"] in hf.load_config(reward_model).eos_token_ids
+
+
+def test_a_judge_and_its_reward_need_each_other():
+    config = default()
+    assert inputs._judge(config) is None
+    config.reward.terms = (("gsm8k", 1.0), ("judge", 0.5))
+    with pytest.raises(UserError, match="need each other; name a model"):
+        inputs._judge(config)
+    config.reward.judge.models = ("m@http://127.0.0.1:1/v1",)
+    _, weight = inputs._judge(config)
+    assert weight == 0.5
+    assert check_reward(config) == {"gsm8k": 1.0}
+    config.reward.terms = ()
+    with pytest.raises(UserError, match=r"reward\.name=judge or add"):
+        inputs._judge(config)
+
+
+@pytest.mark.slow
+def test_a_run_is_graded_by_a_judge_of_which_it_keeps_the_verdicts(tmp_path):
+    server, loop = ChatServer(json.dumps({"reason": "so so", "score": 4})), LoopThread("judge")
+    loop.start()
+    served = server.serve()
+    url = loop.run(served.__aenter__())
+    command = [
+        *RLX_MAIN, "--config=configs/arithmetic.py", f"--workdir={tmp_path}",
+        "--config.reward.terms=(('arithmetic', 1.0), ('judge', 0.5))",
+        f"--config.reward.judge.models=('m@{url}',)",
+        "--config.rollout.batch_prompts=2", "--config.sampling.n_samples=2",
+        "--config.total_steps=2", "--config.sampling.max_new_tokens=32", "--config.fleet.slots=4",
+        "--config.eval.num_questions=2", "--config.gate.enabled=False",
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    finally:
+        loop.run(served.__aexit__(None, None, None))
+        loop.close()
+    assert done.returncode == 0, done.stdout + done.stderr
+    for record in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()):
+        assert record["reward/judge"] == pytest.approx(0.4)
+        wanted = record["reward/arithmetic"] + 0.5 * record["reward/judge"]
+        assert record["task_reward"] == pytest.approx(wanted, abs=1e-4)
+        assert "judge/tokens" in record
+    for record in map(json.loads, (tmp_path / "eval.jsonl").read_text().splitlines()):
+        assert "reward/judge" in record
+    with closing(sqlite3.connect(tmp_path / "judge.sqlite3")) as kept:
+        assert 0 < kept.execute("SELECT count(*) FROM verdicts").fetchone()[0] <= len(server.asked)
 
 
 @pytest.mark.slow

@@ -1,0 +1,58 @@
+"""What a judge is asked about a trajectory, and what becomes of its score."""
+
+import asyncio
+import dataclasses
+
+import numpy as np
+import pytest
+
+from rlx.rollout.teacher_scores import JudgeRewarded
+from rlx.rollout.workflows import Task
+
+
+class Judge:
+    """A judge that gives 0.5, and notes what it was asked."""
+
+    def __init__(self):
+        self.asked, self.closed = [], False
+
+    async def grade(self, question, answer, reference):
+        self.asked.append((question, answer, reference))
+        return {"reward/judge": 0.5, "judge/tokens": 9.0}
+
+    async def aclose(self):
+        self.closed = True
+
+
+def test_the_weighted_score_is_added_to_every_reward(fake_workflow, fake_fleet):
+    judge = Judge()
+    workflow = JudgeRewarded(fake_workflow(n=2), judge, -2.0)
+    row = {"question": "2 + 2?", "answer": 4}
+    found = asyncio.run(workflow.run(fake_fleet(), Task(row, 4, 7)))
+    alone = asyncio.run(fake_workflow(n=2).run(fake_fleet(), Task(row, 4, 7)))
+    for graded, was in zip(found.trajectories, alone.trajectories, strict=True):
+        assert graded.reward == pytest.approx(was.reward - 1.0)
+        assert graded.info["reward/judge"] == 0.5
+        assert graded.info["judge/tokens"] == 9
+    assert judge.asked == [("2 + 2?", t.completion, "4") for t in alone.trajectories]
+    asyncio.run(workflow.aclose())
+    assert judge.closed
+
+
+def test_messages_are_asked_as_text_and_turns_share_the_score(fake_workflow, fake_fleet):
+    class Turns:
+        async def run(self, fleet, task):
+            asked = dataclasses.replace(task, row={"question": "hello"})
+            group = await fake_workflow(n=1).run(fleet, asked)
+            (only,) = group.trajectories
+            turns = np.arange(len(only.tokens)) // 2
+            rewards = tuple(range(turns[-1] + 1))
+            only = dataclasses.replace(only, turn_ids=turns, turn_rewards=rewards)
+            return dataclasses.replace(group, row=task.row, trajectories=(only,))
+
+    judge = Judge()
+    row = {"question": [{"role": "user", "content": "hello"}]}
+    group = asyncio.run(JudgeRewarded(Turns(), judge, 2.0).run(fake_fleet(), Task(row, 4, 7)))
+    assert group.trajectories[0].turn_rewards[:2] == (1.0, 2.0)
+    assert judge.asked[0][0] == "user: hello"
+    assert judge.asked[0][2] == ""
