@@ -12,7 +12,11 @@ Expect:    sampled accuracy at temperature 1 from 0.56 to 0.59, greedy accuracy 
            sentences. Rate, batch and length here are guesses (experiments/2026-11-word-problems).
 """
 
+from pathlib import Path
+
 from rlx.config import default
+
+DATA = Path(__file__).parent / "data"
 
 
 def get_config():
@@ -21,7 +25,7 @@ def get_config():
     c.total_steps = 60
     c.trainer = "torch"
     c.model.path = "runs/word_problems_sft/hf"
-    c.data.kind = "word_problems"
+    c.data.dataset = f"{DATA}/word_problems.py:rows"
     c.data.system_prompt = "Solve."  # 22 tokens fewer than the template's own
     c.data.max_prompt_tokens = 128
     c.reward.name = "gsm8k"  # the final number

@@ -19,6 +19,7 @@ def get_config():
     c.total_steps = 500
     c.model.path = "rlx:smollm2"
     c.algorithm.preset = "sft"
+    c.data.completion_key = "solution"
     c.rollout.batch_prompts = 16
     c.optimizer.learning_rate = 5e-4
     c.optimizer.b2 = 0.98

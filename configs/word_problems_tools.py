@@ -9,7 +9,8 @@ Expect:    greedy accuracy on 200 held-out problems from 0.485 to 0.72 after 20 
            an answer from 0.25 to 2.4 (one seed; experiments/2026-11-word-problems).
 """
 
-from configs import word_problems, word_problems_tools_sft
+from configs import word_problems
+from configs.word_problems import DATA
 
 
 def get_config():
@@ -17,7 +18,7 @@ def get_config():
     c = word_problems.get_config()
     c.total_steps = 24
     c.model.path = "runs/word_problems_tools_sft/hf"
-    c.data.chat_template = f"{word_problems_tools_sft.DATA}/smollm2_tools.jinja"
+    c.data.chat_template = f"{DATA}/smollm2_tools.jinja"
     c.data.system_prompt = ""  # the template's own lists the tools
     c.rollout.workflow = "tools"
     c.rollout.workflow_kwargs = '{"tools": ["calculator"], "max_calls": 4, "max_output_tokens": 8}'

@@ -10,11 +10,8 @@ Expect:    97 of 200 held-out answers right, with a call in every fourth. The mo
            (experiments/2026-11-word-problems).
 """
 
-from pathlib import Path
-
 from configs import word_problems_sft
-
-DATA = Path(__file__).parent / "data"
+from configs.word_problems import DATA
 
 
 def get_config():
@@ -22,6 +19,7 @@ def get_config():
     c = word_problems_sft.get_config()
     c.total_steps = 120
     c.model.path = "runs/word_problems_sft/hf"
+    c.data.completion_key = "completion"
     c.data.dataset = f"{DATA}/calculator_solutions.py:rows"
     c.data.chat_template = f"{DATA}/smollm2_tools.jinja"
     c.data.system_prompt = ""  # the conversations have their own

@@ -13,8 +13,6 @@ from rlx.cli import command
 from rlx.launch import remote_servers
 from rlx.launch.remote_servers import Machines, table
 
-RAY_PORT = 6379  # of its head
-
 
 def main(argv: Sequence[str], serve: Sequence[str] = ("-m", "rlx.serve")) -> int:
     """Check, start, show or end; return the exit status."""
@@ -26,7 +24,6 @@ def main(argv: Sequence[str], serve: Sequence[str] = ("-m", "rlx.serve")) -> int
     p.add_argument("--model", default="", help="HF directory that all hosts see")
     p.add_argument("--servers", type=int, default=0, help="on each host; 0: one a GPU, or one")
     p.add_argument("--port", type=int, default=0, help="of a host's first server; 0: any")
-    p.add_argument("--ray", action="store_true", help="start Ray in place of servers")
     p.add_argument("--ssh", default="ssh", help='with its options, as "ssh -F FILE"')
     p.add_argument("--python", default=sys.executable, help="of the hosts")
     a = p.parse_args(argv[:cut])
@@ -37,19 +34,16 @@ def main(argv: Sequence[str], serve: Sequence[str] = ("-m", "rlx.serve")) -> int
         shown, well = remote_servers.status(shared)
         command.say(shown)
         return int(not well)
-    if not a.model and not a.ray:
-        raise UserError("--model is missing; give the HF directory to serve, or --ray")
+    if not a.model:
+        raise UserError("--model is missing; give the HF directory to serve")
     machines = Machines.of(a.hosts, a.ssh, a.python, os.environ)
-    port = a.port or RAY_PORT * a.ray
-    checks, found = machines.check(shared, range(port, port + max(1, a.servers)) if port else ())
+    ports = range(a.port, a.port + max(1, a.servers)) if a.port else ()
+    checks, found = machines.check(shared, ports)
     command.say(table(checks))
     if not all(check.ok for check in checks):
         return 1
     served = (*serve, f"--model={a.model}", *argv[cut + 1 :])
-    wanted = (
-        remote_servers.ray_nodes(machines, shared, port) if a.ray
-        else remote_servers.servers(machines, shared, found, a.servers, port, served)
-    )  # fmt: skip
+    wanted = remote_servers.servers(machines, shared, found, a.servers, a.port, served)
     remote_servers.up(machines, shared, wanted)
     command.say(remote_servers.status(shared)[0])
     return 0

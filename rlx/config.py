@@ -69,8 +69,8 @@ SECTIONS = {
     ),
     "data": _section(
         "The rows: questions with answers, demonstrations or pairs.",
-        kind=option("jsonl", "jsonl: rows of files in any format; the others are generated",
-                    ("jsonl", "arithmetic", "word_problems")),
+        kind=option("jsonl", "jsonl: rows of files in any format; arithmetic: generated",
+                    ("jsonl", "arithmetic")),
         train=option("", ".jsonl, .json, .csv or .parquet file, or hub name with optional :split"),
         mix=option((), "((source, weight), …) in place of train; weights are shares of prompts"),
         dataset=option("", "FILE.py:name, a function that returns rows, or reasoning_gym:TASK; "
@@ -290,7 +290,6 @@ def default() -> ConfigDict:
         for name, field in fields.items():
             unset = name in FIELDS if section == "algorithm" else field.default is None
             part[name] = config_dict.placeholder(field.type or object) if unset else field.default
-    c.observe.tensorboard = config_dict.placeholder(bool)  # `check` refuses it: see writers
     return c.lock()
 
 
@@ -308,8 +307,6 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
     Args:
       trains: false where nothing will be trained, so that the trainer's budgets do not matter.
     """
-    if config.observe.tensorboard is not None:
-        raise UserError("observe.tensorboard is gone; set observe.writers=('tensorboard',) or ()")
     if not config.model.path:
         raise UserError("model.path is empty; give an HF directory or hub name")
     for key, field in OPTIONS.items():

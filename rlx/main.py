@@ -36,7 +36,7 @@ def main() -> int:
         raise UserError(f"--workdir={workdir} is a file; give a directory")
     local = config.scheduler.type == "local"
     if values.dry_run and local:
-        return status(show(findings(config, workdir, every_extra=False)))
+        return status(show(findings(config, workdir)))
     given = values.workdir, config_flags.get_config_filename(values["config"])
     first = True
     with suppress(UserError):  # the keys of processes that are started below, or a mistake

@@ -11,7 +11,7 @@ import jax
 import pytest
 from jinja2 import Environment
 
-from configs.data import calculator_solutions
+from configs.data import calculator_solutions, word_problems
 from rlx.algorithms.presets import PRESETS
 from rlx.config import check
 from rlx.configs import variants
@@ -22,7 +22,6 @@ from rlx.model import hf
 from rlx.model import params as parameters
 from rlx.model.mesh import mesh_axes, num_row_shards
 from rlx.model.model_config import ModelConfig
-from rlx.rollout import word_problems
 from rlx.rollout.tools import Calculator
 from rlx.run import config_checks, flags, scheduler
 from rlx.run.allocate import apply_allocation

@@ -7,8 +7,11 @@ A solution is a conversation, and each answer in it is a row: "53 + 27 = 80.
 import json
 import random
 import re
+from pathlib import Path
 
-from rlx.rollout import word_problems
+from rlx.cli import user_code
+
+word_problems = user_code.load(str(Path(__file__).with_name("word_problems.py")))
 
 NUM_PROBLEMS = 20_000
 CALLS = 0.4  # share of equations

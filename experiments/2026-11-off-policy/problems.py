@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable
 
-from configs.data import calculator_solutions
-from rlx.rollout import word_problems
+from configs.data import calculator_solutions, word_problems
 
 LEVELS = (1, 2)
 NUM_PROBLEMS = 20_000

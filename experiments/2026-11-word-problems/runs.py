@@ -19,6 +19,7 @@ from experiments.sweep import records
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records.json"
+SET = "word_problems=configs/data/word_problems.py:rows"
 QUESTIONS = 1000  # held out, 200 of each level: the standard error is 0.015
 LORA = [
     "--config.lora.rank=64",
@@ -49,7 +50,7 @@ def run(out: Path, seeds: list[int], stages: list[str], flags: list[str]) -> Non
 def _evaluate(out: Path, model: str, flags: list[str]) -> None:
     """Write a model's greedy answers to the held-out questions; existing ones are kept."""
     _call("rlx.evaluate", "word_problems", [
-        f"--models={model}", "--datasets=word_problems", f"--limit={QUESTIONS}", "--n_samples=0",
+        f"--models={model}", f"--datasets={SET}", f"--limit={QUESTIONS}", "--n_samples=0",
         f"--output={out}", *flags,
     ])  # fmt: skip
 

@@ -46,8 +46,8 @@ def make(directory: Path, model: str = "") -> Path:
     """Write (or link) model, tokenizer and prompts.jsonl into `directory`; return it."""
     directory.mkdir(parents=True, exist_ok=True)
     if model:
+        from configs.data import word_problems
         from rlx.model.directory import resolve
-        from rlx.rollout import word_problems
 
         (directory / "model").symlink_to(Path(resolve(model)).resolve())
         questions = [row["question"] for row in word_problems.problems(0, "train", 2000)]

@@ -10,11 +10,10 @@ Text that does not parse stays text.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
 
-from rlx.agents import argument_types
 from rlx.base import unknown
 
 Call = tuple[str, dict[str, Any]]  # name, arguments
@@ -61,6 +60,11 @@ _PARAMETER = re.compile(
     r"\s*<parameter=([^>]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>|\Z))", re.DOTALL
 )
 _FUNCTION_END = re.compile(r"\s*</function>")
+_KINDS = {
+    str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
+    dict: "object", type(None): "null",
+}  # fmt: skip
+_WORDS = {"true": True, "false": False, "null": None, "none": None}  # JSON's and Python's
 _HALF = re.compile("[\ud800-\udfff]")  # unpaired surrogates are invalid in HTTP
 
 
@@ -163,15 +167,44 @@ def _parameters(
 ) -> tuple[dict[str, Any], int]:
     """Return a call's XML parameters and their end in the text, or raise ValueError."""
     functions = (tool["function"] for tool in tools)
-    schema = next((f.get("parameters") for f in functions if f["name"] == name), None)
+    schema = next((f.get("parameters") for f in functions if f["name"] == name), None) or {}
     out = {}
     while found := _PARAMETER.match(text, at):
         key, at = found[1], found.end()
-        out[key] = argument_types.coerce(
-            found[2], argument_types.subschema(schema, key, schema), schema
-        )
+        out[key] = typed(found[2], _kinds((schema.get("properties") or {}).get(key)))
     if end := _FUNCTION_END.match(text, at):
         return out, end.end()
     if ended and not text[at:].strip():
         return out, at
     raise ValueError
+
+
+def typed(text: str, kinds: Set[str]) -> Any:
+    """Return an argument as text if that is one of its `kinds`, else as JSON of one of them.
+
+    Text that is a valid array, object or null becomes that if it is one of the kinds. An empty set
+    allows all.
+    """
+    word = text.strip().lower()
+    try:
+        plain = kinds and "string" not in kinds and word in _WORDS
+        found = _WORDS[word] if plain else json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    if isinstance(found, float) and "number" not in kinds and found.is_integer():
+        found = int(found)
+    scalar = isinstance(found, str | int | float) and "string" in kinds
+    wrong = kinds and _KINDS[type(found)] not in kinds
+    return text if scalar or wrong else found
+
+
+def _kinds(schema: Any) -> set[str]:
+    """Return the types of JSON that a property's schema allows; empty if it names none."""
+    own = schema if isinstance(schema, Mapping) else {}
+    named = own.get("type") or [_KINDS[type(v)] for v in own.get("enum") or ()]
+    found = set(map(str, named if isinstance(named, list) else [named]))
+    for other in own.get("anyOf") or own.get("oneOf") or ():
+        if not (more := _kinds(other)):  # a reference, for one
+            return set()
+        found |= more
+    return found | {"integer"} if "number" in found else found

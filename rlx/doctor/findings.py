@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 class Finding:
     """One row."""
 
-    area: str  # section of the table: packages | machine | model | data | config | memory | extras
+    area: str  # section of the table: packages | machine | model | data | config | memory
     name: str  # subject of the check
     level: str  # ok | absent (not needed) | warning (slow, may fail) | problem (cannot work)
     found: str  # result, one sentence

@@ -1,17 +1,14 @@
-"""Check the machine: devices, cores, memory, ports, disks, clock."""
+"""Check the machine: devices, cores, memory, sandbox, disks."""
 
 import asyncio
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlx.base import UserError, install
 from rlx.cli.text import size
@@ -22,8 +19,6 @@ from rlx.system import available_memory
 from rlx.system.host_port import connect
 
 DEVICE_SECONDS = 120.0
-_NOT_BEFORE = 1_750_000_000  # June 2025, seconds: an earlier clock is wrong
-_SMALL_SHM = 64 << 20  # the default of containers
 _DEVICES = """
 import json, jax
 devices = jax.devices()
@@ -131,30 +126,6 @@ def judge_gpus_in_use(use: Sequence[tuple[int, int]]) -> Finding | None:
     return advised("machine", "GPU memory", what, remedy if held else "")
 
 
-def judge_cores(usable: int, present: int, load: float) -> Finding:
-    """Return the row of the cores; `load` is the 1-minute average."""
-    what, remedy = f"{usable} of {present} usable, load {load:.1f}", ""
-    if usable < 2:
-        what += "; trainer and server take turns"
-        remedy = "give the process two cores or more"
-    elif load > 1.5 * present:
-        what += ": other programs are running"
-        remedy = "end them, or expect a slow run"
-    return advised("machine", "cores", what, remedy)
-
-
-def check_loopback() -> Finding:
-    """Return the row of loopback: a port is bound and reached."""
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-            with socket.create_connection(("127.0.0.1", port), timeout=5):
-                return Finding("machine", "loopback", "ok", f"port {port} bound and reached")
-    except OSError as error:
-        return Finding("machine", "loopback", "problem", f"127.0.0.1 cannot be used: {error}",
-                       "bring the interface lo up, or allow the sandbox to listen")  # fmt: skip
-
-
 async def check_sandbox() -> Finding:
     """Run a program in the sandbox of tools; return the row of its confinement."""
     try:
@@ -212,48 +183,29 @@ def judge_workdir(directory: Path, free: int, writable: bool) -> Finding:
     return advised("machine", "workdir", what, remedy if free < 1 << 30 else "")
 
 
-def judge_shared_memory(total: int, free: int, needed: int = 0, place: str = "/dev/shm") -> Finding:
-    """Return the row of `fleet.publish_dir`'s disk, bytes; `needed` is 0 without a config."""
-    area, name = ("memory", "publishing") if needed else ("machine", "shared memory")
-    what = f"{place}: {size(free)} of {size(total)} free"
-    grow = "docker run --shm-size=8g, or set fleet.publish_dir to a disk"
-    if needed:
-        what += f"; two versions of the weights need {size(needed)}"
-        if needed > free:
-            return Finding(area, name, "problem", what, grow)
-    elif total <= _SMALL_SHM:
-        return Finding(area, name, "warning", what, grow)
-    return Finding(area, name, "ok", what)
-
-
-def judge_clock(wall: float) -> Finding:
-    """Return the row of the clock; `wall` is in seconds since 1970."""
-    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(wall))
-    late = f"{date} is in the past; certificates and run names are wrong"
-    past = wall < _NOT_BEFORE
-    return advised("machine", "clock", late if past else date, "set the date" if past else "")
-
-
 def check(workdir: Path, found: Devices | str) -> Iterator[Finding]:
     """Yield the rows that need no config."""
     yield judge_devices(found, nvidia_gpus(), os.environ)
     if row := judge_gpus_in_use(gpus_in_use()):
         yield row
     usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    yield judge_cores(usable, present, os.getloadavg()[0])
+    few = "give the process two cores or more: trainer and server take turns" * (usable < 2)
+    yield advised("machine", "cores", f"{usable} of {present}, load {os.getloadavg()[0]:.1f}", few)
     yield Finding("machine", "memory", "ok", str(available_memory.memory()))
-    yield check_loopback()
     yield asyncio.run(check_sandbox())
     place = existing(workdir)
     yield judge_workdir(place, shutil.disk_usage(place).free, os.access(place, os.W_OK))
-    yield judge_clock(time.time())
 
 
-def check_shared_memory(needed: int = 0, place: str = "/dev/shm") -> Finding:
-    """Return the row of the file system of `place`, where weights are published."""
+def check_publish_dir(place: str, needed: int) -> Finding:
+    """Return the row of the file system where weights are published; `needed` is in bytes."""
+    grow = "docker run --shm-size=8g, or set fleet.publish_dir to a disk"
     try:
-        usage: Any = shutil.disk_usage(place)
+        usage = shutil.disk_usage(place)
     except OSError as error:
-        return Finding("machine", "shared memory", "problem", f"{place}: {error.strerror}",
-                       "set fleet.publish_dir to a directory that exists")  # fmt: skip
-    return judge_shared_memory(usage.total, usage.free, needed, place)
+        return Finding("memory", "publishing", "problem", f"{place}: {error.strerror}", grow)
+    what = f"{place}: {size(usage.free)} of {size(usage.total)} free; two versions of the weights "
+    what += f"need {size(needed)}"
+    if needed > usage.free:
+        return Finding("memory", "publishing", "problem", what, grow)
+    return Finding("memory", "publishing", "ok", what)

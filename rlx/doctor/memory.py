@@ -15,7 +15,6 @@ import numpy as np
 from rlx.base import DiskFull
 from rlx.cli.text import size
 from rlx.doctor.machine import Devices
-from rlx.engines.kv_memory import make_plan
 from rlx.model import lora_config, remat
 from rlx.model import params as parameters
 from rlx.model.mesh import WEIGHTS, mesh_axes, num_row_shards, share
@@ -25,8 +24,6 @@ from rlx.train.train_options import OPTIMIZERS, TrainOptions
 
 Bytes = dict[str, int]
 ONE_CPU = Devices()
-
-_VLLM_CPU_KV = 4 << 30  # limit in rlx.engines.vllm.vllm_start
 
 
 @dataclass(frozen=True)
@@ -178,20 +175,6 @@ def _floats(sizes: RunSizes, platform: str, axes: Mapping[str, int]) -> float:
         # scores of a block of queries, see attention.py
         working += 3 * model.num_heads * max(256, sizes.row_length // 16)
     return model.num_layers * kept + working
-
-
-def server(sizes: RunSizes) -> Bytes:
-    """Return the memory of one rollout server: two versions of the weights, and its KV cache."""
-    model, width = sizes.model, np.dtype(sizes.publish_dtype).itemsize
-    tokens = sizes.max_model_len
-    token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * width
-    if sizes.engine == "vllm":
-        kv = min(token * sizes.slots * tokens, _VLLM_CPU_KV)
-    else:
-        plan = make_plan(sizes.slots, tokens, sizes.decode_steps)
-        kv = token * plan.slots * plan.length
-    weights = exported(sizes)
-    return {"weights": weights, "new weights": weights, "KV cache": kv}
 
 
 def published(sizes: RunSizes) -> int:

@@ -26,7 +26,6 @@ BENCHMARKS = {
     found.name: found
     for found in (
         Benchmark("arithmetic", "", "arithmetic"),
-        Benchmark("word_problems", "", "gsm8k"),
         Benchmark("gsm8k", "openai/gsm8k:main:test", "gsm8k"),
         Benchmark("math_500", "HuggingFaceH4/MATH-500:test", "math", "problem"),
         Benchmark("math", "DigitalLearningGmbH/MATH-lighteval:test", "math", "problem", "solution"),

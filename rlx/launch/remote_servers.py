@@ -1,4 +1,4 @@
-"""Check hosts over ssh, and start, show and end servers, or Ray, on them.
+"""Check hosts over ssh, and start, show and end servers on them.
 
 SHARED/cluster.json lists the started processes. SHARED/servers holds the address files of
 rlx.serve, SHARED/secrets their token and certificate, SHARED/logs their output.
@@ -23,14 +23,14 @@ from rlx.fleet.addresses import Joining
 from rlx.launch import run_secrets
 from rlx.system import host_agent
 from rlx.system.exit_reason import last_words
-from rlx.system.host_port import bracketed, connect
+from rlx.system.host_port import connect
 from rlx.system.jsonl import read_json, write_atomically
 from rlx.system.process_settings import HOME
 from rlx.system.signals import interrupts
 
 Processes = dict[str, list[dict[str, Any]]]  # host → name, log, argv, env; once started pid, begun
 
-STATE, _HEAD = "cluster.json", "Ray's head at "
+STATE = "cluster.json"
 READY_SECONDS, LOOK_SECONDS, STOP_SECONDS, REACH_SECONDS = 600.0, 2.0, 40.0, 5.0
 PACKAGES = ("jax", "torch", "transformers", "vllm", "grpcio", "numpy", "safetensors")
 CHECKS = ("reach", "python", "packages", "GPUs", "clock", "shared", "ports")
@@ -175,10 +175,13 @@ def servers(
     port: int,  # of a host's first server; 0: any
     serve: Sequence[str],  # arguments of Python, such as -m rlx.serve --model=DIR
 ) -> Processes:
-    """Return the servers to start, with new secrets."""
+    """Return the servers to start, with new secrets; UserError if `shared` has some already."""
+    if (shared / STATE).exists():
+        raise UserError(f"{shared} has servers already; end them by python -m rlx.cluster down")
     made, secret = Processes(), shared / "secrets"
     addresses = {host: machines.address(host) for host in machines.hosts}
-    token = _new_secrets(shared, tuple(addresses.values()))
+    run_secrets.make_secrets(secret, tuple(addresses.values()))
+    token = (secret / run_secrets.TOKEN).read_text()
     common = (*serve, f"--join={shared / 'servers'}", f"--tls-key={secret / run_secrets.KEY}",
               f"--tls-cert={secret / run_secrets.CERTIFICATE}")  # fmt: skip
     env = {"PYTHONPATH": HOME, wire.TOKEN_VARIABLE: token}
@@ -191,29 +194,6 @@ def servers(
             for i in range(each or gpus or 1)
         ]  # fmt: skip
     return made
-
-
-def ray_nodes(machines: Machines, shared: Path, port: int) -> Processes:
-    """Return a Ray node for each host, with a new token; the first is the head, at `port`."""
-    made, head = Processes(), bracketed(machines.address(machines.hosts[0]), port)
-    token = _new_secrets(shared, tuple(map(machines.address, machines.hosts)))
-    env = {"PYTHONPATH": HOME, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-    for host in machines.hosts:
-        role = [f"--address={head}"] if made else ["--head", f"--port={port}"]
-        argv = [machines.python, "-m", "ray.scripts.scripts", "start", "--block", *role,
-                f"--node-ip-address={machines.address(host)}", "--disable-usage-stats"]  # fmt: skip
-        name = "Ray's node" if made else f"{_HEAD}{head}"
-        made[host] = [{"name": name, "log": str(shared / "logs" / f"{host}-ray.log"),
-                       "argv": argv, "env": env}]  # fmt: skip
-    return made
-
-
-def _new_secrets(shared: Path, addresses: Sequence[str]) -> str:
-    """Make the secrets of `shared` and return the token; UserError if some are in use."""
-    if (shared / STATE).exists():
-        raise UserError(f"{shared} has servers already; end them by python -m rlx.cluster down")
-    run_secrets.make_secrets(shared / "secrets", addresses)
-    return (shared / "secrets" / run_secrets.TOKEN).read_text()
 
 
 def up(machines: Machines, shared: Path, wanted: Processes) -> None:
@@ -239,7 +219,7 @@ def _up(machines: Machines, shared: Path, wanted: Processes, stop: Event, runnin
     try:
         for host, error in failed.items():
             raise UserError(f"{host}: {error}")
-        count = sum(one["name"].startswith("server") for c in wanted.values() for one in c)
+        count = sum(map(len, wanted.values()))
         end, joined = time.monotonic() + READY_SECONDS, -1
         while joined < running + count:
             if stop.wait(LOOK_SECONDS):
@@ -272,12 +252,9 @@ def status(shared: Path) -> tuple[str, bool]:
         for host, one, runs in _alive(*read(shared))
     ]
     shown = aligned([("host", "what", "process", "state"), *found])
-    token = f'"$(cat {shlex.quote(str(shared / "secrets" / run_secrets.TOKEN))})"'
-    for head in [what.removeprefix(_HEAD) for _, what, *_ in found if what.startswith(_HEAD)]:
-        shown += ["a run there:", f"RAY_ADDRESS={head} RAY_AUTH_MODE=token RAY_AUTH_TOKEN={token} "
-                  "python -m rlx.main --config=FILE --config.scheduler.type=ray"]  # fmt: skip
     if joined := _joined(shared):
         secret = shared / "secrets"
+        token = f'"$(cat {shlex.quote(str(secret / run_secrets.TOKEN))})"'
         flags = {"join": shared / "servers", "num_servers": 0,
                  "publish": "stream", "tls.ca": secret / run_secrets.CERTIFICATE}  # fmt: skip
         given = [shlex.quote(f"--config.fleet.{key}={value}") for key, value in flags.items()]

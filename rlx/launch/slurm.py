@@ -12,30 +12,12 @@ from rlx.base import UserError
 TEMPLATE = Path(__file__).with_name("slurm_job.sh")
 UNSHARED = 66  # exit status of a job whose node does not see the run's directory
 
-
-AGAIN: Mapping[str, str] = {  # ends of a job after which another start may succeed
-    "FAILED": "has failed",
-    "NODE_FAIL": "has lost a node",
-    "PREEMPTED": "was preempted",
-    "TIMEOUT": "has used up its time",
-    "BOOT_FAIL": "had nodes that did not boot",
-    "LAUNCH_FAILED": "could not be launched on its nodes",
-    "RECONFIG_FAIL": "had nodes that could not be reconfigured",
-}
-ENDINGS: dict[str, str] = {
-    **AGAIN,
-    "COMPLETED": "is done",
-    "OUT_OF_MEMORY": "was killed because memory ran out",
-    "CANCELLED": "was cancelled",
-    "DEADLINE": "could not end before its deadline",
-    "REVOKED": "was revoked by another cluster",
-    "SPECIAL_EXIT": "is held in a special exit state",
-}
-LIVE: dict[str, str] = {
-    "PENDING": "waits", "CONFIGURING": "waits for its nodes", "RUNNING": "runs",
-    "COMPLETING": "ends", "STAGE_OUT": "ends", "REQUEUED": "waits again",
-    "REQUEUE_HOLD": "is held", "REQUEUE_FED": "waits again", "RESV_DEL_HOLD": "is held",
-    "RESIZING": "runs", "SIGNALING": "runs", "SUSPENDED": "is suspended", "STOPPED": "is stopped",
+# States of Slurm in which a job has ended, and those after which another start may succeed.
+AGAIN = frozenset((
+    "FAILED", "NODE_FAIL", "PREEMPTED", "TIMEOUT", "BOOT_FAIL", "LAUNCH_FAILED", "RECONFIG_FAIL",
+))  # fmt: skip
+ENDED = AGAIN | {
+    "COMPLETED", "OUT_OF_MEMORY", "CANCELLED", "DEADLINE", "REVOKED", "SPECIAL_EXIT",
 }  # fmt: skip
 NEVER: Mapping[str, str] = {  # reason for which a job waits for ever → remedy
     "PartitionNodeLimit": "the partition has fewer nodes at work (`sinfo`); lower scheduler.nodes",
@@ -67,13 +49,11 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        return self.state in ENDINGS
+        return self.state in ENDED
 
     def __str__(self) -> str:
-        unknown = f"is in the unknown state {self.state}"
-        known = (LIVE | ENDINGS).get(self.state, unknown)
         where = f" on {self.nodes}" if self.nodes and self.state == "RUNNING" else ""
-        return f"{known}{where}{f' ({self.reason})' if self.reason else ''}"
+        return f"is {self.state}{where}{f' ({self.reason})' if self.reason else ''}"
 
 
 def render(template: str, values: Mapping[str, str], where: str) -> str:

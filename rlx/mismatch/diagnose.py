@@ -21,7 +21,6 @@ from rlx.model.rope_config import Rope
 CLEARLY = 4.0  # an inexact guess must be this many times closer to the engine than the trainer is
 NOISE = 3.0  # largest ratio between a deviation and the rounding noise that explains it
 ROPE_BASES = (10_000.0, 500_000.0, 1_000_000.0, 5_000_000.0)
-FIT_TOKENS = 64  # tokens read by the search for a temperature
 
 Scores = list[np.ndarray]  # [T] a sample
 
@@ -100,30 +99,9 @@ class Explanation:
 
 
 def _temperature(case: MismatchCase) -> Iterator[Guess]:
-    wanted = case.scorer.temperature
-    for found in dict.fromkeys((1.0, _fitted_temperature(case))):
-        if found != wanted:
-            words = f"the engine's logprobs are at {found:.3g}, the trainer's at {wanted:g}"
-            yield Guess(words, case.split(measure.tempered(case.logits, case.tokens, found)))
-
-
-def _fitted_temperature(case: MismatchCase) -> float:
-    """Return the temperature in [0.1, 10] whose logprobs come closest, by a refined grid."""
-    part = np.unique(np.linspace(0, len(case.tokens) - 1, FIT_TOKENS).astype(int))
-    logits, tokens = case.logits[part], case.tokens[part]
-    engine = np.concatenate([sample.completion.logprobs for sample in case.samples])[part]
-    use = np.isfinite(engine)
-
-    def distance(log_temperature: float) -> float:
-        scores = measure.tempered(logits, tokens, float(np.exp(log_temperature)))
-        return float(np.abs(scores - engine)[use].sum())
-
-    low, high = np.log(0.1), np.log(10.0)
-    for _ in range(10):  # each keeps a quarter of the range
-        grid = np.linspace(low, high, 9)
-        best = grid[int(np.argmin([distance(point) for point in grid]))]
-        low, high = best - (high - low) / 8, best + (high - low) / 8
-    return float(np.exp(best))
+    if (wanted := case.scorer.temperature) != 1:
+        words = f"the engine's logprobs are at 1, the trainer's at {wanted:g}"
+        yield Guess(words, case.split(measure.tempered(case.logits, case.tokens, 1.0)))
 
 
 def _renormalised(case: MismatchCase) -> Iterator[Guess]:

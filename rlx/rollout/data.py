@@ -25,7 +25,7 @@ import numpy as np
 from rlx.base import UserError, install, nearest
 from rlx.cli import user_code
 from rlx.environments import reasoning_tasks
-from rlx.rollout import arithmetic, word_problems
+from rlx.rollout import arithmetic
 
 Row = dict[str, Any]
 
@@ -35,7 +35,7 @@ _NO_SHARES: Mapping[str, float] = {}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _CODE = re.compile(r".+\.py:\w+|[\w.]+:\w+")
 _SCHEMES = {"reasoning_gym:": lambda names: functools.partial(reasoning_tasks.rows, names)}
-GENERATED = {"arithmetic": arithmetic.problems, "word_problems": word_problems.problems}
+GENERATED = {"arithmetic": arithmetic.problems}
 
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?P<options>(:[\w.+\[\]%-]+){0,2})")
 

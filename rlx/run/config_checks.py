@@ -1,27 +1,19 @@
 """Check a run's config: its model, its data, and the arithmetic between its numbers."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import metadata
 from operator import attrgetter
 from pathlib import Path
 
-import numpy as np
 from ml_collections import ConfigDict
-from packaging.version import Version
 
-from rlx.base import UserError, install
 from rlx.cli.text import number
 from rlx.doctor import capacity, machine, memory
 from rlx.doctor.findings import Finding, advised, attempt, problem, problems
 from rlx.doctor.memory import RunSizes
 from rlx.fleet.addresses import read_addresses
-from rlx.launch.teacher import ScorerOptions
-from rlx.model import directory
-from rlx.model import params as parameters
 from rlx.model.mesh import WEIGHTS, check_devices, mesh_axes, num_row_shards
 from rlx.model.model_config import ModelConfig
 from rlx.run import fitting
@@ -29,10 +21,6 @@ from rlx.run.inputs import Missing, prepare
 from rlx.run.plan_run import judge_idle
 from rlx.run.precision import decide
 from rlx.run.room_options import sizes_of
-from rlx.system.jsonl import read_jsonl
-from rlx.train import packing
-
-SAMPLED_ROWS = 256  # rows whose prompts are tokenized
 
 
 def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterator[Finding]:
@@ -56,21 +44,12 @@ def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterat
         sizes = sizes_of(config, model)
         if fit.message:
             yield Finding("config", "microbatch", "ok", fit.message)
-    if not bad:
-        rows_seen = np.linspace(0, len(inputs.train_rows) - 1, SAMPLED_ROWS).astype(int)
-        ids = [inputs.prompts.ids(inputs.train_rows[i]) for i in np.unique(rows_seen)]
-        prompts = np.array([len(each) for each in ids])
-        yield judge_prompts(prompts, config.data.max_prompt_tokens)
     if model and "mesh" not in bad:
         yield attempt("config", "mesh", partial(_mesh, config, model, devices), str)[0]
     if sizes and not bad:  # the arithmetic between numbers
         yield judge_batch(sizes, len(inputs.train_rows))
-        shards = num_row_shards(mesh_axes(config.train.mesh, devices.count))
-        jax = config.trainer == "jax"  # torch attends to each segment by itself
-        cost = jax * parameters.attention_cost(inputs.model_config, devices.platform)
-        yield judge_microbatches(sizes, expected_tokens(config, prompts, workdir), cost, shards)
-        if jax and devices.platform == "gpu":
-            yield judge_attention(config.model.compute_dtype, metadata.version("jax"))
+        if config.trainer == "jax" and devices.platform == "gpu":
+            yield judge_attention(config.model.compute_dtype)
         if inputs.algorithm.data == "rollouts":
             yield judge_staleness(config, sizes.group)
             if config.allocation_mode and (idle := judge_idle(config, machine.gpu_kind())):
@@ -79,8 +58,7 @@ def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterat
             what = "one more forward pass per batch (algorithm.proximal=recompute)"
             yield Finding("config", "proximal", "ok", what)
     if sizes:
-        teacher = _teacher_sizes(config, inputs.options.teacher)
-        yield from capacity.check(sizes, teacher, workdir, devices)
+        yield from capacity.check(sizes, workdir, devices)
 
 
 @contextmanager
@@ -113,43 +91,12 @@ def _mesh(config: ConfigDict, model: ModelConfig, devices: machine.Devices) -> s
     return f"{named}{more}; rows cut in {num_row_shards(axes)}, parameters {weights}"
 
 
-def _teacher_sizes(config: ConfigDict, options: ScorerOptions) -> RunSizes | None:
-    """Return the sizes of the teacher's servers; None if the run starts none."""
-    if not options.num_local:
-        return None
-    try:
-        model = directory.load_config(directory.resolve(options.path))
-    except UserError:  # reported in the row of the teacher
-        return None
-    return dataclasses.replace(
-        sizes_of(config, model),
-        engine=options.engine,
-        num_servers=options.num_local,
-        slots=options.slots,
-        max_model_len=options.longest,
-    )
-
-
-def judge_prompts(tokens: np.ndarray, limit: int) -> Finding:
-    """Return the row that compares prompt lengths with `data.max_prompt_tokens`."""
-    most = int(tokens.max())
-    what = f"{tokens.mean():.0f} tokens on average, {most} at most in {len(tokens)} sampled rows"
-    enough = math.ceil(1.5 * most / 64) * 64
-    if limit <= max(4 * most, enough):
-        return advised("data", "prompt lengths", f"{what}; the limit is {limit}")
-    what += f"; data.max_prompt_tokens={limit} reserves memory for longer ones"
-    return advised("data", "prompt lengths", what, f"set data.max_prompt_tokens={enough}")
-
-
-def judge_attention(compute_dtype: str, jax: str) -> Finding:
+def judge_attention(compute_dtype: str) -> Finding:
     """Return the row of how attention is computed on an NVIDIA GPU."""
     what, remedy = "cuDNN, on packed rows with Hopper and newer", ""
     if compute_dtype == "float32":
         what = "model.compute_dtype=float32: cuDNN has no kernel for it, XLA's blocks are slower"
         remedy = "set model.compute_dtype=bfloat16"
-    elif Version(jax) < Version("0.11.2"):
-        what = f"jax {jax} copies the keys for each query head in cuDNN's packed attention"
-        remedy = f"use Python 3.12 or newer with jax 0.11.2 or newer: {install('cuda')}"
     return advised("config", "attention", what, remedy)
 
 
@@ -169,40 +116,6 @@ def judge_batch(sizes: RunSizes, rows: int) -> Finding:
     elif 1 < rows < batch:
         what, remedy = f"{what}: a batch repeats rows", "add rows, or lower rollout.batch_prompts"
     return advised("config", "batch", what, remedy)
-
-
-def expected_tokens(config: ConfigDict, prompts: np.ndarray, workdir: Path) -> float:
-    """Return the mean tokens of a trajectory, by the records in `workdir` if there are any."""
-    lengths = [r.get("avg_seq_len") for r in read_jsonl(workdir / "metrics.jsonl")]
-    known = [length for length in lengths if length]
-    return float(known[-1] if known else prompts.mean() + config.sampling.max_new_tokens / 2)
-
-
-def judge_microbatches(
-    sizes: RunSizes, expected: float, cost: float = 0.0, shards: int = 1
-) -> Finding:
-    """Return the row of microbatches, for lengths spread evenly around `expected` tokens."""
-    budget, most, count = sizes.train.row_budget, sizes.longest, sizes.minibatch
-    spread = np.linspace(0.5, 1.5, count) * expected
-    lengths = np.clip(spread, 1, min(most, budget)).astype(np.int64)
-    lengths[-1] = min(most, budget)  # the longest one decides the row length
-    buckets = sizes.train.row_buckets
-    plan = packing.plan(lengths, budget, buckets, attention_cost=cost, shards=shards)
-    full = lengths.sum() / plan.padded_tokens
-    parts = len(plan.shapes)
-    what = (
-        f"{budget} tokens: {number(budget / most)} of the longest trajectories ({most} tokens), "
-        f"{number(budget / expected)} of the expected ({expected:.0f}); a minibatch of {count} is "
-        f"{parts} microbatch{'es' * (parts > 1)} in rows of {plan.row_length}, {full:.0%} full"
-    )
-    remedy = ""
-    if full < 0.5:
-        what += ": most of it is padding"
-        remedy = (
-            "lower train.max_tokens_per_microbatch, or a train.row_buckets entry nearer to "
-            f"{most} tokens"
-        )
-    return advised("config", "microbatches", what, remedy)
 
 
 def judge_staleness(config: ConfigDict, group: int) -> Finding:

@@ -26,27 +26,17 @@ SEAMS = (  # keys of the config that may name user code
 )  # fmt: skip
 
 
-def findings(
-    config: ConfigDict | None, workdir: Path, every_extra: bool = True
-) -> Iterator[Finding]:
-    """Yield rows for the doctor's table; `every_extra` also imports unneeded extras, slowly."""
+def findings(config: ConfigDict | None, workdir: Path) -> Iterator[Finding]:
+    """Yield rows for the doctor's table."""
     started = []  # engines of servers that the run starts
     if config and config.fleet.num_servers and not config.fleet.addresses:
         started.append(config.fleet.engine)
     if config and config.teacher.path and not config.teacher.addresses:
         started.append(config.teacher.engine or config.fleet.engine)
-    needed = ("vllm",) if "vllm" in started else ()
-    found = [*packages.check(needed=needed, everything=every_extra)]
-    yield from (row for row in found if row.area != packages.OTHER)
-    yield from _checks(config, workdir)
-    yield from (row for row in found if row.area == packages.OTHER)
-
-
-def _checks(config: ConfigDict | None, workdir: Path) -> Iterator[Finding]:
+    yield from packages.check(needed=("vllm",) if "vllm" in started else ())
     devices = machine.devices()
     yield from machine.check(workdir, devices)
     if config is None:
-        yield machine.check_shared_memory()
         return
     if config.allocation_mode:
         row, made = attempt(

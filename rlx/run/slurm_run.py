@@ -167,11 +167,10 @@ def _why(number: str, job: Job, workdir: Path, attempt: Path, failed: Sequence[s
     logs = [log.read_text(errors="replace").splitlines() for log in _logs(attempt)]
     wrong = (line for lines in logs for line in lines if line.startswith(("error: ", "✗ ")))
     message = next(wrong, "").removeprefix("error: ") or last_words(logs[0] if logs else ())
-    state = slurm.ENDINGS.get(job.state) or str(job)
     lost = f"; {', '.join(failed)} failed" if failed else ""
     if job.state == "OUT_OF_MEMORY":
         message = f"{message or 'out of memory'}; set scheduler.options=('--mem=…',)"
-    return f"job {number} {state}{lost}: {message or f'its logs are in {attempt}'}"
+    return f"job {number} {job}{lost}: {message or f'its logs are in {attempt}'}"
 
 
 def _logs(attempt: Path) -> list[Path]:

@@ -3,31 +3,27 @@
     every second   signs of life ─▶ look(state, now, signs) ─▶ state, lines
 
 The watchdog ends nothing. A sign is late after several times its longest quiet period so far.
-While a call of C code holds the interpreter, another process reports it (interpreter_watch.py).
+While a call of C code holds the interpreter, no line can be printed, and a thread of faulthandler
+writes the stacks.
 """
 
 import asyncio
 import faulthandler
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from rlx.base import UserError
 from rlx.cli.command import say
-from rlx.cli.user_code import LIBRARIES, frames, of_user, place_of
+from rlx.cli.user_code import frames, of_user, place_of
 from rlx.observe.run_status import STATUS
-from rlx.system import interpreter_watch
 from rlx.system.jsonl import write_atomically
-from rlx.system.signals import IS_COMMAND
 
 # Quiet seconds that are never late.
 SECONDS = {"loop": 10.0, "user": 30.0, "call": 60.0, "rollout": 60.0, "step": 1800.0}
@@ -82,6 +78,7 @@ def look(
 def watchdog(workdir: Path) -> Iterator[Callable[[Any], None]]:
     """Watch this thread during the block; yield a function that adds the parts of a run."""
     held: list[Any] = []
+    path, opened = workdir / "stacks.txt", list[TextIO]()
     ended, own = threading.Event(), threading.get_ident()
 
     def watch() -> None:
@@ -90,6 +87,11 @@ def watchdog(workdir: Path) -> Iterator[Callable[[Any], None]]:
         written = -_STATUS
         while not ended.wait(_TICK):
             now = time.monotonic()
+            if not opened and workdir.is_dir():
+                with suppress(OSError):
+                    opened.append(path.open("a"))
+            if opened:  # each time anew, so that it writes only if no thread runs
+                faulthandler.dump_traceback_later(SECONDS["loop"], file=opened[0])
             if now - last > _STOPPED:  # nothing could run meanwhile
                 state, woken = {}, now
             last, signs = now, _signs(own, held[0] if held else None, woken)
@@ -101,54 +103,25 @@ def watchdog(workdir: Path) -> Iterator[Callable[[Any], None]]:
             for line in lines if not ended.is_set() else ():
                 with suppress(OSError):
                     workdir.mkdir(parents=True, exist_ok=True)
-                    with (workdir / "stacks.txt").open("a") as file:
+                    with path.open("a") as file:
                         print(f"{time.ctime()}: {line}", file=file, flush=True)
                         faulthandler.dump_traceback(file)
-                text = f"{line}; {workdir}/stacks.txt has the stacks of all threads"
+                text = f"{line}; {path} has the stacks of all threads"
                 (held[0].progress.message if held else say)(text)
 
-    threading.Thread(target=watch, name="watchdog", daemon=True).start()
-    try:
-        with _watched_from_outside(workdir):
-            yield held.append
-    finally:
-        ended.set()
-
-
-@contextmanager
-def _watched_from_outside(workdir: Path) -> Iterator[None]:
-    """Run interpreter_watch.py during the block."""
-    pipe, ours = os.pipe()
-    os.set_blocking(ours, False)
-    given = map(str, (os.getpid(), workdir, *LIBRARIES))
-    command = [sys.executable, "-IS", interpreter_watch.__file__, *given]
-    # Without our environment, which holds the token of a fleet.
-    process = subprocess.Popen(command, stdin=pipe, start_new_session=True, env={})
-    os.close(pipe)
-    main = threading.current_thread() is threading.main_thread() and IS_COMMAND.get()
-    before = signal.set_wakeup_fd(ours, warn_on_full_buffer=False) if main else -1
-
-    ended = threading.Event()
-
-    def beat() -> None:
-        while not ended.is_set():
-            faulthandler.dump_traceback_later(SECONDS["loop"], file=ours)
-            with suppress(OSError):  # the other process was killed
-                os.write(ours, b"\0")
-            ended.wait(_TICK)
-
-    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread = threading.Thread(target=watch, name="watchdog", daemon=True)
     thread.start()
     try:
-        yield
+        yield held.append
     finally:
         ended.set()
-        thread.join()
-        if main:
-            signal.set_wakeup_fd(before)
+        thread.join(_TICK)  # it may wait for a lock of the interrupted code
         faulthandler.cancel_dump_traceback_later()
-        os.close(ours)
-        process.wait()
+        with suppress(OSError):
+            for file in opened:
+                file.close()
+                if not path.stat().st_size:
+                    path.unlink()
 
 
 def _signs(main: int, parts: Any, woken: float) -> dict[str, Sign]:

@@ -10,6 +10,7 @@ from rlx.base import DiskFull
 from rlx.config import default
 from rlx.doctor import memory
 from rlx.doctor.machine import Devices
+from rlx.engines import kv_memory
 from rlx.engines.jax import kv_cache
 from rlx.model import lora, params
 from rlx.model.model_config import TRAITS, ModelConfig
@@ -115,10 +116,9 @@ def test_adapters_make_the_state_small_and_keep_the_base_beside_it():
 
 
 def test_the_kv_cache_is_the_engines_own():
-    config = config_of(fleet__slots=6, model__publish_dtype="bfloat16")
     cache = jax.eval_shape(lambda: kv_cache.init_cache(MODEL, 6, ROW, jnp.bfloat16))
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-    assert memory.server(sizes_of(config, MODEL))["KV cache"] == held
+    assert kv_memory.token_bytes(MODEL, "bfloat16") * 6 * ROW == held
 
 
 def test_a_mesh_divides_the_state_and_a_reference_is_counted():

@@ -1,9 +1,7 @@
 """Machines with ssh and nothing else: three real sshd on loopback, with keys of their own."""
 
 import getpass
-import importlib.util
 import os
-import shlex
 import shutil
 import signal
 import socket
@@ -13,7 +11,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rlx import cluster
@@ -154,29 +151,6 @@ def test_servers_that_joined_by_hand_stay(ssh, tmp_path, capsys, ending):
 
 
 @needs_sshd
-@pytest.mark.ray
-@pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs the extra ray")
-def test_ray_is_started_shown_joined_and_ended(ssh, tmp_path, capsys, ending):
-    with socket.create_server(("127.0.0.2", 0)) as free:
-        port = free.getsockname()[1]
-    status, out = command(ssh, tmp_path, capsys, "up", "--hosts=a,b", "--ray", f"--port={port}")
-    assert (status, out.count("✓ runs")) == (0, 2), out
-    line = out.splitlines()[-1]
-    assert line.startswith(f"RAY_ADDRESS=127.0.0.2:{port} RAY_AUTH_MODE=token RAY_AUTH_TOKEN=")
-    count = "import ray, time\nray.init(log_to_driver=False)\n"
-    count += "while sum(n['Alive'] for n in ray.nodes()) < 2: time.sleep(0.5)\nprint('both')"
-    joined = line.partition("python -m")[0] + shlex.join([sys.executable, "-c", count])
-    done = subprocess.run(["bash", "-c", joined], capture_output=True, text=True, timeout=240)
-    assert done.stdout == "both\n", done.stderr
-    _, found = remote_servers.read(tmp_path / "shared")
-    started = [psutil.Process(one["pid"]) for some in found.values() for one in some]
-    everyone = [p for each in started for p in (each, *each.children(recursive=True))]
-    assert sum(p.name() == "raylet" for p in everyone) == 2
-    assert command(ssh, tmp_path, capsys, "down")[0] == 0
-    assert all(ended(process, 60) for process in everyone)
-
-
-@needs_sshd
 def test_a_server_that_cannot_start_leaves_none_running(ssh, tmp_path, capsys):
     code = (
         "import os, runpy, sys; sys.argv = sys.argv[1:]; "
@@ -281,10 +255,3 @@ def test_a_process_id_that_is_anothers_by_now_is_not_ended():
     ours = {"pid": os.getpid(), "begun": host_agent.begun(os.getpid())}
     assert host_agent.alive([ours]) == [True]
     assert host_agent.stop([{**ours, "begun": "1"}], 0.1) == [False]
-
-
-@needs_sshd
-def test_ray_has_its_head_on_the_first_host(ssh, tmp_path):
-    made = remote_servers.ray_nodes(Machines(HOSTS, ssh, "python3"), tmp_path, 6379)
-    assert [host for host, (one,) in made.items() if "--head" in one["argv"]] == ["a"]
-    assert all("--address=127.0.0.2:6379" in made[host][0]["argv"] for host in ("b", "c"))

@@ -149,14 +149,14 @@ def test_a_dry_run_shows_who_has_which_gpus(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "devices", Devices)  # JAX in another process, which takes seconds
     monkeypatch.setattr(packages, "check", lambda **_: iter(()))
     config = config_of("jax:d2+jax:f1")
-    rows = {row.name: row for row in findings(config, tmp_path, every_extra=False)}
+    rows = {row.name: row for row in findings(config, tmp_path)}
     assert rows["allocation"].found == (
         "jax:d2+jax:f1; server 0: GPU 0; server 1: GPU 1; trainer: GPU 2"
     )
     assert rows["mesh"].level == "ok"
     assert "JAX_PLATFORMS" not in os.environ, "it is this check's own"
     config.cluster.processes = 2
-    found = findings(config, tmp_path, every_extra=False)
+    found = findings(config, tmp_path)
     row = next(row for row in found if row.level != "ok" and row.name == "allocation")
     assert "this one has 2" in row.found
 

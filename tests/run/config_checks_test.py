@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from configs import arithmetic, arithmetic_sft
@@ -20,7 +19,6 @@ from rlx.rollout.workflows import Prompts
 from rlx.run import config_checks, loop, run_checks
 from rlx.run.room_options import sizes_of
 from rlx.run.tokenizer_files import _template, load_tokenizer
-from rlx.system.available_memory import MemoryLimit
 
 GB = 10**9
 
@@ -43,8 +41,8 @@ def test_a_good_config_has_no_problem_and_writes_nothing(config, tmp_path):
     found = rows_of(config, tmp_path)
     assert not [row for row in found.values() if row.level == "problem"]
     model, data = ["tensors", "tokenizer", "chat template"], ["rows", "prompts"]
-    arithmetic, memory = ["batch", "microbatches", "staleness"], ["trainer", "servers", "together"]
-    assert {*model, *data, *arithmetic, *memory, "publishing", "disk"} <= found.keys()
+    memory = ["trainer", "publishing", "disk"]
+    assert {*model, *data, *memory, "batch", "staleness"} <= found.keys()
     assert "16 prompts × 8 = 128 trajectories" in found["batch"].found
     assert "(2 + 1) × 16 = 48 prompts ahead" in found["staleness"].found
     assert not list(tmp_path.iterdir())
@@ -294,26 +292,9 @@ def test_uneven_minibatches_and_empty_slots_are_warned_of(config, model):
     assert "less than one batch" in config_checks.judge_staleness(config, 8).found
 
 
-def test_long_rows_for_short_trajectories_are_mostly_padding(config, model):
-    config.train.row_buckets, config.train.max_tokens_per_microbatch = (1024,), 65536
-    config.rollout.batch_prompts = config.sampling.n_samples = 2
-    row = config_checks.judge_microbatches(sizes_of(config, model), expected=60.0)
-    assert row.level == "warning"
-    assert "padding" in row.found
-    assert "compute_dtype" in config_checks.judge_attention("float32", "0.12.0.1").remedy
-    assert "0.11.2" in config_checks.judge_attention("bfloat16", "0.10.2").remedy
-    assert config_checks.judge_attention("bfloat16", "0.12.0.1").level == "ok"
-    prompts = config_checks.judge_prompts(np.array([10, 12]), 1024)
-    assert prompts.remedy == "set data.max_prompt_tokens=64"
-    assert config_checks.judge_prompts(np.array([10, 12]), 64).level == "ok", (
-        "64 is what would be advised"
-    )
-
-
-def test_an_earlier_part_of_the_run_says_what_to_expect(config, tmp_path):
-    assert config_checks.expected_tokens(config, np.array([20, 40]), tmp_path) == 30 + 64
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "avg_seq_len": 77.0}\n{"step": 2}\n')
-    assert config_checks.expected_tokens(config, np.array([20, 40]), tmp_path) == 77
+def test_float32_has_no_kernel_of_attention():
+    assert "compute_dtype" in config_checks.judge_attention("float32").remedy
+    assert config_checks.judge_attention("bfloat16").level == "ok"
 
 
 def test_a_step_that_does_not_fit_says_what_would(config, tmp_path):
@@ -324,21 +305,17 @@ def test_a_step_that_does_not_fit_says_what_would(config, tmp_path):
     assert "model.remat=full" in found["trainer"].remedy
 
 
-def test_disk_and_memory_are_weighed():
+def test_the_disk_is_weighed():
     assert capacity.judge_disk(GB, GB, keep=2, free=10 * GB).level == "ok"
     short = capacity.judge_disk(4 * GB, GB, keep=2, free=10 * GB)
     assert short.level == "problem"
     assert "2 + 1 checkpoints of 4.0 GB" in short.found
-    there = MemoryLimit(20 * GB, 10 * GB, "on this machine")
-    levels = [capacity.judge_host(need * GB, there, True).level for need in (1, 9.5, 11)]
-    assert levels == ["ok", "warning", "problem"]
 
 
-def test_a_teacher_is_looked_at_and_counted(config, tmp_path):
+def test_a_teacher_is_looked_at(config, tmp_path):
     config.algorithm.preset, config.teacher.path = "distill", "rlx:arithmetic"
     found = {(row.area, row.name): row for row in config_checks.check(config, tmp_path, Devices())}
     assert found["model", "teacher"].level == "ok"
-    assert "× 1: program" in found["memory", "teacher"].found
 
 
 def test_rows_that_are_trained_on_are_counted_as_such(model):
@@ -362,7 +339,6 @@ def test_a_dry_run_shows_the_rows_and_makes_nothing(tmp_path):
     done = run("rlx.main", "--config=configs/arithmetic.py", f"--workdir={workdir}", "--dry_run")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "dependencies: " in done.stdout
-    assert "[dev]" not in done.stdout, "a run needs no such extra"
     assert "machine: devices: " in done.stdout
     assert "config: batch: 16 prompts × 8" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("no problem")
@@ -410,16 +386,3 @@ def test_a_dry_run_shows_what_the_environment_says_of_other_processes(
     assert [row.level for row in found] == [level for level, _ in rows]
     for row, (_, what) in zip(found, rows, strict=True):
         assert what in row.found
-
-
-def test_extras_that_a_run_does_not_need_come_last_in_one_row(monkeypatch, tmp_path, config):
-    monkeypatch.setattr(run_checks.machine, "check", lambda *_: ())
-    monkeypatch.setattr(run_checks.machine, "devices", lambda: "none")
-    monkeypatch.setattr(packages, "imports", lambda modules: dict.fromkeys(modules, ""))
-    extras = {"ray": "lacking", "vllm": "vllm", "more": "none-such", "plus": "numpy"}
-    found = {name: [packages.Requirement(text)] for name, text in extras.items()}
-    monkeypatch.setattr(packages, "declared", lambda distribution: {"": [], **found})
-    config.fleet.engine = "vllm"
-    rows = [(r.area, r.name) for r in run_checks.findings(config, tmp_path)]
-    assert rows[:2] == [("packages", "dependencies"), ("packages", "[vllm]")]
-    assert rows[-2:] == [("extras", "[plus]"), ("extras", "not installed")]

@@ -202,7 +202,7 @@ def test_help_leads_to_the_keys_and_names_a_command_that_is_a_directory(capsys):
 
 def test_each_key_is_described_in_a_line():
     lines = keys.described()
-    assert lines.keys() == dict(leaves(default())).keys() - {"observe.tensorboard"}
+    assert lines.keys() == dict(leaves(default())).keys()
     assert lines["optimizer.b1"] == (
         "optimizer.b1=0.9  (in [0, 1))  share of the first moment kept at each update"
     )

@@ -76,7 +76,7 @@ def test_a_run_that_loses_a_node_equals_one_that_is_left_alone(slurm, start, sai
     reference = start(alone, *PAIR, "--config.scheduler.nodes=3")
     assert reference.wait(SECONDS) == 0, said()
     assert "node2: server 0: CPU; server 1: CPU" in said()
-    assert "is done" in said()
+    assert "is COMPLETED" in said()
     slurm.wait(lambda: not slurm.steps())  # a busy machine ends them a moment later
 
     process = start(run, *PAIR, "--config.scheduler.nodes=2")
@@ -88,7 +88,7 @@ def test_a_run_that_loses_a_node_equals_one_that_is_left_alone(slurm, start, sai
         slurm.revive("n1")
     # Slurm notices first, and puts the job back, or we do, as trainer 0 ends, and submit it again.
     assert re.search("is back in Slurm's queue|resuming from the last checkpoint", said())
-    assert " runs on n[0,2]" in said()
+    assert " is RUNNING on n[0,2]" in said()
     assert "resuming after step" in said()
     ours = {record["step"]: record for record in records(run)}
     assert sorted(ours) == list(range(1, STEPS + 1))

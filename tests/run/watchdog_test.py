@@ -72,13 +72,6 @@ def hold():
     lib.pthread_mutex_lock(mutex)
 
 
-class Holds(RLVR):
-    async def run(self, fleet, task):
-        if task.group_id > 5:
-            hold()
-        return await super().run(fleet, task)
-
-
 class Hook:
     def on_step(self, step, record):
         time.sleep(1e6)  # hook
@@ -207,28 +200,17 @@ def test_users_code_that_hangs_before_the_run_begins_is_named_and_ends(what, tmp
     assert lines[-1] == "interrupted\n"
 
 
-def test_a_call_in_c_that_holds_the_interpreter_is_named_and_ends_by_a_second_signal(tmp_path):
-    (tmp_path / "reward.py").write_text(f"{HANGS}\nhold()\n")
+def test_stacks_are_written_while_a_call_in_c_holds_the_interpreter(tmp_path):
+    (tmp_path / "reward.py").write_text(f"{HANGS}\ntime.sleep(3.0)\nhold()\n")
     line = HANGS.splitlines().index("    lib.pthread_mutex_lock(mutex)") + 2  # the second of them
-    reward = f"--config.reward.name={tmp_path}/reward.py:score"
-    with started(tmp_path, reward) as (process, lines, said):
-        assert said.wait(60), lines
-        assert f"reward.py:{line} hold holds the interpreter, so nothing else runs" in lines[-1]
-        assert "reward.py" in (tmp_path / "run/stacks.txt").read_text()
-        process.send_signal(signal.SIGINT)
-        time.sleep(1.5)
-        assert process.poll() is None
-        assert ends(process, signal.SIGTERM, 10) == -signal.SIGKILL
-        assert "holds" not in "".join(lines[:-1])
-
-
-@pytest.mark.slow
-def test_a_rollout_that_holds_the_interpreter_is_named(tmp_path):
-    workflow = f"--config.rollout.workflow={tmp_path}/hang.py:Holds"
-    with started(tmp_path, workflow) as (_, lines, said):
-        assert said.wait(100), lines
-        assert "hang.py:" in lines[-1]
-        assert " hold holds the interpreter, so nothing else runs" in lines[-1]
+    (tmp_path / "run").mkdir()
+    with started(tmp_path, f"--config.reward.name={tmp_path}/reward.py:score"):
+        for _ in range(600):
+            stacks = tmp_path / "run/stacks.txt"
+            if stacks.exists() and "Timeout" in (text := stacks.read_text()):
+                break
+            time.sleep(0.1)
+        assert f'reward.py", line {line} in hold' in text
 
 
 LATE = {

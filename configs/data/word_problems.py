@@ -7,6 +7,7 @@ comparisons and sums of two people. Level 4 adds an irrelevant number: "12 does 
 
 A hash of each sentence, wording and set of numbers holds some of them out: training problems
 share none with held-out ones. The sentences are in `word_problems.txt`.
+`rows` is for `data.dataset`.
 """
 
 import functools
@@ -25,6 +26,7 @@ THINGS = (
     "cookies",
 )  # fmt: skip
 LARGEST_VALUE = 100  # intermediate values lie between 2 and this
+NUM_TRAIN, NUM_HELD_OUT = 20_000, 1_000
 _HELD_OUT_SHARE = 5  # 1 set of numbers in 5
 _WORDS_SHARE = 13  # 1 sentence, and 1 wording, in 13: a fifth of all sentences
 _LONGEST_COMMON_WORD = 4  # letters; "has" and "gets" are never held out
@@ -51,6 +53,12 @@ LEVELS = {
     4: Level(3, ("packs", *_ALL), 1),
     5: Level(4, ("packs", *_ALL), 1),
 }
+
+
+def rows(split: str) -> Iterator[dict[str, Any]]:
+    """Yield the problems of `train` or of `test`; the same each time."""
+    wanted, count = {"train": ("train", NUM_TRAIN), "test": ("held_out", NUM_HELD_OUT)}[split]
+    yield from itertools.islice(stream(0, wanted), count)
 
 
 def problems(seed: int, split: str, n: int) -> list[dict[str, Any]]:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from configs.data import word_problems
+from configs.data.word_problems import LARGEST_VALUE, LEVELS
 from rlx.base import UserError
 from rlx.rewards import rewards
-from rlx.rollout import word_problems
 from rlx.rollout.arithmetic import SPLITS
-from rlx.rollout.word_problems import LARGEST_VALUE, LEVELS
 
 N = 600
 
