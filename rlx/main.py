@@ -15,11 +15,8 @@ from rlx.base import UserError
 from rlx.cli import command
 from rlx.config import check
 from rlx.doctor import failures
-from rlx.doctor.findings import status
-from rlx.doctor.table import show
 from rlx.run import flags
 from rlx.run.allocate import apply_allocation
-from rlx.run.run_checks import findings
 from rlx.system.workdir_lock import chosen_workdir
 from rlx.train.hosts import Cluster
 
@@ -36,6 +33,10 @@ def main() -> int:
         raise UserError(f"--workdir={workdir} is a file; give a directory")
     local = config.scheduler.type == "local"
     if values.dry_run and local:
+        from rlx.doctor.findings import status
+        from rlx.doctor.table import show
+        from rlx.run.run_checks import findings
+
         return status(show(findings(config, workdir)))
     given = values.workdir, config_flags.get_config_filename(values["config"])
     first = True

@@ -171,6 +171,25 @@ def test_importing_every_light_file_loads_no_heavy_module():
     assert json.loads(done.stdout.splitlines()[-1]) == {}
 
 
+@pytest.mark.parametrize(
+    ("modules", "without"),
+    [
+        ("rlx.main", {"grpc", "rich", "packaging"} | HEAVY),  # until servers start
+        ("rlx.serve, rlx.engines.server, rlx.engines.jax.jax_engine", HEAVY - {"jax", "jaxlib"}),
+        ("rlx.run.loop, rlx.run.jax_trainer", HEAVY - {"jax", "jaxlib", "flax", "optax"}),
+    ],
+)
+def test_a_run_starts_without_what_it_does_not_use(modules, without):
+    """Each of these takes tenths of a second, on the way to the first step."""
+    idle = {"transformers", "tokenizers", "aiohttp", "openai", "anthropic", "ray", "pandas", "PIL"}
+    idle |= {"matplotlib", "datasets", "scipy", "jinja2"}
+    program = f"import sys, {modules}\nprint(*sorted({without | idle!r} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
 @pytest.mark.parametrize("path", [p for p in FILES if room_of(p) == "run" and p not in TRAINERS])
 def test_a_run_sees_its_trainer_through_the_contract_alone(path):
     """So that one in PyTorch takes the place of JAX's."""

@@ -1,7 +1,9 @@
 """Command line of `python -m rlx.serve`: its flags, and the options they become."""
 
 import argparse
+import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
@@ -54,8 +56,19 @@ def parser(engines: Mapping[str, Callable] = ENGINES) -> argparse.ArgumentParser
     p.add_argument("--stage-dir", default=_SHARED_MEMORY, help="directory for streamed weights")
     p.add_argument("--join", default="", help="directory of address files, see docs/fleet.md")
     p.add_argument("--drain-seconds", type=float, default=30.0, help="after SIGTERM, to finish")
+    p.add_argument("--early", action="store_true", help="start the engine, then read all flags")
     p.add_argument("--parent-pid", type=int, default=0, help="end when this process ends")
     return p
+
+
+def further() -> list[str]:
+    """Wait on stdin for the flags of an early server, and write to its log from then on."""
+    if not (line := sys.stdin.readline()):  # it is not needed
+        os._exit(0)
+    log, os.environ[wire.TOKEN_VARIABLE], *flags = json.loads(line)
+    with open(log, "ab") as file:
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+    return flags
 
 
 def server_options(args: argparse.Namespace) -> dict[str, Any]:

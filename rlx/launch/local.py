@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +33,8 @@ from rlx.fleet.tls import Tls
 from rlx.system import exit_reason
 from rlx.system.process_settings import python_path
 
+COMMAND = (sys.executable, "-m", "rlx.serve")
+_EARLY = ("engine", "slots", "max_model_len", "dtype", "decode_steps")  # flags of JAX's engine
 _POLL_SECONDS = 0.05
 _STACKS_SECONDS = 0.5  # for a process to write its stacks
 _START_SECONDS, _START_BYTES_A_SECOND = 180.0, 50e6  # compilation; a cold disk, shared by servers
@@ -101,7 +103,8 @@ class LocalServers:
         answer_timeout: float = 60.0,  # seconds of silence before a server is restarted
         max_restarts: int = 5,  # of one server in a row
         on_message: Callable[[str], None] | None = None,  # takes one line for the user
-        command: Sequence[str] = (sys.executable, "-m", "rlx.serve"),
+        command: Sequence[str] = COMMAND,
+        early: Sequence[subprocess.Popen] = (),  # from `start_early`, for the first ones
         **options: str | int,  # flags of rlx.serve; server i gets seed + i
     ):
         plan = plan or cpu_plan(sorted(os.sched_getaffinity(0)), num_servers)
@@ -122,6 +125,7 @@ class LocalServers:
                 cpus=cpus,
                 env=_environment(len(cpus), platform, self.token, *gpus[i : i + 1]),
                 lock=self._scratch.lock,
+                early=None if gpus or i >= len(early) else early[i],
             )
             for i, cpus in enumerate(plan.servers)
         ]
@@ -245,6 +249,7 @@ class _Server:
     cpus: tuple[int, ...]
     env: dict[str, str]
     lock: int  # descriptor for the process to inherit
+    early: subprocess.Popen | None = None  # may become its first process
     port: int = 0
     ready_at: float = 0.0  # when this process was ready; 0: not yet
     restarts: int = 0
@@ -265,23 +270,18 @@ class _Server:
         return self.process.pid if self.process and self.process.returncode is None else 0
 
     def spawn(self) -> None:
-        """Start the process on its cores, in its own session, so Ctrl-C does not reach it."""
-        ours = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, self.cpus)  # this thread's, which the child inherits
-        try:
-            with open(self.log, "ab") as log:
-                self.log_start = log.seek(0, os.SEEK_END)
-                self.process = subprocess.Popen(
-                    (*self.command, f"--port={self.port}"),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=self.env,
+        """Start the process on its cores, unless an early one can take its place."""
+        command, early = (*self.command, f"--port={self.port}"), self.early
+        with open(self.log, "ab") as log:
+            self.log_start = log.seek(0, os.SEEK_END)
+            if early and _hand_over(early, command, self):
+                self.process = early
+            else:
+                self.process = _start(
+                    command, self.cpus, stdin=subprocess.DEVNULL, stdout=log, env=self.env,
                     pass_fds=(self.lock,),
-                    start_new_session=True,
-                )
-        finally:
-            os.sched_setaffinity(0, ours)
+                )  # fmt: skip
+        self.early = None
         self.started, self.retry_at, self.ready_at = time.monotonic(), 0.0, 0.0
         self.oom_kills, self.peak = exit_reason.OomKills(), 0
 
@@ -343,6 +343,48 @@ def _end(servers: Sequence[_Server]) -> None:
             for server in running:
                 server.signal(signal.SIGKILL)
         time.sleep(0.01)
+
+
+def _start(command: Sequence[str], cpus: Sequence[int], **options: Any) -> subprocess.Popen:
+    """Start a process on its cores, in its own session, so Ctrl-C does not reach it."""
+    ours = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)  # this thread's, which the child inherits
+    try:
+        return subprocess.Popen(
+            command, stderr=subprocess.STDOUT, start_new_session=True, **options
+        )
+    finally:
+        os.sched_setaffinity(0, ours)
+
+
+def start_early(
+    model: str | os.PathLike, cpus: Sequence[int], seed: int, options: Mapping[str, Any]
+) -> subprocess.Popen:
+    """Start a server of the JAX engine that imports, loads and compiles, then waits for its flags.
+
+    It needs the options of the engine only, and ends with the thread that calls this.
+    """
+    own = [f"--{name.replace('_', '-')}={options[name]}" for name in _EARLY]
+    own += [f"--seed={seed}", f"--model={os.fspath(model)}", f"--parent-pid={os.getpid()}"]
+    return _start(
+        (*COMMAND, *own, "--early"), cpus, env=_environment(len(cpus), "cpu", ""),
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def _hand_over(early: subprocess.Popen, command: Sequence[str], server: "_Server") -> bool:
+    """Let `early` serve by `command`; end it and return False if its engine is another one."""
+    assert early.stdin
+    with contextlib.suppress(OSError), early.stdin as pipe:  # OSError: it has ended
+        same = {*early.args} - {"--early"} <= {*command}  # type: ignore[misc]
+        if same and os.sched_getaffinity(early.pid) == {*server.cpus}:
+            given = str(server.log.absolute()), server.env[wire.TOKEN_VARIABLE], *command[3:]
+            pipe.write(json.dumps(given).encode())
+            pipe.close()  # raises OSError too
+            return True
+    early.kill()
+    early.wait()
+    return False
 
 
 def _environment(

@@ -15,6 +15,7 @@ from rlx.model.model_config import ModelConfig, end_tokens
 from rlx.model.params import Row, check_shape
 from rlx.model.tensors import LazyTensors, open_tensors
 
+ASSETS = Path(__file__).parents[1] / "assets"
 # Tensors that old exporters wrote and no decoder reads.
 _IGNORED = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
 
@@ -46,16 +47,22 @@ def resolve(path: str, what: str = "model.path", weights: bool = True) -> Path:
         ) from error
 
 
+def at_hand(path: str) -> Path | None:
+    """Return what `resolve` would, or None where that downloads, converts or fails."""
+    own = path.startswith("rlx:")
+    place = ASSETS / path.removeprefix("rlx:") if own else Path(path).expanduser()
+    return place if (place / "config.json").exists() else None
+
+
 def _packaged(name: str) -> Path:
+    if place := at_hand(f"rlx:{name}"):
+        return place
     from rlx.model import gguf_files  # it imports tokenizers, which takes a moment
 
     if name in gguf_files.PACKAGES:
         return gguf_files.packaged(name)
-    assets = Path(__file__).parents[1] / "assets"
-    if not (assets / name / "config.json").exists():
-        names = [*(directory.name for directory in assets.iterdir()), *gguf_files.PACKAGES]
-        raise unknown("packaged model", f"rlx:{name}", [f"rlx:{name}" for name in names])
-    return assets / name
+    names = [*(directory.name for directory in ASSETS.iterdir()), *gguf_files.PACKAGES]
+    raise unknown("packaged model", f"rlx:{name}", [f"rlx:{name}" for name in names])
 
 
 def load_config(path: str | Path) -> ModelConfig:

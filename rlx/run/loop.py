@@ -40,7 +40,7 @@ from rlx.rollout.executor import Exhausted
 from rlx.run import resume, run_records, trainers
 from rlx.run.allocate import apply_allocation, gpu_environment
 from rlx.run.inputs import prepare
-from rlx.run.parts import Parts, build
+from rlx.run.parts import Parts, build, early_servers
 from rlx.run.room_options import sizes_of
 from rlx.run.saves import Saves
 from rlx.run.watchdog import watchdog
@@ -89,9 +89,9 @@ def run(
     check(config)
     forget_edited()
     keep_freed_memory()
-    trainers.library(config).set_up()
-    stop = stop or Event()
+    stop, laps = stop or Event(), {"": time.monotonic_ns()}
     with (
+        early_servers(config) as early,  # before the trainer's library, which takes seconds
         gpu_environment(config) as gpus,
         trainers.join_processes(config, stop) as hosts,
         watchdog(workdir) as watch,
@@ -102,18 +102,21 @@ def run(
             say(f"all {step} steps are done; raise --config.total_steps to train on in {workdir}")
             conductor.stop(hosts, step=step, complete=True)
             return _result(workdir, step, True)
+        laps["library"] = time.monotonic_ns()
         hooks = Hooks(writers.load(config.observe.writers, callbacks))
         inputs = prepare(config)
+        laps["inputs"] = time.monotonic_ns()
         make_directory(workdir)
         with failures.friendly_errors(), ExitStack() as stack:
             killed = stack.enter_context(lock_workdir(workdir))
             sizes = sizes_of(config, inputs.model_config)
             parts = Parts(
-                config=config, workdir=workdir, inputs=inputs, sizes=sizes, hooks=hooks, stop=stop
-            )
+                config=config, workdir=workdir, inputs=inputs, sizes=sizes, hooks=hooks, stop=stop,
+                laps=laps,
+            )  # fmt: skip
             advice = partial(parts.advice, started=False)
             with failures.friendly_errors(advice, "before the first step"):
-                built = build(parts, stack, killed, hosts, gpus)
+                built = build(parts, stack, killed, hosts, gpus, early)
             watch(parts)
             loop = _Loop(parts, *built)
             stack.push(loop.close)

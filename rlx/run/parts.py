@@ -9,10 +9,11 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from subprocess import Popen
 from threading import Event
 from typing import Any
 
@@ -24,6 +25,7 @@ from rlx.base import UserError
 from rlx.cli.text import size
 from rlx.cli.user_code import own_files
 from rlx.doctor import memory
+from rlx.doctor.machine import Devices
 from rlx.doctor.memory import RunSizes
 from rlx.evaluation.held_out import HeldOut
 from rlx.fleet import wire
@@ -34,9 +36,10 @@ from rlx.journal import journal as journals
 from rlx.journal.history import Recovered
 from rlx.journal.journal import Journal
 from rlx.launch import teacher
-from rlx.launch.local import CpuPlan, cpu_plan, servers_of
+from rlx.launch.local import CpuPlan, cpu_plan, servers_of, start_early
 from rlx.mismatch import measure
 from rlx.mismatch.gate import Gate
+from rlx.model import directory
 from rlx.observe import environment
 from rlx.observe.hooks import Hooks
 from rlx.observe.metrics import MetricsWriter, note_failure
@@ -61,7 +64,8 @@ from rlx.system.signals import interrupts
 from rlx.system.workdir_lock import Killed
 from rlx.train import checkpoint, conductor
 from rlx.train.contract import State, Update
-from rlx.train.hosts import Hosts
+from rlx.train.hosts import Cluster, Hosts
+from rlx.train.train_options import AUTO
 
 SKIPS_SHOWN = 5  # skipped rows shown in the terminal; skipped.jsonl has all
 
@@ -75,6 +79,7 @@ class Parts:
     inputs: Inputs
     sizes: RunSizes
     stop: Event  # set by the first Ctrl-C or SIGTERM, a hook, or another thread
+    laps: dict[str, int]  # parts of the start → their ends, ns
     hooks: Hooks
     precision: Precision = field(init=False)  # dtypes, which `build` writes into `config`
     elapsed: Callable[[], float] = field(init=False)  # the run's seconds, earlier processes' too
@@ -104,6 +109,7 @@ def build(
     killed: Killed | None,  # the killed process that used the workdir before, if any
     hosts: Hosts,  # the trainer's processes; this one is number 0
     gpus: Sequence[Sequence[str]],  # of each local server; empty: servers see all
+    early: Sequence[Popen],  # from `early_servers`
 ) -> tuple[State, int]:  # the train state, which the first update donates, and its step
     """Build and start everything; `stack` ends it in reverse order. UserError if a part fails."""
     config, workdir, inputs, hooks = parts.config, parts.workdir, parts.inputs, parts.hooks
@@ -132,6 +138,7 @@ def build(
     messages = [precision.message, fit.message, *resume.prepare_workdir(config, workdir)]
     parts.timeline = timeline = Timeline(earlier=workdir / "timeline.json")
     stack.callback(lambda: timeline.save(workdir / "timeline.json"))
+    parts.laps["precision"] = time.monotonic_ns()
     stack.push(partial(note_failure, workdir))
     log = workdir / "console.log"
     progress = stack.enter_context(Progress(config.total_steps, title=workdir.name, log=log))
@@ -170,7 +177,7 @@ def build(
     if options.served:
         servers = servers_of(
             config.fleet.addresses, model_dir, plan=own_plan, gpus=gpus,
-            joining=joining_of(config), **started,
+            joining=joining_of(config), early=early, **started,
         )  # fmt: skip
         stack.enter_context(servers)
     stack.callback(inputs.reward_pool.close)
@@ -194,6 +201,7 @@ def build(
     else:
         state, step, earlier = update.init(), 0, 0.0
 
+    parts.laps["trainer"] = time.monotonic_ns()
     parts.elapsed = lambda: earlier + time.monotonic() - begun
     hooks.say = say
     place = {
@@ -231,6 +239,7 @@ def build(
         say=say,
     )
     parts.fleet = NoFleet()
+    parts.laps["records"] = time.monotonic_ns()
     if options.served:
         kept = config.fleet.kv_on_update
         parts.fleet = servers.fleet(limits=options.limits, kv_on_update=kept, on_message=say)
@@ -269,7 +278,29 @@ def build(
     executor.set_version(step)
     if options.served and config.gate.enabled:
         parts.gate = _gate(config, inputs, model_dir, workdir / "hf")
+    parts.laps["servers"] = time.monotonic_ns()
+    timeline.add_laps(parts.laps)
     return state, step
+
+
+@contextmanager
+def early_servers(config: ConfigDict) -> Iterator[list[Popen]]:
+    """Start the run's servers before its inputs are read, where these do not change the engine."""
+    fleet, model, options = config.fleet, config.model, RunOptions.of(config)
+    elsewhere = fleet.addresses or fleet.join or Cluster.of(os.environ, **config.cluster).count > 1
+    other = fleet.engine != "jax" or model.random_init or config.allocation_mode
+    cores, place = sorted(os.sched_getaffinity(0)), directory.at_hand(model.path)
+    likely = "bfloat16" if Devices().has_bfloat16 else "float32"  # what `auto` will be
+    given = {**options.servers, "dtype": model.publish_dtype.replace(AUTO, likely)}
+    servers = list[Popen]()
+    with ExitStack() as stack:
+        if place and not (elsewhere or other or options.teacher or options.reward_model):
+            plan = cpu_plan(cores, fleet.num_servers, fleet.threads)
+            for i, cpus in enumerate(plan.servers):
+                servers.append(start_early(place, cpus, config.seed + i, given))
+                stack.enter_context(servers[-1])
+                stack.callback(servers[-1].kill)  # if it was not taken
+        yield servers
 
 
 def _restore(update: Update, trainer: str, path: Path) -> State:

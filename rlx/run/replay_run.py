@@ -131,7 +131,6 @@ def replay(
     there = recorded.start(plan.begin + 1).get("environment", {})
     with _place(there), gpu_environment(config):
         library = trainers.library(config)
-        library.set_up()
         with trainers.join_processes(config, Event()) as hosts:
             if hosts.index:
                 return trainers.follow(config, hosts)[1]

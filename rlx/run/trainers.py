@@ -74,6 +74,7 @@ def follow(config: ConfigDict, hosts: Hosts) -> tuple[int, bool]:
 @contextmanager
 def join_processes(config: ConfigDict, stop: Event) -> Iterator[Hosts]:
     """Join the run's other processes during the block; UserError if they are missing or differ."""
+    library(config).set_up()
     code, root = hashlib.blake2b(digest_size=8), Path(rlx.__file__).parent.parent
     for path in sorted([*root.glob("rlx/**/*.py"), *root.glob("rlx_torch/*.py")]):
         code.update(path.read_bytes())

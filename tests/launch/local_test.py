@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from rlx.base import UserError
 from rlx.fleet.member import Timeouts
-from rlx.launch.local import CpuPlan, LocalServers, cpu_plan, servers_plan
+from rlx.fleet.wire import TOKEN_VARIABLE
+from rlx.launch.local import CpuPlan, LocalServers, cpu_plan, servers_plan, start_early
 from rlx.system.loop_thread import LoopThread
 from tests.fixtures.commands import ended
 
@@ -112,6 +113,43 @@ def test_start_wait_stop(tmp_path, cores):
     assert all(ended(pid, 0.1) for pid in pids)
     assert local.pids == ()
     local.stop()
+
+
+EARLY = (sys.executable, "-u", SCRIPT)
+ENGINE = {"engine": "arithmetic", "slots": 4, "max_model_len": 64, "dtype": "float32"}
+
+
+@pytest.mark.parametrize("slots", [4, 8])
+def test_an_early_server_serves_only_with_the_engine_that_it_started(tmp_path, slots, monkeypatch):
+    monkeypatch.setattr("rlx.launch.local.COMMAND", EARLY)
+    options = {**ENGINE, "decode_steps": 4}
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    with start_early("none", cpus, 3, options) as early:
+        given = {**options, "slots": slots, "seed": 3, "plan": CpuPlan(cpus, (cpus,))}
+        with start(tmp_path, command=EARLY, early=[early], kv_on_update="abort", **given) as local:
+            local.wait()
+            taken = slots == options["slots"]
+            assert (local.pids == (early.pid,)) == taken
+            assert ended(early.pid, 0.1) != taken
+            (environment,) = (psutil.Process(pid).environ() for pid in local.pids)
+            assert (environment[TOKEN_VARIABLE] == local.token) != taken
+            thread = LoopThread("fleet")
+            thread.start()
+            fleet = local.fleet()
+            thread.run(fleet.connect())  # which needs the token
+            thread.run(fleet.close())
+            thread.close()
+    assert '{"port": ' in (tmp_path / "logs" / "server-0.log").read_text()
+    assert ended(early.pid, 0.1)
+
+
+def test_an_early_server_ends_when_nobody_takes_it(monkeypatch):
+    monkeypatch.setattr("rlx.launch.local.COMMAND", EARLY)
+    with start_early(
+        "none", sorted(os.sched_getaffinity(0)), 0, {**ENGINE, "decode_steps": 4}
+    ) as p:
+        p.stdin.close()
+        assert p.wait(60) == 0
 
 
 def test_stop_ends_a_stopped_server(tmp_path, monkeypatch):

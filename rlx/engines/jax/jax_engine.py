@@ -73,7 +73,9 @@ class JaxEngine(ModelEngine):
     # On the event loop.
 
     async def start(self) -> None:
-        """See Engine.start."""
+        """See Engine.start; a second call does nothing."""
+        if self._thread:
+            return
         self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._prepare)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -200,7 +202,7 @@ class JaxEngine(ModelEngine):
         if not jax.config.values["jax_compilation_cache_dir"]:
             for name, value in compile_cache.options().items():
                 jax.config.update(name, value)
-        config, plan = self._config, self._plan
+        config, plan, begun = self._config, self._plan, self._clock()
         try:
             self._params = self._read(str(self.model_path))
         except ValueError as error:
@@ -215,6 +217,7 @@ class JaxEngine(ModelEngine):
             if known is None:
                 raise
             raise known from error
+        self._spans.append(("load and compile", begun, self._clock()))
 
     def _read(self, path: str) -> ServingParams:
         """Return the weights of a safetensors file or HF directory.
