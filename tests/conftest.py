@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, settings
 
 from rlx.launch import xla_flags
 from rlx.model import compile_cache
+from tests.fixtures.commands import PROBLEMS
 
 # Programs of tests run for milliseconds and compile for seconds: do not optimise them, and keep
 # them for the next process. JAX reads these when it is imported, here and in started processes.
@@ -110,6 +112,12 @@ def tiny_model_dir(tmp_path_factory) -> Path:
     return model
 
 
+def pytest_runtest_setup():
+    """Generated epochs are short here; a test whose module imports no rlx.run has a whole one."""
+    if rows := sys.modules.get("rlx.run.dataset_rows"):
+        rows.TRAIN_PROBLEMS = PROBLEMS
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
     """The whole suite runs in three processes, a file in each; a part of it is sooner done in one.
@@ -161,9 +169,10 @@ def pytest_runtest_makereport(item, call):
 def pytest_collection_modifyitems(items):
     """Mark tests of torch; skip what is missing here; put the longest files first.
 
-    Whole runs in one file take minutes: at the end one of the processes would be waited for.
+    Files of whole runs or of large programs take minutes: at the end one of the processes would be
+    waited for.
     """
-    items.sort(key=lambda item: item.path.parent.name != "run")
+    items.sort(key=lambda item: item.path.parent.name not in ("run", "train", "engines"))
     for item in items:
         if item.path in _IMPORTING or OF_TORCH & {*getattr(item, "fixturenames", ())}:
             item.add_marker("torch")

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 from rlx.system.jsonl import read_jsonl
-from tests.fixtures.commands import RLX_MAIN
+from tests.fixtures.commands import FLOAT32, RLX_MAIN
 
 pytestmark = pytest.mark.witnesses
 ROOT = Path(__file__).parents[2]
 SHORT = [
     "--config.total_steps=2", "--config.rollout.batch_prompts=2", "--config.sampling.n_samples=2",
     "--config.eval.num_questions=4", "--config.fleet.slots=8", "--config.gate.prompts=1",
+    FLOAT32,
     "--config.rollout.max_staleness=0",  # a batch has the same prompts whoever is done first
 ]  # fmt: skip
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures.commands import path_without_torch
+
 pytest.importorskip("openai")
 pytest.importorskip("aiohttp")
 ROOT = Path(__file__).parents[2]
@@ -28,7 +30,7 @@ def test_the_page_from_its_server_to_an_agent_without_a_problem(tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     hidden = ("OPENAI_API_KEY", "XDG_CACHE_HOME")
     environment = {k: v for k, v in os.environ.items() if k not in hidden}
-    environment["PYTHONPATH"] = str(ROOT)
+    environment["PYTHONPATH"] = path_without_torch(ROOT, environment={})
     (_, serve), *blocks = BLOCKS
     program, *arguments = shlex.split(serve)
     assert program == "python"

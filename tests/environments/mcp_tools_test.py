@@ -23,7 +23,7 @@ from rlx.rollout.tool_use import ToolUse
 from rlx.rollout.workflows import Prompts, Task
 from rlx.sandbox.sandbox import SandboxOptions
 from rlx.system.jsonl import read_jsonl
-from tests.fixtures.commands import RLX_MAIN, ended
+from tests.fixtures.commands import FLOAT32, RLX_MAIN, ended
 from tests.rollout.scripted import Scripted
 from tests.rollout.tool_use_test import HERMES
 
@@ -281,6 +281,7 @@ def test_a_run_trains_with_the_tools_of_a_server(tmp_path):
         f"--config.rollout.workflow_kwargs={json.dumps(kwargs)}", "--config.total_steps=2",
         "--config.rollout.batch_prompts=4", "--config.sampling.n_samples=4",
         "--config.eval.num_questions=4", "--config.fleet.slots=8", "--config.gate.prompts=1",
+        FLOAT32,
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"

@@ -15,7 +15,7 @@ from rlx.rewards import rewards
 from rlx.rewards.reward_pool import RewardCall, RewardError, RewardPool
 from rlx.rollout import data
 from rlx.system.jsonl import read_jsonl
-from tests.fixtures.commands import RLX_MAIN
+from tests.fixtures.commands import FLOAT32, RLX_MAIN
 
 ROOT = Path(__file__).parents[2]
 
@@ -183,7 +183,7 @@ def test_a_run_trains_on_a_task_and_resumes_on_the_same_rows(made, tmp_path):
         "--config.rollout.batch_prompts=4", "--config.sampling.n_samples=4",
         "--config.sampling.max_new_tokens=32", "--config.data.max_prompt_tokens=128",
         "--config.eval.num_questions=4", "--config.fleet.slots=8", "--config.gate.prompts=1",
-        "--config.algorithm.drop_equal_rewards=False",
+        "--config.algorithm.drop_equal_rewards=False", FLOAT32,
     ]  # fmt: skip
     for steps in (1, 3):
         done = subprocess.run(

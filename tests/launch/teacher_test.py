@@ -20,7 +20,7 @@ from rlx.launch import teacher
 from rlx.launch.teacher import ScorerOptions
 from rlx.model import hf
 from rlx.run.room_options import RunOptions
-from tests.fixtures.commands import RLX_MAIN
+from tests.fixtures.commands import FLOAT32, RLX_MAIN
 
 STUDENT = hf.resolve("rlx:arithmetic")
 GRPO, DISTILL, SFT = (presets.PRESETS[name] for name in ("grpo", "distill", "sft"))
@@ -136,7 +136,7 @@ def main_of(workdir: Path, *flags: str) -> subprocess.CompletedProcess:
         "--config.algorithm.preset=distill", "--config.rollout.batch_prompts=2",
         "--config.sampling.n_samples=2", "--config.fleet.slots=4", "--config.total_steps=1",
         "--config.sampling.max_new_tokens=32", "--config.eval.num_questions=2",
-        "--config.observe.writers=()", "--config.gate.enabled=False", *flags,
+        "--config.observe.writers=()", "--config.gate.enabled=False", FLOAT32, *flags,
     ]  # fmt: skip
     return subprocess.run(command, capture_output=True, text=True, timeout=180)
 

@@ -18,7 +18,7 @@ import pytest
 from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 
-from tests.fixtures.commands import ended
+from tests.fixtures.commands import ended, path_without_torch
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "experiments" / "notebooks").glob("*.ipynb"))
@@ -56,8 +56,8 @@ def said(cell):
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Kernels import this code, by this interpreter, and see no GPU."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    """Kernels import this code, by this interpreter, and see no GPU and no torch."""
+    monkeypatch.setenv("PYTHONPATH", path_without_torch(ROOT, environment={}))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
@@ -112,6 +112,7 @@ config.data.max_prompt_tokens, config.sampling.max_new_tokens = 64, 24
 config.rollout.batch_prompts, config.sampling.n_samples, config.fleet.slots = 2, 2, 8
 config.train.row_buckets, config.train.max_tokens_per_microbatch = (192,), 1536
 config.eval.num_questions, config.gate.enabled, config.observe.writers = 2, False, ()
+config.model.compute_dtype = "float32"
 class Says:
     def on_step(self, step, record): print("step", step, flush=True)
 def run(steps):

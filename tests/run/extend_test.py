@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlx.system.jsonl import read_jsonl
-from tests.fixtures.commands import RLX_MAIN
+from tests.fixtures.commands import FLOAT32, RLX_MAIN
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +40,7 @@ RECORDED: dict[str, list[str]] = {
 SHORT = [
     "--config.total_steps=2", "--config.rollout.batch_prompts=2", "--config.sampling.n_samples=2",
     "--config.sampling.max_new_tokens=48", "--config.eval.num_questions=4",
-    "--config.fleet.slots=8", "--config.gate.prompts=1",
+    "--config.fleet.slots=8", "--config.gate.prompts=1", FLOAT32,
 ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.fixtures.commands import RLX_MAIN, ended
+from tests.fixtures.commands import FLOAT32, RLX_MAIN, ended
 from tests.run.main_test import processes_of, records, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ FLAGS = [
     "--config.rollout.batch_prompts=4", "--config.sampling.n_samples=4", "--config.fleet.slots=16",
     "--config.sampling.max_new_tokens=32", "--config.eval.num_questions=0",
     "--config.observe.writers=()", "--config.checkpoint.first_step=1",
-    "--config.checkpoint.every_steps=1", "--config.fleet.num_servers=2",
+    "--config.checkpoint.every_steps=1", "--config.fleet.num_servers=2", FLOAT32,
 ]  # fmt: skip
 NODES = ("127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5")  # Ray counts 127.0.0.1 as none
 GRADERS = ("127.0.0.6", "127.0.0.7")  # no process of a run fits there, but workers

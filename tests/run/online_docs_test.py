@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlx.agents import online_routes, session_state
+from tests.fixtures.commands import path_without_torch
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/online.md").read_text()
@@ -31,7 +32,7 @@ def test_the_page_s_blocks_run(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
+    env = {**os.environ, "PYTHONPATH": path_without_torch(ROOT), "PATH": path}
     options = {"cwd": tmp_path, "env": env, "text": True, "stdout": subprocess.PIPE}
     start = START.replace("8321", port).replace("python -m", "exec python -m")
     gateway = subprocess.Popen(["bash", "-ec", start], **options)

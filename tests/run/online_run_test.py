@@ -32,6 +32,7 @@ def config(port, steps):
     c.rollout.max_concurrent_rollouts = 16
     c.sampling.max_new_tokens, c.fleet.slots, c.train.row_buckets = 24, 8, (96,)
     c.eval.num_questions, c.gate.enabled, c.checkpoint.first_step = 2, False, 0
+    c.model.compute_dtype = "float32"
     c.online.port, c.agents.reward_seconds = port, 0.0
     return c
 
@@ -177,7 +178,7 @@ def test_no_rating_is_lost_whatever_is_killed(tmp_path, port):
         "total_steps": 12, "rollout.batch_prompts": 4, "rollout.max_staleness": 1,
         "rollout.max_concurrent_rollouts": 16, "sampling.max_new_tokens": 24, "fleet.slots": 8,
         "train.row_buckets": "(96,)", "eval.num_questions": 2, "gate.enabled": False,
-        "online.port": port, "observe.writers": "()",
+        "online.port": port, "observe.writers": "()", "model.compute_dtype": "float32",
     }  # fmt: skip
     command = [
         *RLX_MAIN, "--config=configs/arithmetic_online.py", f"--workdir={workdir}",

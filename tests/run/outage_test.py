@@ -10,7 +10,7 @@ import pytest
 
 from rlx.journal import journal
 from rlx.system.jsonl import read_jsonl
-from tests.fixtures.commands import RLX_MAIN
+from tests.fixtures.commands import FLOAT32, RLX_MAIN
 from tests.run.kill_test import records
 
 STEPS, PROMPTS, SECONDS = 10, 4, 8.0  # and seconds of the outage
@@ -23,7 +23,7 @@ COMMAND = [
     "--config.rollout.outage_seconds=60",
     "--config.rollout.max_staleness=8", "--config.rollout.max_concurrent_rollouts=4",
     "--config.eval.num_questions=0", "--config.gate.enabled=False", "--config.observe.writers=()",
-    "--config.observe.transcripts_per_step=64",
+    "--config.observe.transcripts_per_step=64", FLOAT32,
 ]  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import pytest
 import rlx
 from rlx.base import UserError
 from rlx.config import default
+from tests.fixtures.commands import path_without_torch
 
 ROOT = Path(__file__).parents[2]
 HEAD = """
@@ -22,7 +23,7 @@ from configs import arithmetic
 def config(steps):
     c = arithmetic.get_config()
     c.total_steps, c.rollout.batch_prompts, c.sampling.n_samples = steps, 2, 2
-    c.sampling.max_new_tokens, c.fleet.slots = 24, 8
+    c.sampling.max_new_tokens, c.fleet.slots, c.model.compute_dtype = 24, 8, "float32"
     c.eval.num_questions, c.gate.enabled, c.checkpoint.first_step = 2, False, 0
     return c
 
@@ -58,7 +59,7 @@ def told(program, tmp_path):
     """What the hooks of a program were told; it runs as a user's would, in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-c", HEAD + program + TAIL], cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=600,
+        env={**os.environ, "PYTHONPATH": path_without_torch(ROOT)}, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return ast.literal_eval(done.stdout.splitlines()[-1])

@@ -20,7 +20,7 @@ from rlx.run.room_options import check_reward
 from rlx.system.loop_thread import LoopThread
 from rlx.workers import worker_process
 from tests.fixtures.chat_server import ChatServer
-from tests.fixtures.commands import RLX_MAIN
+from tests.fixtures.commands import FLOAT32, RLX_MAIN
 
 ROW = {"question": "q7", "answer": "x"}
 
@@ -155,7 +155,7 @@ def test_a_run_learns_from_a_reward_model_and_leaves_no_process(reward_model, tm
         "--config.reward.terms=(('arithmetic', 1.0), ('model', -0.5))",
         "--config.rollout.batch_prompts=2", "--config.sampling.n_samples=2",
         "--config.total_steps=2", "--config.sampling.max_new_tokens=32", "--config.fleet.slots=4",
-        "--config.eval.num_questions=2", "--config.gate.enabled=False",
+        "--config.eval.num_questions=2", "--config.gate.enabled=False", FLOAT32,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -14,6 +14,7 @@ from rlx import sweep as command
 from rlx.base import UserError
 from rlx.observe.run_table import find, summary
 from rlx.run import allocate, run_grid
+from tests.fixtures.commands import path_without_torch
 from tests.run.main_test import wait_for
 
 ROOT = command.__file__.rpartition("/rlx/")[0]
@@ -28,6 +29,7 @@ def begin(*words):
     return subprocess.Popen(
         [sys.executable, "-m", "rlx.sweep", *FAST, *words], stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": path_without_torch()},
     )  # fmt: skip
 
 

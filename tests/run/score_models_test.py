@@ -24,12 +24,12 @@ from rlx.run.room_options import RunOptions
 from rlx.run.score_models import _Model, score_models
 from rlx.system.jsonl import append_jsonl, read_jsonl, set_aside
 from rlx.system.workdir_lock import fresh_workdir, lock_workdir
-from tests.fixtures.commands import RLX_MAIN, without_torch
+from tests.fixtures.commands import FLOAT32, RLX_MAIN, without_torch
 
 ASK = [
     *without_torch("rlx.evaluate"), "--config=configs/arithmetic.py",
     "--datasets=arithmetic,{file}", "--limit=4", "--n_samples=10", "--pass_at=8", "--maj_at=5",
-    "--max_gen_tokens=48", "--output={out}",
+    "--max_gen_tokens=48", "--output={out}", FLOAT32,
 ]  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def trained(tmp_path_factory):
     command = [
         *RLX_MAIN, "--config=configs/arithmetic_sft.py",
         "--config.lora.rank=2", "--config.fleet.num_servers=0", "--config.rollout.batch_prompts=4",
-        "--config.total_steps=1", f"--workdir={workdir}",
+        "--config.total_steps=1", FLOAT32, f"--workdir={workdir}",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

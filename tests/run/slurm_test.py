@@ -13,6 +13,7 @@ import pytest
 from rlx.base import UserError
 from rlx.run import slurm_run
 from rlx.system.jsonl import read_json, read_jsonl
+from tests.fixtures.commands import path_without_torch
 
 pytestmark = pytest.mark.slurm
 
@@ -41,7 +42,8 @@ def start(slurm, tmp_path):
         with open(tmp_path / "said", "w") as out:
             process = subprocess.Popen(
                 [*COMMAND, f"--workdir={workdir}", *flags], stdout=out, stderr=out,
-                stdin=subprocess.DEVNULL, env={**slurm.environment, "USE_TORCH": "0"},
+                stdin=subprocess.DEVNULL,
+                env={**slurm.environment, "PYTHONPATH": path_without_torch()},
             )  # fmt: skip
         started.append(process)
         return process
