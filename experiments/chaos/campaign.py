@@ -6,7 +6,7 @@ After each fault the campaign waits until the run has made two more steps. A tra
 started again by the same command.
 """
 
-import json
+import math
 import os
 import random
 import shutil
@@ -24,6 +24,7 @@ import psutil
 from experiments.chaos.proxy import Proxy
 from rlx.journal import journal
 from rlx.model.directory import resolve
+from rlx.system.jsonl import read_last
 from rlx.train import checkpoint
 
 HERE = Path(__file__).parent
@@ -34,24 +35,25 @@ _RUN = (
 )
 SETTINGS = {
     "total_steps": 1_000_000, "rollout.batch_prompts": 2, "sampling.n_samples": 4,
-    "sampling.max_new_tokens": 24, "rollout.max_staleness": 2, "rollout.workflow":
+    "sampling.max_new_tokens": 48, "rollout.max_staleness": 2, "rollout.workflow":
     f"{HERE}/mixed.py:Mixed", "rollout.max_concurrent_rollouts": 8, "fleet.slots": 8,
     "fleet.publish": "delta", "fleet.kv_on_update": "recompute", "fleet.hang_seconds": 1.0,
-    "fleet.probe_seconds": 0.3, "fleet.publish_timeout_seconds": 5.0, "eval.num_questions": 0,
-    "gate.enabled": False, "observe.writers": "()", "observe.transcripts_per_step": 64,
-    "checkpoint.first_step": 1, "checkpoint.every_steps": 10, "model.compute_dtype": "float32",
-    "optimizer.learning_rate": 1e-4, "rollout.request_timeout_seconds": 20.0,
-    "train.row_buckets": "(192,)", "train.max_tokens_per_microbatch": 768,
+    "fleet.probe_seconds": 0.3, "fleet.publish_timeout_seconds": 5.0, "eval.num_questions": 32,
+    "eval.every_steps": 10, "gate.enabled": False, "observe.writers": "()",
+    "observe.transcripts_per_step": 64, "checkpoint.first_step": 1, "checkpoint.every_steps": 10,
+    "model.compute_dtype": "float32", "optimizer.learning_rate": 1e-4,
+    "rollout.request_timeout_seconds": 20.0, "train.row_buckets": "(192,)",
+    "train.max_tokens_per_microbatch": 768, "journal.keep": 8 << 20,
 }  # fmt: skip
-LIMIT = 120.0  # seconds to recover, then the run counts as hung
-_DISK = 256 << 20
+LIMIT = 300.0  # seconds to recover, then the run counts as hung
+_DISK = 512 << 20
 
 
 def wait_until(condition: Callable[[], Any], seconds: float) -> bool:
     """Return whether `condition()` becomes true in time."""
     end = time.monotonic() + seconds
     while not (met := condition()) and time.monotonic() < end:
-        time.sleep(0.02)
+        time.sleep(0.1)
     return bool(met)
 
 
@@ -127,12 +129,8 @@ class Campaign:
 
     def step(self) -> tuple[int, int]:
         """Return the start and the step of the newest record."""
-        path = self.workdir / "metrics.jsonl"
-        with suppress(OSError, ValueError, IndexError, KeyError), open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 20_000))
-            record = json.loads(file.read().split(b"\n")[-2])
-            return record["start"], record["step"]
-        return 0, 0
+        record = read_last(self.workdir / "metrics.jsonl")
+        return record.get("start", 0), record.get("step", 0)
 
     def look(self) -> None:
         """Note the trainer's processes; start it again if it has ended."""
@@ -145,9 +143,9 @@ class Campaign:
 
     def require_no_children(self) -> None:
         """Wait for the ended trainer's processes; note and kill those that live on."""
-        if not wait_until(lambda: not any(map(running, self.children)), 10.0):
-            for process in filter(running, self.children):
-                self.problems.append(f"lives on: {process.cmdline()[:6]}")
+        if not wait_until(lambda: not any(map(words_of, self.children)), 10.0):
+            for process in filter(words_of, self.children):
+                self.problems.append(f"lives on: {words_of(process)[:200]}")
                 process.kill()
         self.children.clear()
 
@@ -173,24 +171,19 @@ class Campaign:
 
     def kill_server(self) -> None:
         """End a server with SIGKILL and start it again."""
-        server = self.server()
-        server.process.kill()
+        (server := self.server()).process.kill()
         server.process.wait()
         server.start()
 
     def worker(self, name: str) -> psutil.Process:
         """Return a process of the trainer's that runs rewards or agents."""
-        found: list[psutil.Process] = []
 
         def look() -> list[psutil.Process]:
             self.look()
-            for child in self.children:
-                with suppress(psutil.Error):
-                    found.extend([child] * any(name in word for word in child.cmdline()))
-            return found
+            return [child for child in self.children if name in words_of(child)]
 
         wait_until(look, LIMIT)
-        return self.draw.choice(found)
+        return self.draw.choice(look())
 
     def set_proxy(self, name: str, *values: Any) -> None:
         """Give a proxy one of the values for a while, then its first one back."""
@@ -215,23 +208,28 @@ class Campaign:
         """Kill the trainer and cut its newest records, or flip a bit in them."""
         self.kill()
         saved = checkpoint.checkpoints(self.workdir / "checkpoints")
-        after = max(checkpoint.read_host(path)["executor"]["journal"][1] for path in saved)
+        marks = [checkpoint.read_host(path)["executor"]["journal"][1] for path in saved]
         path = max((self.workdir / "journal").glob("*.records"))
         places = [place.begin for record, place in journal.read(self.workdir / "journal")
-                  if place.path == path and record.number > after]  # fmt: skip
+                  if place.path == path and record.number > max(marks, default=-1)]  # fmt: skip
         if places and flipped:
-            flip(path, self.draw.randrange(places[0], path.stat().st_size), self.draw)
+            self.flip(path, places[0])
         elif places:
             os.truncate(path, self.draw.randint(places[0], path.stat().st_size))
 
     def damage_checkpoint(self) -> None:
         """Kill the trainer and flip a bit of its newest checkpoint, if it has another one."""
         self.kill()
-        newest, *older = checkpoint.checkpoints(self.workdir / "checkpoints")
-        if older:
-            files = sorted(p for p in newest.rglob("*") if p.is_file() and p.stat().st_size)
-            path = self.draw.choice(files)
-            flip(path, self.draw.randrange(path.stat().st_size), self.draw)
+        saved = checkpoint.checkpoints(self.workdir / "checkpoints")
+        if len(saved) > 1:
+            files = sorted(p for p in saved[-1].rglob("*") if p.is_file() and p.stat().st_size)
+            self.flip(self.draw.choice(files), 0)
+
+    def flip(self, path: Path, first: int) -> None:
+        """Change one bit of a file, from byte `first` on."""
+        data = bytearray(path.read_bytes())
+        data[self.draw.randrange(first, len(data))] ^= 1 << self.draw.randrange(8)
+        path.write_bytes(data)
 
     # The campaign.
 
@@ -274,9 +272,7 @@ class Campaign:
             kinds = kinds or self.draw.sample(known, len(known))
             self.disturb(kinds.pop())
             time.sleep(self.draw.uniform(0.0, 0.5))
-        while self.step()[1] < steps:
-            self.look()
-            time.sleep(0.1)
+        wait_until(lambda: self.look() or self.step()[1] >= steps, math.inf)
         self.trainer.terminate()
         if not wait_until(lambda: self.trainer.poll() is not None, LIMIT):
             self.problems.append("SIGTERM does not end the trainer")
@@ -307,23 +303,17 @@ class Campaign:
             subprocess.run(["umount", str(self.disk)], check=True)
 
 
-def running(process: psutil.Process) -> bool:
-    """Return whether a process lives."""
+def words_of(process: psutil.Process) -> str:
+    """Return a process's command, "" if it has ended."""
     with suppress(psutil.Error):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def flip(path: Path, place: int, draw: random.Random) -> None:
-    """Change one bit of a file."""
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1 << draw.randrange(8)
-    path.write_bytes(data)
+        return " ".join(process.cmdline())  # a zombie has none
+    return ""
 
 
 # Kind → whether it ends the trainer, and what it does.
 FAULTS: dict[str, tuple[bool, Callable[[Campaign], None]]] = {
     "trainer killed": (True, Campaign.kill),
+    "trainer ended by SIGTERM": (True, lambda c: (c.trainer.terminate(), c.trainer.wait(LIMIT))),
     "trainer stopped": (False, lambda c: c.stop(c.trainer)),
     "server killed": (False, Campaign.kill_server),
     "server stopped": (False, lambda c: c.stop(c.server().process)),

@@ -7,7 +7,8 @@ and scores each token by the weights of the version that it carries
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,56 +21,69 @@ from rlx.system.jsonl import read_jsonl
 from rlx.train import checkpoint
 
 MOST = 2e-5  # nats between an engine's logprob and the trainer's, in float32
+FAR = 3.0  # spreads of undisturbed runs, from their mean
+LEAST = 0.02  # of a spread; a few seeds may agree by chance
+Curve = Sequence[Sequence[float]]  # step and greedy accuracy of each evaluation
 
 
-def facts(workdir: Path, batch: int, bound: int) -> Iterator[str]:
-    """Yield what the records say that those of an undisturbed run would not say."""
+def facts(workdir: Path, batch: int, bound: int) -> dict[str, Any]:
+    """Return by name what the records of an undisturbed run would not have; empty: nothing."""
     metrics = list(read_jsonl(workdir / "metrics.jsonl"))
-    if [record["step"] for record in metrics] != list(range(1, len(metrics) + 1)):
-        yield f"metrics.jsonl has {len(metrics)} steps, the last {metrics[-1]['step']}"
-    if (versions := [(r["start"], r["version"]) for r in metrics]) != sorted(versions):
-        yield f"versions fall: {versions}"
+    versions = [(record["start"], record["version"]) for record in metrics]
     rows = {(row["step"], row["group_id"]) for path in (workdir / "rollouts").iterdir()
             for row in read_jsonl(path)}  # fmt: skip
     trained = Counter(group for _, group in rows)
-    if doubled := [group for group, count in trained.items() if count > 1]:
-        yield f"doubled: groups {doubled}"
-    if any(count != batch for count in Counter(step for step, _ in rows).values()):
-        yield "a batch has another size"
-    host = checkpoint.read_host(checkpoint.checkpoints(workdir / "checkpoints")[0])["executor"]
+    sizes = Counter(step for step, _ in rows)
+    host = checkpoint.read_host(checkpoint.checkpoints(workdir / "checkpoints")[-1])["executor"]
     known = {*trained, *host["buffered"], *(group for group, _ in host["pending"])}
+    known |= {group for groups in host["order"] for group in groups}
     known |= {record["group_id"] for record in read_jsonl(workdir / "skipped.jsonl")}
-    if lost := {*range(host["cursor"]["position"])} - known:
-        yield f"lost: groups {sorted(lost)}"
     records = list(journal.read(workdir / "journal"))
     finished = Counter(r.fields["group_id"] for r, _ in records if r.kind == "group")
-    if again := [group for group, count in finished.items() if count > 1]:
-        yield f"generated again: groups {again}"
-    taken: dict[int, list[int]] = {}
+    taken: dict[int, set[tuple[int, ...]]] = {}
     for fields in (record.fields for record, _ in records if record.kind == "take"):
-        if (before := taken.setdefault(fields["step"], fields["groups"])) != fields["groups"]:
-            yield f"batch {fields['step']} was {before}, then {fields['groups']}"
-    batches = history.batches(records).groups
-    ages = [step - t.versions[t.versions >= 0] for step, places in batches.items()
+        taken.setdefault(fields["step"], set()).add(tuple(fields["groups"]))
+    ages = [step - t.versions[t.versions >= 0]
+            for step, places in history.batches(records).groups.items()
             for place in places for t in place.read().group().trajectories]  # fmt: skip
-    if wrong := sum(int(((age > bound) | (age < 0)).sum()) for age in ages):
-        yield f"{wrong} trained tokens are older than the bound, or newer than their batch"
-    left = [path.name for place in (workdir, workdir / "checkpoints") for path in place.glob(".*")]
-    if left:
-        yield f"left behind: {left}"
+    return {
+        "lost": sorted({*range(host["cursor"]["position"])} - known),
+        "doubled": [group for group, count in trained.items() if count > 1],
+        "generated again": [group for group, count in finished.items() if count > 1],
+        "wrong steps": [r["step"] for k, r in enumerate(metrics, 1) if k != r["step"]],
+        "versions that fall": [b for a, b in pairwise(versions) if b < a],
+        "batches of another size": [step for step, size in sizes.items() if size != batch],
+        "batches taken otherwise again": [step for step, each in taken.items() if len(each) > 1],
+        "tokens beyond the bound": sum(int(((age > bound) | (age < 0)).sum()) for age in ages),
+        "files left behind": [path.name for place in (workdir, workdir / "checkpoints")
+                              for path in place.glob(".*")],
+    }  # fmt: skip
 
 
-def rewards(workdir: Path, parts: int = 5) -> list[float]:
-    """Return the mean reward in each fifth of the steps."""
-    found = [record["task_reward"] for record in read_jsonl(workdir / "metrics.jsonl")]
-    return [round(float(np.mean(part)), 3) for part in np.array_split(found, parts)]
+def held_out(workdir: Path) -> Curve:
+    """Return the run's curve, without questions that faults left unanswered."""
+    return [[r["step"], round(r["greedy_acc"] * r["num_questions"] / answered, 4)]
+            for r in read_jsonl(workdir / "eval.jsonl")
+            if (answered := r["num_questions"] - r["failed"])]  # fmt: skip
+
+
+def apart(own: Curve, others: Sequence[Curve]) -> dict[str, float]:
+    """Return mean accuracies of a run and of others at its steps, and their distance in spreads."""
+    last = min(curve[-1][0] for curve in others)
+    steps, found = np.transpose([point for point in own if 0 < point[0] <= last])
+    means = [np.interp(steps, *np.transpose(curve)).mean() for curve in others]
+    spread = max(float(np.std(means, ddof=1)), LEAST)
+    far = float(abs(found.mean() - np.mean(means)) / spread)
+    return {"to step": last, "own": float(found.mean()), "others": float(np.mean(means)),
+            "spread": spread, "apart": far}  # fmt: skip
 
 
 def good(record: dict[str, Any]) -> bool:
     """Return whether nothing is wrong with a campaign."""
     replay, wrong = record["replay"], [text for *_, text in record["rows"] if text]
     scored = isinstance(replay, dict) and replay["bitwise"] and not replay["wrong_versions"]
-    return scored and not (wrong or record["problems"])
+    learns = record.get("learning", {}).get("apart", 0.0) <= FAR
+    return scored and learns and not (wrong or record["problems"] or any(record["facts"].values()))
 
 
 class Scores:

@@ -2,8 +2,9 @@
 
 import asyncio
 import math
-import threading
 from contextlib import suppress
+
+from rlx.system.loop_thread import LoopThread
 
 
 class Proxy:
@@ -17,35 +18,24 @@ class Proxy:
     def __init__(self, target: int):
         self.delay, self.swallow, self.left = 0.0, False, math.inf
         self._target, self._writers = target, set[asyncio.StreamWriter]()
-        self._loop, self._ready = asyncio.new_event_loop(), threading.Event()
-        self._thread = threading.Thread(target=self._loop.run_until_complete, args=[self._run()])
-        self._thread.start()
-        self._ready.wait()
+        self._loop = LoopThread("proxy")
+        self._loop.start()
+        self._server = self._loop.run(asyncio.start_server(self._connected, "127.0.0.1", 0))
+        self.port = self._server.sockets[0].getsockname()[1]
 
     def cut(self) -> None:
         """Reset every connection."""
-        self._loop.call_soon_threadsafe(self._cut)
+        self._loop.call_soon(self._cut)
 
     def close(self) -> None:
         """Stop listening, reset every connection and end the thread."""
-        self._loop.call_soon_threadsafe(self._end.set)
-        self._thread.join()
+        self._loop.call_soon(self._server.close)
+        self.cut()
         self._loop.close()
 
     def _cut(self) -> None:
         for writer in tuple(self._writers):
             writer.transport.abort()
-
-    async def _run(self) -> None:
-        self._end = asyncio.Event()
-        async with await asyncio.start_server(self._connected, "127.0.0.1", 0) as server:
-            self.port = server.sockets[0].getsockname()[1]
-            self._ready.set()
-            await self._end.wait()
-            server.close()
-            while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
-                self._cut()
-                await asyncio.wait(tasks, timeout=0.1)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

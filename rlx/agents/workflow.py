@@ -119,15 +119,16 @@ class AgentWorkflow:
         async with self._starting:
             if self._front is None or self._front.fleet is not fleet:
                 await self.aclose()
-                gateway = self._gateway_class(
-                    cast("Fleet", fleet), self._tokenizer, host=self._options.host,
-                    tls=self._options.tls,
-                )  # fmt: skip
-                single = self._options.process_per_run
-                workers = WorkerPool(self._kind, self._options.workers, single_job=single)
+                o, server = self._options, cast("Fleet", fleet)
+                gateway = self._gateway_class(server, self._tokenizer, host=o.host, tls=o.tls)
+                workers = WorkerPool(self._kind, o.workers, single_job=o.process_per_run)
                 self._front = _Front(fleet, gateway, workers)
-                await gateway.start()
-                await self._front.workers.start()
+                try:
+                    await gateway.start()
+                    await workers.start()
+                except BaseException:  # the attempt that waits may time out; the next starts again
+                    await self.aclose()
+                    raise
             return self._front
 
     async def _run_once(

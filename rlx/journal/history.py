@@ -61,16 +61,15 @@ def recover(
             continue
         whole = whole and record.number == due
         due = record.number + 1
-        if record.kind == "start" and at == _STARTS_AT_ZERO:  # no checkpoint refuses other rows
-            whole = whole and fields["rows"] == host["cursor"]["digest"]
         if record.kind == "start" and not fields["whole"]:
             # It follows another checkpoint if that was damaged since.
             state, whole = _State(host), fields.get("step", host["step"]) == host["step"]
-        elif whole:
+        if record.kind == "start" and at == _STARTS_AT_ZERO:  # no checkpoint refuses other rows
+            whole = whole and fields["rows"] == host["cursor"]["digest"]
+        if whole:
             state.after(record.kind, fields)
     whole = whole and last + 1 >= due  # a power cut may have lost records of the checkpoint
-    state = state if whole else _State(host)
-    made = {**state.host(), "journal": at}
+    made = {**(state if whole else _State(host)).host(), "journal": at}
     wanted = {*made["buffered"], *(g for ids in made["order"] for g in ids)}
     samples = {g: samples[g] for g, _ in made["pending"] if g in samples}
     groups = [packed[g].group() for g in sorted(wanted & packed.keys())]

@@ -124,12 +124,12 @@ class Journal:
     def _begin(self, number: int) -> None:
         """Begin the file of record `number`, and delete the oldest files above the bound."""
         self._flush()
-        if self._handle >= 0:
-            os.close(self._handle)
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"{number:020d}{_SUFFIX}"
-        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self._size = os.fstat(self._handle).st_size
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        if self._handle >= 0:  # not before the next one is open, or the thread would close it twice
+            os.close(self._handle)
+        self._handle, self._size = handle, os.fstat(handle).st_size
         flush([self._directory])
         left = self._keep - self._most
         for old in reversed(_files(self._directory)[:-1]):

@@ -178,7 +178,7 @@ class Executor:
         with self._changed:
             self._open, self._stopped = False, True
 
-    def collect(self, timeout: float | None = None) -> list[Group] | None:
+    def collect(self, timeout: float = math.inf) -> list[Group] | None:
         """Wait for the next batch; return its groups by group_id, or None after `timeout` seconds.
 
         Raises RolloutError or UserError after too many failures, with the last one as the cause;
@@ -188,9 +188,7 @@ class Executor:
         with self._changed:
             try:
                 while not self._ready():
-                    left = _POLL_SECONDS
-                    if timeout is not None:
-                        left = min(left, begun + timeout - self._clock())
+                    left = min(_POLL_SECONDS, begun + timeout - self._clock())
                     if left <= 0:
                         return None
                     self._changed.wait(left)
@@ -200,8 +198,7 @@ class Executor:
                 else:
                     self._buffer, batch = buffers.take(self._buffer, step, self._limits)
                 self._staleness = staleness.consume(self._staleness, self._limits)
-                ids = [group.group_id for group in batch]
-                for group_id in ids:
+                for group_id in (ids := [group.group_id for group in batch]):
                     self._numbers.pop(group_id, None)
                 if self._cursor:
                     self._cursor.forget(ids)
@@ -309,8 +306,7 @@ class Executor:
             )
             self._dropped = int(host["dropped"]) + len(lost)
             self._means = dict(host["means"])
-            if host["best_reward"] is not None:
-                self._best = float(host["best_reward"])
+            self._best = -math.inf if host["best_reward"] is None else float(host["best_reward"])
             samples = samples if samples and self._keep_tokens else {}
             versions = self._kept_versions(host, step_after, samples)
             # A sample that continues after a prefill has logprobs with other last bits, and
@@ -425,6 +421,7 @@ class Executor:
         rejected = self._drop_equal_rewards and len(rewards) == 1
         with self._changed:
             self._leave(ticket, finished=True)
+            self._numbers.pop(ticket.group_id, None)
             first, now = ticket.attempt == 0, self._clock()
             message = self._failures.add(ticket.group_id, False, first, begun, now)
             self._best = max([self._best, *map(float, rewards)])
@@ -502,18 +499,19 @@ class Executor:
             lasted = self._failures.lasted(now)
             failed = 0 if lasted is not None else ticket.attempt + 1  # counted against the prompt
             again = Ticket(ticket.group_id, failed or ticket.attempt)
-            ended: BaseException | None = self._error
-            if unavailable:
-                ended = ended or error
+            ended: BaseException | None = self._error or (error if unavailable else None)
             ended = ended or self._failures.verdict(error, name, now)
             skipped = ended is None and self._patience.over(failed, error)
             self._staleness = staleness.end(self._staleness, "skipped" if skipped else "failed")
             left = again if ended is None else Ticket(ticket.group_id, ticket.attempt)
-            if not unavailable:
+            if unavailable:  # `state` has its version and the first of its records
+                self._resumed.append(ticket)
+            else:
+                self._numbers.pop(ticket.group_id, None)
                 about_it = {"group_id": left.group_id, "attempt": left.attempt}
                 self._note("skip" if skipped else "fail", about_it)
             if ended is not None:
-                heapq.heappush(self._retry, left)
+                self._retry += [left] * (not unavailable)
                 self._stop(ended)
             elif not skipped:
                 pause = self._patience.back_off(ticket.attempt + 1, lasted or 0.0, again.group_id)
@@ -530,7 +528,6 @@ class Executor:
     def _leave(self, ticket: Ticket, finished: bool = False) -> None:
         self.unfinished.end(ticket.group_id, finished)
         del self._live[ticket.group_id]
-        self._numbers.pop(ticket.group_id, None)
         if not self._live:
             self._idle_since = self._clock()
 

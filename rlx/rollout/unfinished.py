@@ -45,8 +45,7 @@ class Attempt:
         call = seed_of(asked + b"%d" % self._asked[asked])
         if sampling.seed is None:
             sampling = replace(sampling, seed=call)
-        samples = [PartialSample(index) for index in range(n)]
-        for sample in samples:
+        for sample in (samples := [PartialSample(index) for index in range(n)]):
             self._begin(call, sample, sampling, options.get("watch"))
         return await self.fleet.generate(prompt_tokens, sampling, n, samples=samples, **options)
 

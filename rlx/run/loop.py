@@ -225,6 +225,7 @@ class _Loop:
     def _take(self, seconds: float) -> list[Group] | None:
         if self.publishing and self.publishing.done():
             self.publishing.result()  # raises the error of a failed publish
+        self.parts.journal.check()
         return self.executor.collect(timeout=seconds)
 
     def train(self, groups: list[Group]) -> None:
@@ -236,14 +237,13 @@ class _Loop:
         ):
             self.saveable = False
             self.state, metrics = self.parts.update.update(self.state, groups)
-            self.step, self.saveable = self.step + 1, True
+            self.step += 1
         self.now = self.now.after(groups[-1].group_id + 1, self.rows, self.parts.elapsed())
         if self.saves.due("eval", self.now):
             self.held_out.add(self.step)
         self._record()
-        self.parts.journal.check()
         read = self.device.submit(self._read, self.step, metrics, begun)
-        self.under_way = self.step, groups, read
+        self.under_way, self.saveable = (self.step, groups, read), True
         self._measure()
         self._publish()
 
@@ -358,8 +358,7 @@ class _Loop:
             **self.published,
             **busy,
         )
-        self.last_record, self.generated, self.seconds = now, generated, {}
-        self.compiles = False
+        self.last_record, self.generated, self.seconds, self.compiles = now, generated, {}, False
         self.writer.write("metrics.jsonl", record)
         why = run_records.fruitless(record, self.config.train.minibatches)
         self.fruitless = self.fruitless + 1 if why else 0
@@ -367,9 +366,9 @@ class _Loop:
             what = f"the last {self.fruitless} steps, up to {step}, taught nothing: {why}"
             remedy = "lower optimizer.learning_rate, or check the data and the model's weights"
             raise UserError(f"{what}; {remedy}")
-        self.saveable = saveable  # a checkpoint without its step's record would lose that record
         count = self.config.observe.transcripts_per_step
         self.writer.write_rollouts(step, run_records.transcripts(step, groups, count))
+        self.saveable = saveable  # a checkpoint without its step's records would lose them
         self.progress.update(record)
         for span in self.parts.inputs.reward_pool.drain_spans():
             self.timeline.add("rewards", "worker", "reward", span.start_ns, span.end_ns)
@@ -433,9 +432,9 @@ class _Loop:
     def finish(self) -> tuple[int, bool]:
         """Save, evaluate and report; return completed steps, and whether the run is complete."""
         self.executor.stop_admitting()
-        self.parts.journal.check()
         self._save()
         self.saves.end_or_fail()
+        self.parts.journal.check()
         self.saves.end_export()
         complete = self.solved or self.step >= self.config.total_steps
         if complete:
@@ -463,8 +462,7 @@ class _Loop:
         if not complete:
             again = environment.again(self.parts.workdir)
             self.progress.message(f"stopped after step {self.step}; to resume: {again}")
-        missing = complete and self.held_out.due(self.step)
-        if missing:
+        if missing := complete and self.held_out.due(self.step):
             self.progress.message(
                 "the last evaluation is missing; run the same command again to make it"
             )

@@ -265,8 +265,8 @@ def build(
         )
     loop.start()
     stack.callback(loop.close)
-    stack.callback(executor.close)
     stack.callback(_close, loop, fleet)
+    stack.callback(executor.close)  # first: agents would fail when the fleet closes
     for name, scorer in fleets.items():
         stack.callback(_close, loop, scorer)
         loop.run(teacher.connect(scorer, name))

@@ -35,6 +35,7 @@ class Saves:
         self._parts, self._phase, self._every = parts, phase, every_of(parts.config)
         self._checkpoint: list[Future] = []  # files being written
         self._hf: Future | None = None
+        self._exported = self.last["export"]  # of the last whole one, which a checkpoint names
 
     def due(self, kind: str, now: Position) -> bool:
         """Return whether a checkpoint, eval or export is due now, and count it as done."""
@@ -51,6 +52,8 @@ class Saves:
         self.end()
         with self._phase("checkpoint", step=now.step):
             self.last["checkpoint"] = now
+            if not self._hf or self._hf.done():
+                self._exported = self.last["export"]
             finish = checkpoint.begin(
                 parts.workdir / "checkpoints",
                 now.step,
@@ -59,7 +62,7 @@ class Saves:
                 {
                     "step": now.step,
                     "elapsed_seconds": parts.elapsed(),
-                    "positions": to_host(now, self.last),
+                    "positions": to_host(now, {**self.last, "export": self._exported}),
                     "executor": parts.executor.state(),
                     "config": as_json(config),
                     "model": parts.update.model.to_hf(),

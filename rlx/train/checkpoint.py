@@ -128,9 +128,11 @@ def restore_latest(
     UserError if every checkpoint is damaged, or the state has other shapes.
     """
     _remove_temporary(Path(directory))
-    path = _newest_whole(directory, say)
-    if not path:
+    if not (path := _newest_whole(directory, say)):
         return None
+    for later in checkpoints(directory):
+        if step_of(later) > step_of(path):  # damaged: it is none of those that a save keeps
+            later.rename(later.with_name(f"damaged-{later.name}"))
     return Restored(read_state(path), read_host(path))
 
 

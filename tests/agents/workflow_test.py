@@ -438,6 +438,33 @@ def test_agents_ask_no_proxy_for_the_gateway(agents, monkeypatch, name):
     assert trajectory.reward == 1.0
 
 
+def test_a_start_that_is_given_up_begins_again(agents, monkeypatch):
+    """As by the timeout of the first attempt; else all later ones ask a gateway without a port."""
+
+    async def main():
+        workflow, fleet, begun = repeat(agents), object(), asyncio.Event()
+
+        async def hang(gateway):
+            if not begun.is_set():
+                begun.set()
+                await asyncio.Event().wait()
+
+        async def start(workers):
+            pass
+
+        monkeypatch.setattr(workflow._gateway_class, "start", hang)
+        monkeypatch.setattr(WorkerPool, "start", start)
+        first = asyncio.create_task(workflow._at(fleet))
+        await begun.wait()
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert workflow._front is None
+        assert (await workflow._at(fleet)).fleet is fleet
+        await workflow.aclose()
+
+    asyncio.run(main())
+
+
 def test_an_agent_that_runs_again_after_a_kill_gets_the_answers_that_it_had(agents):
     """Its first two answers, whole or in part; its requests have the seeds of before."""
     engine, notes = agents.engine(step_seconds=0.01), []

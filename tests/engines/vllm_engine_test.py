@@ -7,6 +7,7 @@ import asyncio
 import subprocess
 import sys
 import warnings
+from collections import namedtuple
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlx.fleet.client import Timeouts
 from rlx.fleet.requests import Sampling
-from rlx.model import hf
+from rlx.model import hf, kept_tokens
 from rlx.model import params as parameters
 from rlx.model.model_config import TRAITS, ModelConfig
 from rlx.model.rope_config import Rope
@@ -344,3 +345,20 @@ def test_weights_are_staged_on_a_gpu_that_has_room_or_in_pinned_memory(
     given = {"w": torch.empty(1 << 30, dtype=torch.bfloat16)}  # 2 GB, never touched
     found = worker._on_gpu(given, torch.bfloat16)["w"]
     assert found.device.type == {"device": "meta", "pinned": "cpu"}[where]
+
+
+def test_a_chunk_may_have_steps_with_and_without_masks():
+    """As a sample that has its least number of tokens; 276 is no multiple of 32."""
+    from rlx.engines.vllm.vllm_engine import _Sample
+
+    sample = _Sample(0, SimpleNamespace(), asyncio.Event())
+    sample.vocab, sample.new.tokens = 276, [1, 2]
+    words = np.full((1, 9), -1, np.int32)
+    words[0, 0] = ~1  # token 0 was left out
+    cut, whole = np.zeros((1, 2), np.float32), np.zeros((1, 1), np.float32)
+    made = namedtuple("Made", ["logprobs", "logprob_token_ids"])
+    sample._unmasked(made(cut, np.hstack([np.zeros((1, 2), np.int32), words])), 1)
+    sample._unmasked(made(whole, np.zeros((1, 1), np.int32)), 1)
+    chunk = sample.drain()
+    found = kept_tokens.masks(np.frombuffer(chunk.kept, np.uint8), np.array(chunk.kept_sizes), 276)
+    assert found.sum(1).tolist() == [275, 276]

@@ -176,6 +176,28 @@ def test_a_journal_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, ful
     assert type(found.value) is kind
 
 
+def test_a_file_that_cannot_be_begun_closes_no_file_of_others(tmp_path):
+    """A closed descriptor's number belongs to the file that is opened next, as a checkpoint's."""
+    place = tmp_path / "j"
+    made, end = Journal(place, 0, 16_000), time.monotonic() + SECONDS
+    made.append("group", {}, a_group(size=4000))  # above the size of a file
+    while made._size == 0:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    place.rename(tmp_path / "gone")
+    place.touch()
+    made.append("admit", {})
+    while made._error is None:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    with open(tmp_path / "other", "wb", buffering=0) as other:
+        made.close()
+        other.write(b"kept")
+    assert (tmp_path / "other").read_bytes() == b"kept"
+    with pytest.raises(UserError, match="cannot write"):
+        made.check()
+
+
 def test_a_partly_written_record_is_taken_back(tmp_path, monkeypatch):
     write(tmp_path, range(3))
     size, real = sum(p.stat().st_size for p in tmp_path.iterdir()), os.write

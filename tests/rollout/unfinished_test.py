@@ -310,10 +310,16 @@ def test_an_outage_that_ends_the_run_keeps_the_samples(live):
         with pytest.raises(Unavailable):
             run.collect()
         run.executor.loop.run(asyncio.sleep(0.1))
-    found = history.recover(host, (0, -1), notes.records)
-    ended = [all(p[-1].stop_reason for p in own.values()) for own in found.samples.values()]
-    assert any(ended)
-    assert len(found.host["pending"]) == 4
+        saved = run.executor.state()  # as of a run that ends in an error
+    for each in (host, saved):
+        found = notes.after(each)
+        ended = [all(p[-1].stop_reason for p in own.values()) for own in found.samples.values()]
+        assert any(ended)
+        assert len(found.host["pending"]) == len(found.host["admitted_at"]) == 4
+    kept = sum(p[-1].end for own in found.samples.values() for p in own.values())
+    with live(notes, limits, host=saved) as run:
+        counts = run.executor.unfinished.counts()
+    assert (counts["tokens"], counts["repeated_tokens"]) == (kept, 0)
 
 
 def test_a_continued_attempt_that_fails_is_repeated():

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 
 from rlx.journal import journal
 from rlx.journal.records import Record
-from tests.fixtures.commands import RLX_MAIN, without_torch
+from tests.fixtures.commands import RLX_MAIN, with_devices, without_torch
 
 BATCH, EVAL_EVERY, CHECKPOINT_EVERY, STEPS_EACH = 2, 3, 4, 4
 COMMAND = [
@@ -331,7 +331,7 @@ def under_way(workdir: Path) -> dict[int, dict[int, list[int]]]:
 
 
 @pytest.mark.slow
-def test_long_answers_go_on_after_kills_on_another_number_of_servers(tmp_path):
+def test_long_answers_go_on_after_kills_on_other_servers_and_another_mesh(tmp_path, monkeypatch):
     workdir, total = tmp_path / "run" / "run", 8
     workdir.parent.mkdir()
     had: dict[int, dict[int, list[int]]] = {}
@@ -346,7 +346,8 @@ def test_long_answers_go_on_after_kills_on_another_number_of_servers(tmp_path):
         assert kill_at(process, reached), last_lines(workdir)
         for group, samples in under_way(workdir).items():
             had.setdefault(group, {}).update(samples)
-    process = start(workdir, total, 2, *LONG)
+    monkeypatch.setenv("XLA_FLAGS", with_devices(2)["XLA_FLAGS"])
+    process = start(workdir, total, 2, *LONG, "--config.train.mesh=fsdp:2")
     kill_at(process, lambda: False)
     assert process.returncode == 0, last_lines(workdir)
     assert not list(history(workdir, total, 2))

@@ -1,6 +1,8 @@
 """How the loop ends when something fails: what is saved then, and what is said."""
 
 import itertools
+from concurrent.futures import Future
+from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -11,7 +13,7 @@ from rlx import config as config_lib
 from rlx.base import DiskFull, UserError
 from rlx.fleet.client import Fleet
 from rlx.mismatch.gate import Verdict
-from rlx.run.frequency import KINDS, Position
+from rlx.run.frequency import KINDS, Every, Position
 from rlx.run.loop import FRUITLESS, _Loop
 from rlx.run.precision import Precision
 
@@ -159,6 +161,58 @@ def test_a_step_whose_record_cannot_be_written_is_in_no_checkpoint(loop, monkeyp
     with pytest.raises(UserError, match="No space left"):
         run_steps(made)
     assert (made.step > 0, saves) == (True, [])
+
+
+@pytest.mark.parametrize(("fails", "saved"), [("journal.check", [1]), ("write_rollouts", [])])
+def test_no_checkpoint_has_a_step_without_a_record(loop, monkeypatch, fails, saved):
+    made, saves, recorded = steps_at_once(loop, monkeypatch), [], []
+
+    def fail_after_a_step(*_):
+        if made.step:
+            raise UserError("No space left")
+
+    monkeypatch.setattr("rlx.run.loop.run_records.transcripts", lambda *_: [])
+    made.writer.write.side_effect = lambda name, record: recorded.append(record["step"])
+    failing = {"journal.check": made.parts.journal.check}.get(fails, made.writer.write_rollouts)
+    failing.side_effect = fail_after_a_step
+    monkeypatch.setattr(made, "_save_due", lambda: False)
+    monkeypatch.setattr(made.saves, "save", lambda state, now: saves.append(now.step))
+    with pytest.raises(UserError, match="No space left"):
+        run_steps(made)
+    assert (saves, set(saves) - set(recorded)) == (saved, set())
+
+
+def test_a_stopped_run_saves_although_its_journal_cannot_be_written(loop, monkeypatch):
+    made, saves = loop(), []
+    made.parts.journal.check.side_effect = UserError("cannot write")
+    monkeypatch.setattr(made.saves, "save", lambda state, now: saves.append(now.step))
+    with pytest.raises(UserError, match="cannot write"):
+        made.finish()
+    assert saves == [0]
+
+
+def test_a_checkpoint_counts_no_export_that_is_still_written(loop, monkeypatch):
+    """A kill would lose this export: the run that goes on would wait for the next one."""
+    made, hosts, written = loop(), [], Future()
+    saves, saved = made.saves, Future()
+    saved.set_result([7])
+    made.parts.export.save.return_value, made.parts.export.write.return_value = [saved], written
+
+    def begin(directory, step, begin_state, size, host, **_):
+        hosts.append(host)
+        return lambda: Path(f"step_{step:08d}")
+
+    monkeypatch.setattr("rlx.run.saves.checkpoint.begin", begin)
+    monkeypatch.setattr("rlx.run.saves.memory.exported", lambda sizes: 0)
+    monkeypatch.setattr("rlx.run.saves.disk_warning", lambda *_: "")
+    monkeypatch.setattr(saves, "show", lambda: None)
+    monkeypatch.setattr(saves, "_every", {**saves._every, "export": Every(steps=4)})
+    assert saves.due("export", Position(step=4))
+    saves.export(object(), Position(step=4))
+    saves.save(object(), Position(step=5))
+    written.set_result(None)
+    saves.save(object(), Position(step=6))
+    assert [host["positions"]["export"]["step"] for host in hosts] == [0, 4]
 
 
 @pytest.mark.parametrize(

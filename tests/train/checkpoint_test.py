@@ -115,9 +115,21 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage, caplog):
         victim.unlink()
     assert checkpoint.restore_latest(tmp_path, into(state_of(0))).host == {"step": 1}
     assert str(newest) in caplog.text
-    shutil.rmtree(tmp_path / "step_00000001")
+    (tmp_path / "step_00000001" / "host.json").write_text("{}")
     with pytest.raises(UserError, match=r"none of the 1 checkpoints .* is whole"):
         checkpoint.restore_latest(tmp_path, into(state_of(0)))
+
+
+def test_a_damaged_checkpoint_is_none_of_those_that_are_kept(tmp_path):
+    """Else damage to the next one would leave no checkpoint, or one of steps that were undone."""
+    for step in (1, 9):
+        checkpoint.save(tmp_path, step, state_of(step), {"step": step}, keep=2)
+    (tmp_path / "step_00000009" / "host.json").write_text("{}")
+    assert checkpoint.restore_latest(tmp_path, into(state_of(0))).host == {"step": 1}
+    for step in (5, 12):
+        checkpoint.save(tmp_path, step, state_of(step), {"step": step}, keep=2)
+    assert [checkpoint.step_of(p) for p in checkpoint.checkpoints(tmp_path)] == [5, 12]
+    assert (tmp_path / "damaged-step_00000009").is_dir()
 
 
 def test_another_model_is_refused_with_the_parameters_name(tmp_path):

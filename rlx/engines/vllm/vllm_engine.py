@@ -432,7 +432,8 @@ class _Sample:
         """Keep the masks in a step's logprobs, see TemperedSampler; return these renormalised."""
         own, ids = made.logprobs, made.logprob_token_ids[:count]
         if ids.shape[1] == own.shape[1]:  # no request of the step has a truncated distribution
-            self.masks.append(np.full((count, -(-self.vocab // 8)), 255, np.uint8))
+            # As wide as the words of the other steps.
+            self.masks.append(np.full((count, -(-self.vocab // 32) * 4), 255, np.uint8))
             return made
         words = np.ascontiguousarray(ids[:, own.shape[1] :], np.int32)
         self.masks.append(words.view(np.uint8))
