@@ -214,7 +214,8 @@ SECTIONS = {
         publish=option("path", "how weights travel; delta: changes; adapter: only LoRA's",
                        ("path", "stream", "delta", "adapter")),
         publish_dir=option("/dev/shm", "place of weights in transit; the workdir if it is full"),
-        threads=option(0, "CPU threads of a server; 0: cores divided by processes", "0"),
+        threads=option(0, "CPU threads of a server; 0: cores divided by processes, or shared by "
+                       "all where each of JAX would have one", "0"),
         ready_seconds=option(0.0, "limit to the start of local servers; 0: 180, and 20 for each GB "
                              "of weights", "0"),
         kill_seconds=option(60.0, "silence after which a local server is restarted", "(0, inf)"),

@@ -50,13 +50,18 @@ class CpuPlan:
     servers: tuple[tuple[int, ...], ...]
 
 
-def cpu_plan(cores: Sequence[int], num_servers: int, threads: int = 0) -> CpuPlan:
+def cpu_plan(
+    cores: Sequence[int], num_servers: int, threads: int = 0, sharing: bool = False
+) -> CpuPlan:
     """Divide `cores`, ids of usable ones, between the trainer and its servers.
 
     Each server gets `threads` cores, 0 for as many as every process, and the trainer the rest.
+    With `sharing`, processes that would have one core each or less use all of them.
     """
     cores = tuple(cores)
-    if num_servers == 0 or len(cores) == 1:  # all share a single core
+    # A core of one's own is idle while its process waits for the other's.
+    few = sharing and not threads and len(cores) <= num_servers + 1
+    if num_servers == 0 or len(cores) == 1 or few:
         return CpuPlan(cores, (cores,) * num_servers)
     each = min(threads or max(1, len(cores) // (num_servers + 1)), len(cores) - 1)
     own = len(cores) - each * num_servers

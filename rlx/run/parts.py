@@ -117,7 +117,7 @@ def build(
     cores = sorted(os.sched_getaffinity(0))
     own = 0 if config.fleet.addresses else config.fleet.num_servers
     scorers = [each for each in (inputs.options.teacher, inputs.options.reward_model) if each]
-    plan = cpu_plan(cores, own + sum(each.num_local for each in scorers), config.fleet.threads)
+    plan = _cpu_plan(config, cores, own + sum(each.num_local for each in scorers))
     os.sched_setaffinity(0, plan.trainer)  # before JAX makes its threads
     stack.callback(os.sched_setaffinity, 0, cores)
     begun_in = dict(flags.leaves(read_json(workdir / "config.json")))
@@ -295,12 +295,18 @@ def early_servers(config: ConfigDict) -> Iterator[list[Popen]]:
     servers = list[Popen]()
     with ExitStack() as stack:
         if place and not (elsewhere or other or options.teacher or options.reward_model):
-            plan = cpu_plan(cores, fleet.num_servers, fleet.threads)
+            plan = _cpu_plan(config, cores, fleet.num_servers)
             for i, cpus in enumerate(plan.servers):
                 servers.append(start_early(place, cpus, config.seed + i, given))
                 stack.enter_context(servers[-1])
                 stack.callback(servers[-1].kill)  # if it was not taken
         yield servers
+
+
+def _cpu_plan(config: ConfigDict, cores: Sequence[int], servers: int) -> CpuPlan:
+    # XLA's threads sleep while they wait; OpenMP's spin, and would hold up the other process.
+    sharing = config.trainer == config.fleet.engine == "jax"
+    return cpu_plan(cores, servers, config.fleet.threads, sharing)
 
 
 def _restore(update: Update, trainer: str, path: Path) -> State:

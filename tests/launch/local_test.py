@@ -46,6 +46,19 @@ def test_cpu_plan(cores, servers, threads, plan):
     assert cpu_plan(cores, servers, threads) == plan
 
 
+@pytest.mark.parametrize(
+    ("cores", "servers", "threads", "shared"),
+    [(2, 1, 0, True), (2, 2, 0, True), (3, 2, 0, True), (3, 1, 0, False), (2, 1, 1, False)],
+)
+def test_processes_of_one_core_each_share_all(cores, servers, threads, shared):
+    plan = cpu_plan(range(cores), servers, threads, sharing=True)
+    everything = tuple(range(cores))
+    if shared:
+        assert plan == CpuPlan(everything, (everything,) * servers)
+    else:
+        assert plan == cpu_plan(everything, servers, threads)
+
+
 @given(
     st.lists(st.integers(0, 500), min_size=1, max_size=64, unique=True).map(sorted),
     st.integers(1, 20),
