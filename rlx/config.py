@@ -135,7 +135,9 @@ SECTIONS = {
         batch_prompts=option(8, "B: prompts in a train batch", "1"),
         max_staleness=option(2, "η: versions; 0: synchronous training", "0"),
         force_staleness=option(False, "let each batch lag by exactly max_staleness; experiments"),
-        max_concurrent_rollouts=option(64, "prompts being answered at one time", "1"),
+        max_concurrent_rollouts=option(64, "prompts being answered at one time; auto, or 0 in a "
+                                       "file: follows the trainer's waiting and the servers' "
+                                       "queue", "0"),
         max_attempts=option(3, "attempts at a prompt; then it is listed in skipped.jsonl", "1"),
         max_failure_rate=option(0.5, "share of failures that begins an outage; 1: off", "[0, 1]"),
         outage_seconds=option(120.0, "length of an outage that ends the run", "[0, inf)"),

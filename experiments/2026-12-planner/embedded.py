@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from rlx.observe.report_speed import measured_phases
 from rlx.plan import search
 from rlx.run.plan_run import PlanRequest
 
@@ -42,7 +41,7 @@ def measured(asked: PlanRequest) -> dict[str, float]:
     """Return seconds of a step's phases, and the mean staleness of trained tokens."""
     records = [record for _, record in sorted(asked.run.metrics.items())]
     lags = [record["staleness_mean"] for record in records[len(records) // 2 :]]
-    return measured_phases(records) | {"staleness": sum(lags) / len(lags)}
+    return asked.measured | {"staleness": sum(lags) / len(lags)}
 
 
 def main() -> None:

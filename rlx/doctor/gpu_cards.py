@@ -11,7 +11,7 @@ LARGEST_SHARE = 0.92  # of a GPU's memory that JAX can take
 PEAKS = {
     "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "H20": 148e12,
     "A100": 312e12, "A800": 312e12, "B200": 2250e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12,
-    "3090": 71e12, "CPU": 5e10,
+    "3090": 71e12,
 }  # fmt: skip
 
 
@@ -36,11 +36,12 @@ class Card:
     bandwidth: float  # of the memory, bytes/s
     link: float  # to the other GPUs of a host, bytes/s in one direction
     network: float = 50e9  # to other hosts, likewise
+    peak: float = 0.0  # dense FLOP/s, where no data sheet has them
 
     @property
     def flops(self) -> float:
         """Dense peak in bfloat16, FLOP/s."""
-        return peak_flops(self.kind, "bfloat16")
+        return self.peak or peak_flops(self.kind, "bfloat16")
 
     def target(self) -> str:
         """Return the card as text of XLA's GpuTargetConfigProto."""
@@ -81,8 +82,8 @@ CARDS = {
     "b200": Card("NVIDIA B200", (10, 0), 148, 233472, 128, 1.965, 191_514_411_008, 132_644_864,
                  7.672e12, 900e9),
 }  # fmt: skip
-# For a run on CPUs, whose own seconds replace these.
-CPU = Card("CPU", (0, 0), 1, 0, 0, 1.0, 1 << 34, 0, 1e10, 1e10, 1e10)
+# For a run on CPUs, which has measured its products. Its own seconds replace the rest.
+CPU = Card("CPU", (0, 0), 1, 0, 0, 1.0, 1 << 34, 0, 1e10, 1e10, 1e10, 5e10)
 
 
 def named(kind: str) -> Card | None:

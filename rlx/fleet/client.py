@@ -380,6 +380,14 @@ class Fleet:
         await self._probe_all()
         return {member.address: member.drain_spans() for member in self._members}
 
+    def drain_queue(self) -> int:
+        """Return how many samples waited at live servers at any time since the last call.
+
+        −1: no server is live.
+        """
+        queues = [member.drain_queue() for member in self._members.copy() if member.live]
+        return sum(queues) if queues else -1
+
     async def close(self) -> None:
         """Disconnect from the servers, which keep running, and remove the weights file."""
         self._balancer.close()

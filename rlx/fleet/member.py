@@ -9,6 +9,7 @@ continues them on another server.
 
 import asyncio
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
@@ -116,6 +117,7 @@ class Member:
         self._updating = asyncio.Lock()
         self._rtt_ns = float("inf")
         self._spans: deque[tuple[str, int, int]] = deque(maxlen=_MAX_SPANS)
+        self._queued = sys.maxsize  # shortest queue that a probe has found
         self._watcher: asyncio.Task | None = None
 
     async def run(self) -> None:
@@ -278,6 +280,7 @@ class Member:
             self.offset_ns = reply.monotonic_ns - sent_ns - rtt_ns // 2
         else:
             self._rtt_ns *= _RTT_FORGETTING
+        self._queued = min(self._queued, reply.queued)
         self._spans.extend(
             (s.name, s.start_ns - self.offset_ns, s.end_ns - self.offset_ns) for s in reply.spans
         )
@@ -286,6 +289,11 @@ class Member:
         if restarted:
             self.fail("restarted")
         return reply
+
+    def drain_queue(self) -> int:
+        """Return and forget the shortest queue of the probes since the last call, in samples."""
+        shortest, self._queued = min(self._queued, self.status.queued), sys.maxsize
+        return shortest
 
     def drain_spans(self) -> list[tuple[str, int, int]]:
         """Return and forget the spans (name, start_ns, end_ns), on our CLOCK_MONOTONIC."""

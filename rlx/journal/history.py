@@ -125,6 +125,8 @@ class _State:
             self._host["admitted"] += 1
         elif kind == "take":
             self._order[fields["step"]] = fields["groups"]
+        elif kind == "concurrency":
+            self._host["concurrency"] = fields["prompts"]
         elif kind in _ENDS:
             self._waiting.pop(group, None)
             self._versions.pop(group, None)

@@ -3,9 +3,9 @@
     "rlxj" | bytes of the payload | CRC-32 | number | payload: [kind, fields] as JSON, \\n, group
            |        4             |   4    |   8    |  the CRC-32 covers number and payload
 
-Kinds are `start`, `admit`, `tokens`, `group`, `reject`, `fail`, `skip`, `state`, `take`, `weights`
-and `evaluation`. Readers ignore kinds that they do not know. A group of kind `tokens` holds what
-several unfinished samples got, as one trajectory.
+Kinds are `start`, `admit`, `tokens`, `group`, `reject`, `fail`, `skip`, `state`, `take`, `weights`,
+`evaluation` and `concurrency`. Readers ignore kinds that they do not know. A group of kind `tokens`
+holds what several unfinished samples got, as one trajectory.
 """
 
 import json

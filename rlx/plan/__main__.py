@@ -8,7 +8,9 @@ change. The report of the run then shows planned next to measured seconds.
 
 import os
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 from rlx.base import UserError, unknown
 from rlx.cli import command
@@ -25,7 +27,7 @@ def main() -> int:
         [sys.argv[0], *(run or first), *sys.argv[2:]], config_needed=False,
         switches={"explain": "show the terms that a step's seconds are made of"},
         gpus="number of GPUs, of servers and trainer together",
-        gpu=f"their kind: {', '.join(CARDS)}",
+        gpu=f"their kind: {', '.join(CARDS)}; this: measure this machine for two minutes",
         run="directory of a run to take config and lengths from",
         answer_tokens="mean length of answers; default: half of sampling.max_new_tokens",
         cut_share="share of answers that reach sampling.max_new_tokens; default: 0.1",
@@ -36,6 +38,11 @@ def main() -> int:
         timeline="write the best plan's simulated timeline for Perfetto to this file",
         dollars="price of a GPU for an hour",
     )  # fmt: skip
+    if values.gpu == "this" and config is not None:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
+            plan_run.probe(config, Path(place, "run"))
+            values.run, values.gpu = f"{place}/run", ""
+            return _show(None, values)
     if values.gpu not in CARDS and (values.gpu or not values.run):
         raise (
             unknown("--gpu", values.gpu, CARDS)
@@ -46,6 +53,10 @@ def main() -> int:
         raise UserError("neither --config nor --run; give --config=FILE, or --run=WORKDIR")
     if (values.gpus or not values.run) and (not values.gpus.isdigit() or not int(values.gpus)):
         raise UserError(f"--gpus={values.gpus!r} is not a number from 1; give --gpus=8")
+    return _show(config, values)
+
+
+def _show(config: Any, values: Any) -> int:
     asked = plan_run.PlanRequest.of(config, values, Path(values.run) if values.run else None)
     command.say("\n".join([*plan_run.lines(asked)]))
     return 0

@@ -41,6 +41,7 @@ class Workload:
     calibration: Calibration = Calibration()  # noqa: RUF009
     # Seconds of servers and trainer that a run measured, for one by the data sheet.
     factors: tuple[float, float] = (1.0, 1.0)
+    shared: float = 0.0  # first tokens that the trainer computes once for a group
     cores: int = 0  # of a CPU that servers and trainer divide; 0: they have GPUs
 
     @cached_property
@@ -62,7 +63,7 @@ class Workload:
             self.limits, self.sizes.n_samples, serves.sizes.get("d", 1), self.slots,
             ServerSpeed(model, card, serves.each, fitted, share, serve),
             TrainerSpeed(model, card, trains.gpus, fitted, self.forwards, self.recomputed,
-                         self.sizes.train.minibatches, train),
+                         self.sizes.train.minibatches, train, self.sizes.n_samples, self.shared),
             self.lengths, self.prompt_tokens, self.tool_seconds, found.shared, self.recompute,
         )  # fmt: skip
 

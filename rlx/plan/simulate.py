@@ -17,7 +17,8 @@ import numpy as np
 from rlx.plan.lengths import Lengths
 from rlx.plan.speeds import ServerSpeed, TrainerSpeed
 from rlx.rollout import buffer as buffers
-from rlx.rollout import staleness
+from rlx.rollout import concurrency, staleness
+from rlx.rollout.concurrency import Observation
 from rlx.rollout.staleness import Limits, Staleness
 
 
@@ -86,6 +87,7 @@ class _Engine:
         self._running: list[tuple[float, int, float, _Group]] = []  # ends at, number, before, group
         self._number = 0
         self.waiting: deque[_Waiting] = deque()
+        self.queued = 0  # fewest sequences that waited since the last step
 
     @property
     def load(self) -> int:
@@ -140,6 +142,7 @@ class _Engine:
             before = context - self._made
             self._offset += before
             heapq.heappush(running, (self._made + left, self._number, before, group))
+        self.queued = min(self.queued, len(self.waiting))
         if not running:
             return math.inf
         count, context = len(running), self._context
@@ -242,6 +245,7 @@ class _Run:
         step = self.state.consumed
         if self.training or not buffers.ready(self.buffer, step, self.limits):
             return
+        self.tune()
         self.buffer, batch = buffers.take(self.buffer, step, self.limits)
         self.state = staleness.consume(self.state, self.limits)
         groups: list[_Group] = batch  # type: ignore[assignment]
@@ -255,6 +259,15 @@ class _Run:
         publish = self.setup.training.publish_seconds(self.setup.servers)
         self.spans.append(("trainer", "publish", self.now + seconds, self.now + seconds + publish))
         self.at(self.now + seconds + publish, self.published)
+
+    def tune(self) -> None:
+        """Change the limits as a run's loop does after each step."""
+        begun, seconds, _ = self.taken[-1] if self.taken else (0.0, 0.0, [])
+        waited = 1 - seconds / max(self.now - begun, 1e-9)
+        seen = Observation(waited, sum(e.queued for e in self.engines), self.state.running)
+        self.limits = concurrency.follow(self.limits, seen)
+        for engine in self.engines:
+            engine.queued = len(engine.waiting)
 
     def pause(self, seconds: float, again: bool) -> None:
         for index, engine in enumerate(self.engines):

@@ -12,6 +12,7 @@ import numpy as np
 from rlx.doctor.gpu_cards import Card
 from rlx.model import params
 from rlx.model.model_config import ModelConfig
+from rlx.train.prefix_trees import GAIN
 
 WIDTH = 2  # bytes of a weight and of a number of the KV cache, bfloat16
 
@@ -114,16 +115,30 @@ class TrainerSpeed:
     recomputed: float = 1.0  # share of the forward pass that the backward pass computes again
     updates: int = 1  # optimizer steps of a batch
     factor: float = 1.0  # seconds that were measured for one that is computed here
+    samples: int = 1  # trajectories of a group
+    shared: float = 0.0  # first tokens of each that its group has in common; 0: none are shared
 
     def seconds(self, lengths: np.ndarray) -> float:
-        """Return seconds of a batch of trajectories; lengths: [N], prompt and answer, tokens."""
+        """Return seconds of a batch; lengths: [N], prompt and answer, tokens, group by group."""
         c = self.calibration
-        each = float(lengths.sum()) / self.gpus / self.updates  # tokens a GPU and update
+        tokens, work = self._computed(lengths)
+        each = tokens / self.gpus / self.updates  # tokens a GPU and update
         reached = c.mfu * each / (each + c.half)
         passes = 3 + self.forwards + self.recomputed
-        flops = passes * params.forward_flops(self.model, lengths)
+        flops = passes * work * params.forward_flops(self.model, lengths)
         seconds = flops / (self.gpus * self.card.flops * reached) + self.updates * c.update
         return self.factor * seconds
+
+    def _computed(self, lengths: np.ndarray) -> tuple[float, float]:
+        """Return tokens that are computed, and their work for one without sharing.
+
+        As `train.share_prefixes=auto` decides, for one tree of a group and rows of one trajectory.
+        """
+        own = lengths.reshape(-1, self.samples)
+        trees = np.maximum(own.sum(1) - (self.samples - 1) * self.shared, own.max(1))
+        cost = params.attention_cost(self.model, self.card.kind.lower())
+        work = (trees * (1 + cost * trees)).sum() / (lengths * (1 + cost * lengths)).sum()
+        return (trees.sum(), work) if work < GAIN else (lengths.sum(), 1.0)
 
     def publish_seconds(self, servers: int) -> float:
         """Return seconds from a finished update to the last server's confirmation."""

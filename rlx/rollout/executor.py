@@ -30,9 +30,10 @@ from typing import Any, Protocol, cast
 from rlx.algorithms.advantages import running_baselines
 from rlx.base import Group, Unavailable, UserError, seed_of
 from rlx.journal.history import Samples
-from rlx.rollout import attempts, staleness, workflows
+from rlx.rollout import attempts, concurrency, staleness, workflows
 from rlx.rollout import buffer as buffers
 from rlx.rollout.attempts import Patience, Skipped
+from rlx.rollout.concurrency import Observation
 from rlx.rollout.data import Cursor
 from rlx.rollout.staleness import Limits, Staleness
 from rlx.rollout.unfinished import Unfinished
@@ -173,6 +174,16 @@ class Executor:
         """Look for prompts to admit; call it when `rows` has new ones."""
         self.loop.call_soon(self._admit)
 
+    def tune(self, waited: float, queued: int) -> int:
+        """Let the number of live prompts follow a step, as of `Observation`; return it."""
+        with self._changed:
+            before, seen = self._limits, Observation(waited, queued, self._staleness.running)
+            self._limits = now = concurrency.follow(before, seen)
+            if now != before:
+                self._note("concurrency", {"prompts": now.concurrency})
+        self.wake()
+        return now.concurrency
+
     def stop_admitting(self) -> None:
         """Start no more prompts; unfinished ones continue."""
         with self._changed:
@@ -269,6 +280,7 @@ class Executor:
                 "dropped": self._dropped,
                 "means": dict(self._means),
                 "best_reward": self._best_reward(),
+                "concurrency": self._limits.concurrency,
             }
 
     def restore(
@@ -288,6 +300,8 @@ class Executor:
             if self._open or self._staleness.admitted:
                 raise RuntimeError("restore comes before the first set_version")
             step = int(host["step"])
+            if self._limits.samples and "concurrency" in host:
+                self._limits = concurrency.resumed(self._limits, int(host["concurrency"]))
             changed = cast(Cursor, self._rows).load_state_dict(host["cursor"], allow_change)
             known = {group.group_id: group for group in groups}
             finished = [*host["buffered"], *(g for ids in host["order"] for g in ids)]

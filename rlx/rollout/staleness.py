@@ -19,6 +19,7 @@ class Limits:
     max_staleness: float  # η, an integer ≥ 0 (0: synchronous), or ∞ in an evaluation
     concurrency: int  # C, most live prompts; below 1 counts as 1
     total_steps: int | None = None  # T, batches of the whole run; None: no limit
+    samples: int = 0  # n, answers to a prompt, if C follows waiting times; 0: C stays as it is
 
 
 @dataclass(frozen=True, slots=True)

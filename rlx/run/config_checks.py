@@ -121,7 +121,8 @@ def judge_batch(sizes: RunSizes, rows: int) -> Finding:
 def judge_staleness(config: ConfigDict, group: int) -> Finding:
     """Return the row that compares staleness and concurrency with the servers' slots."""
     eta, batch = config.rollout.max_staleness, config.rollout.batch_prompts
-    ahead, most = (eta + 1) * batch, config.rollout.max_concurrent_rollouts
+    ahead = (eta + 1) * batch
+    most = config.rollout.max_concurrent_rollouts or ahead
     live = min(ahead, most)
     what = (
         f"(η + 1)·B = ({eta} + 1) × {batch} = {ahead} prompts ahead of the trainer, {most} live at "

@@ -24,6 +24,9 @@ from rlx.config import default, leaves, with_environment
 from rlx.launch import allocation
 from rlx.train.train_options import AUTO
 
+# Numbers that a flag may also set to `auto`.
+_ZERO_IS_AUTO = ("rollout.max_concurrent_rollouts", "train.max_tokens_per_microbatch")
+
 
 def parse(
     argv: list[str],  # as sys.argv
@@ -98,6 +101,9 @@ def _read(
         key, _, text = override.removeprefix("--config.").partition("=")
         if key not in known:
             raise unknown_key(key, known)
+        if text == AUTO and key in _ZERO_IS_AUTO:
+            argv[argv.index(override)] = f"--config.{key}=0"
+            continue
         _check_value(key, text, known[key])
         if isinstance(known[key], tuple):
             argv[argv.index(override)] = _as_tuple(override)

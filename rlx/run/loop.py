@@ -343,10 +343,17 @@ class _Loop:
         busy = {"server_busy_seconds": self._engines("server", self.fleet)}
         if self.parts.teacher_fleet:
             busy["teacher_busy_seconds"] = self._engines("teacher", self.parts.teacher_fleet)
+        seconds = now - self.last_record
+        if not self.config.rollout.max_concurrent_rollouts:  # auto
+            queued = -1  # unknown; questions of an evaluation wait at the servers as well
+            if isinstance(self.fleet, Fleet) and not self.held_out.under_way:
+                queued = self.fleet.drain_queue()
+            waited = self.seconds.get("wait", 0.0) / seconds
+            counters["max_concurrent_rollouts"] = self.executor.tune(waited, queued)
         record = run_records.step_record(
             step,
             metrics,
-            now - self.last_record,
+            seconds,
             generated - self.generated,
             self.data,
             epoch=groups[-1].group_id // self.rows,

@@ -49,14 +49,13 @@ from rlx.observe.timeline import Timeline
 from rlx.rollout import attempts
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor
-from rlx.rollout.staleness import Limits
 from rlx.rollout.teacher_scores import JudgeRewarded, TeacherScored
 from rlx.run import fitting, flags, resume, trainers
 from rlx.run.export import Export, require_base
 from rlx.run.frequency import Position, from_host
 from rlx.run.inputs import INITIAL, Inputs
 from rlx.run.precision import Precision, decide
-from rlx.run.room_options import RunOptions, as_json, joining_of, sizes_of
+from rlx.run.room_options import RunOptions, as_json, joining_of, limits_of, sizes_of
 from rlx.system import available_memory
 from rlx.system.jsonl import append_jsonl, read_json, read_jsonl
 from rlx.system.loop_thread import CLOSE_SECONDS, LoopThread
@@ -492,7 +491,7 @@ def _executor(
     return Executor(
         workflow,
         Cursor(inputs.train_rows, c.seed, c.data.shuffle, mix, shares),
-        Limits(r.batch_prompts, r.max_staleness, r.max_concurrent_rollouts, c.total_steps),
+        limits_of(c, c.total_steps),
         parts.fleet,
         seed=c.seed,
         force_staleness=r.force_staleness,

@@ -3,8 +3,11 @@
 import dataclasses
 import json
 import statistics
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
@@ -18,6 +21,7 @@ from rlx.cli.text import aligned, size
 from rlx.doctor import gpu_cards
 from rlx.doctor.findings import Finding
 from rlx.doctor.gpu_cards import CARDS, CPU, Card
+from rlx.doctor.memory import RunSizes
 from rlx.launch import allocation
 from rlx.launch.allocation import Allocation
 from rlx.model import directory
@@ -27,14 +31,14 @@ from rlx.plan import search
 from rlx.plan.lengths import Lengths
 from rlx.plan.search import SplitPlan, Workload
 from rlx.plan.simulate import Prediction
-from rlx.rollout.staleness import Limits
-from rlx.run.replay_run import Recorded, changes
-from rlx.run.room_options import RunOptions, sizes_of
-from rlx.system.jsonl import jsonable, write_atomically
+from rlx.run.replay_run import Recorded, as_flag, changes
+from rlx.run.room_options import RunOptions, limits_of, sizes_of
+from rlx.system.jsonl import jsonable, read_jsonl, write_atomically
 from rlx.train.train_options import AUTO
 
 IDLE = 0.3  # of one side, above which another split is named
 RECENT = 32  # batches of a run whose lengths are read
+_PROBE_STEPS, _PROBE_SECONDS = 24, 110.0  # at most; the first ones compile
 _FASTER = 0.97  # seconds of a changed setting that is worth a line, for one of now
 _HEADER = (
     "allocation_mode",
@@ -67,7 +71,8 @@ class PlanRequest:
         place = run.start(last).get("environment", {})
         there, card = place.get("devices", ""), CARDS.get(values.gpu)
         if there.endswith("cpu") and not card:
-            return cls(config, values, CPU, place["cores"], run)
+            peak = place.get("peak_flops", 0.0) / place["cores"]
+            return cls(config, values, replace(CPU, peak=peak or CPU.peak), place["cores"], run)
         card = card or gpu_cards.named(there)
         count = int(values.gpus or (allocation.parse(mode).gpus if mode else 0))
         if card is None or not count:
@@ -96,22 +101,42 @@ class PlanRequest:
         model = directory.load_config(path).within(options.context)
         sizes = sizes_of(config, model)
         algorithm = sizes.train.algorithm
-        rollout, (prompts, answers) = config.rollout, self._recorded
+        prompts, answers = self._recorded
         limit = sizes.max_new_tokens
         usual = self._number("prompt_tokens", sizes.max_prompt_tokens / 2)
+        prompt = statistics.mean(prompts or [usual])
         lengths = Lengths.measured(answers) if answers else Lengths.fit(
             self._number("answer_tokens", limit / 2), limit, self._number("cut_share", 0.1)
         )  # fmt: skip
         return Workload(
-            sizes, self.card,
-            Limits(rollout.batch_prompts, rollout.max_staleness, rollout.max_concurrent_rollouts),
-            lengths,
-            statistics.mean(prompts or [usual]),
-            config.fleet.slots,
+            sizes, self.card, limits_of(config), lengths, prompt, config.fleet.slots,
             algorithm.needs_proximal_pass(sizes.train.minibatches) + algorithm.needs_reference,
             config.trainer, self._number("tool_seconds", 0.0),
-            config.fleet.kv_on_update != "keep", cores=self.gpus * (self.card is CPU),
+            config.fleet.kv_on_update != "keep", shared=self._shared(sizes, prompt),
+            cores=self.gpus * (self.card.kind == CPU.kind),
         )  # fmt: skip
+
+    def _shared(self, sizes: RunSizes, prompt: float) -> float:
+        """Return the first tokens that the trainer computes once for a group; 0 without trees.
+
+        A run has measured them: answers, and other groups, may begin alike too.
+        """
+        train, n = sizes.train, sizes.n_samples
+        whole = "context" in train.mesh or train.share_prefixes == "off"
+        if whole or (self.card.kind != CPU.kind and train.compute_dtype != "float32"):
+            return 0.0
+        steps = [*self.run.metrics.values()][-RECENT:] if self.run else []
+        known = [s["n_shared_tokens"] / s["n_seqs"] for s in steps if "n_shared_tokens" in s]
+        return statistics.mean(known) * n / max(1, n - 1) if known else prompt
+
+    @cached_property
+    def measured(self) -> dict[str, float]:
+        """Seconds of a step's phases in the second half of the run, where there are any."""
+        records = [record for _, record in sorted(self.run.metrics.items())] if self.run else []
+        found = measured_phases(records[len(records) // 2 - 1 :])
+        if "train" in found:  # with packing and records, which the trainer does not wait for
+            found["train"] = found["step"] - found.get("wait", 0.0)
+        return found
 
     @cached_property
     def _recorded(self) -> tuple[list[float], list[float]]:
@@ -151,6 +176,26 @@ class PlanRequest:
             best = search.best(work, self.gpus)[0]
             raise UserError(f"--allocation={found} {why}; the best that fits is {best.allocation}")
         return [search.plan(work, found)]
+
+
+def probe(config: ConfigDict, workdir: Path) -> None:
+    """Measure this machine by a short run of `config` in `workdir`; UserError if it is too slow."""
+    config = config.copy_and_resolve_references()
+    quiet = {"eval.num_questions": 0, "gate.enabled": False, "observe.writers": ()}
+    here = {"total_steps": _PROBE_STEPS, "scheduler.type": "local", **quiet}
+    config.update_from_flattened_dict(here)
+    workdir.mkdir()
+    command = [sys.executable, "-m", "rlx.main", as_flag(config, workdir.parent)]
+    say(f"measuring this machine: {_PROBE_STEPS} steps, at most {_PROBE_SECONDS:g} s", sys.stderr)
+    why, remedy = "", "give a smaller rollout.batch_prompts or sampling.max_new_tokens"
+    with suppress(subprocess.TimeoutExpired):
+        done = subprocess.run([*command, f"--workdir={workdir}"], capture_output=True, text=True,
+                              timeout=_PROBE_SECONDS)  # fmt: skip
+        if done.returncode:
+            *_, why = (done.stdout + done.stderr).splitlines() or ["no message"]
+    if (steps := sum(1 for _ in read_jsonl(workdir / "metrics.jsonl"))) < 4 or why:
+        why = why or f"{steps} steps in {_PROBE_SECONDS:g} s are too few; {remedy}"
+        raise UserError(f"--gpu=this: {why.removeprefix('error: ')}")
 
 
 def choose(config: ConfigDict, kind: str, gpus: int, workdir: Path | None) -> str:
@@ -227,13 +272,12 @@ def lines(asked: PlanRequest) -> Iterator[str]:
     yield _workload_line(asked, work)
     own = asked.own(work) if asked.run else None
     if asked.run:
-        measured = measured_phases([record for _, record in sorted(asked.run.metrics.items())])
-        yield _measured(asked.run, measured)
-        own = own if {"generate", "train"} <= measured.keys() else None
+        yield _measured(asked.run, asked.measured)
+        own = own if {"generate", "train"} <= asked.measured.keys() else None
         if own:
             if not (work.cores or (asked.run.workdir / "plan.json").exists()):
                 _write(search.plan(work, own), asked.run.workdir)
-            work = search.refit(work, own, measured)
+            work = search.refit(work, own, asked.measured)
             serve, train = work.factors
             yield (
                 f"refitted: servers take {serve:.3g} and the trainer {train:.3g} times the seconds "
@@ -354,7 +398,7 @@ def _change(asked: PlanRequest, work: Workload, own: Allocation, best: SplitPlan
     found = {f"allocation_mode={best.allocation}": best.prediction.step_seconds}
     for key, value in {
         "rollout.max_staleness": int(limits.max_staleness) + 1,
-        "rollout.max_concurrent_rollouts": 2 * limits.concurrency,
+        **({} if limits.samples else {"rollout.max_concurrent_rollouts": 2 * limits.concurrency}),
         **({"fleet.num_servers": work.sizes.num_servers + 1} if work.cores else {}),
     }.items():
         changed = dataclasses.replace(asked.workload({key: value}), factors=work.factors)

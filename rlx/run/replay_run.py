@@ -254,15 +254,19 @@ def _place(recorded: Mapping[str, Any]) -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
+def as_flag(config: ConfigDict, place: Path) -> str:
+    """Write a config as a file into a directory; return the flag that names it."""
+    text, file = json.dumps(as_json(config)), place / "recorded.py"
+    file.write_text(
+        "import json\n\nfrom rlx.run.replay_run import config_of\n\n\n"
+        f"def get_config():\n    return config_of(json.loads({text!r}))\n"
+    )
+    return f"--config={file}"
+
+
 def changes(config: ConfigDict, settings: list[str]) -> dict[str, Any]:
     """Return key → value of what flags `--config.KEY=VALUE` change in a config."""
-    text = json.dumps(as_json(config))
     with tempfile.TemporaryDirectory() as place:
-        file = Path(place) / "recorded.py"
-        file.write_text(
-            "import json\n\nfrom rlx.run.replay_run import config_of\n\n\n"
-            f"def get_config():\n    return config_of(json.loads({text!r}))\n"
-        )
-        made, _ = flags.parse(["rlx.replay", f"--config={file}", *settings])
+        made, _ = flags.parse(["rlx.replay", as_flag(config, Path(place)), *settings])
     before, now = dict(leaves(as_json(config))), dict(leaves(made))
     return {key: now[key] for key, value in leaves(as_json(made)) if before.get(key) != value}

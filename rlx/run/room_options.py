@@ -27,7 +27,9 @@ from rlx.model.model_config import ModelConfig
 from rlx.option import read_options
 from rlx.rewards import rewards
 from rlx.rewards.reward_pool import RewardPool
+from rlx.rollout import concurrency
 from rlx.rollout.attempts import Patience
+from rlx.rollout.staleness import Limits
 from rlx.system.workdir_lock import make_directory
 from rlx.train.train_options import AUTO, TrainOptions
 from rlx.workers.worker_process import WorkerLimits
@@ -123,6 +125,13 @@ def joining_of(config: ConfigDict) -> Joining | None:
         return None
     make_directory(Path(config.fleet.join), "--config.fleet.join")
     return Joining(config.fleet.join, client_tls(**config.fleet.tls))
+
+
+def limits_of(config: ConfigDict, total_steps: int | None = None) -> Limits:
+    """Return what governs admission; `concurrency.follow` changes it where the config has auto."""
+    own = config.rollout
+    limits = Limits(own.batch_prompts, own.max_staleness, own.max_concurrent_rollouts, total_steps)
+    return limits if limits.concurrency else concurrency.tuned(limits, config.sampling.n_samples)
 
 
 def sizes_of(config: ConfigDict, model: ModelConfig) -> RunSizes:

@@ -252,7 +252,8 @@ class _Model:
         evaluator = Evaluator(
             connect,
             one.workflow,
-            concurrency=self.config.rollout.max_concurrent_rollouts,
+            concurrency=self.config.rollout.max_concurrent_rollouts
+            or self.config.fleet.slots * max(1, self.config.fleet.num_servers),
             patience=options.patience,
             timeout=options.limits.request,
             say=_say,

@@ -1,6 +1,7 @@
 """Fleet.probe: the same prompts to every live server, each answering for itself."""
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
@@ -38,6 +39,33 @@ def test_each_answer_is_of_its_own_server(tools, tmp_path):
             right, wrong = (found[f"127.0.0.1:{server.port}"] for server in servers)
             pairs = zip(right, wrong, strict=True)
             assert all(not np.array_equal(a.logprobs, b.logprobs) for a, b in pairs)
+
+    tools.run(main())
+
+
+def test_a_queue_counts_as_long_as_it_was_at_its_shortest(tools, tmp_path):
+    async def main():
+        async with tools.fleet(2, tmp_path) as (fleet, engines, servers):
+            await fleet.publish(1, tools.weights(1.0))
+            for engine, queues in zip(engines, ((7, 3, 9), (4, 6, 5)), strict=True):
+                waiting, real = iter(queues), engine.status
+                engine.status = lambda waiting=waiting, real=real: dataclasses.replace(
+                    real(), queued=next(waiting, 8)
+                )
+            assert fleet.drain_queue() == 0
+            for _ in range(3):
+                await fleet.status()
+            assert fleet.drain_queue() == 3 + 4
+            await fleet.status()
+            assert fleet.drain_queue() == 8 + 8, "it begins anew"
+            await servers[0].stop()
+            while len(fleet.live) > 1:
+                await asyncio.sleep(0.002)
+            assert fleet.drain_queue() == 8, "of live servers"
+            await servers[1].stop()
+            while fleet.live:
+                await asyncio.sleep(0.002)
+            assert fleet.drain_queue() == -1, "unknown"
 
     tools.run(main())
 

@@ -150,6 +150,36 @@ def test_a_run_is_refitted_and_the_change_is_named(model, tmp_path):
     assert plan["seconds"]["generate"] < 10, "by the data sheet"
 
 
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--config.model.path=nowhere"], "error: --gpu=this: .*nowhere"),
+        (["--config.rollout.max_concurrent_rollouts=-1"], "error: --gpu=this: .*=-1 is below 0"),
+    ],
+)
+def test_a_config_that_cannot_run_measures_nothing(flags, line):
+    command = [sys.executable, "-m", "rlx.plan", "--config=configs/arithmetic.py", "--gpu=this"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert re.search(line, done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_short_run_measures_this_machine():
+    command = [
+        sys.executable, "-m", "rlx.plan", "--config=configs/arithmetic.py", "--gpu=this",
+        "--config.rollout.batch_prompts=4", "--config.sampling.max_new_tokens=32",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    measured = re.search(r"measured in \S+: (\S+) s a step", done.stdout)
+    planned = re.search(r"^jax:d1\+jax:f1 +(\S+) ", done.stdout, re.MULTILINE)
+    assert float(planned[1]) == pytest.approx(float(measured[1]), rel=0.15)
+    assert "answers of" in done.stdout
+    assert "(measured)" in done.stdout
+
+
 def test_a_run_on_an_unknown_device_is_one_line(model, tmp_path):
     a_run(tmp_path / "run", model, {"step_seconds": 1.0, "seconds": {}}, "", "8 × TPU v5")
     command = [sys.executable, "-m", "rlx.plan", f"--run={tmp_path / 'run'}"]

@@ -13,6 +13,7 @@ import pytest
 from rlx.base import Unavailable, UserError
 from rlx.journal import history, records
 from rlx.rollout.attempts import Patience, RolloutError
+from rlx.rollout.concurrency import tuned
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor, Exhausted, group_seed
 from rlx.rollout.staleness import Limits, StalenessViolation
@@ -824,6 +825,33 @@ def test_a_run_that_goes_on_has_the_running_means_of_before(make, fake_fleet):
         again.append(collect(second))
     assert baselines(again) == baselines(whole[2:])
     assert len(set(baselines(whole))) > 2
+
+
+def test_the_number_of_live_prompts_changes_and_survives_a_kill(make, fake_fleet):
+    limits = tuned(Limits(4, 2, 0), 1)
+    fleet = fake_fleet(turns=40)
+    executor = make(limits, fleet=fleet)
+    before = executor.state()
+    assert before["concurrency"] == 12
+    for number in (11, 10, 9, 8):
+        assert executor.tune(0.5, 1000) == number
+    assert executor.tune(0.5, -1) == 8, "no server: nothing is known"
+    publish(executor, fleet, 0)
+    wait_for(lambda: executor.counters()["admitted"] > 8)
+    assert fleet.most_in_flight == 8
+    executor.close()
+    found = [r.fields for r in executor.notes.records if r.kind == "concurrency"]
+    assert found == [{"prompts": n} for n in (11, 10, 9, 8)], "changes only"
+    host, groups = executor.notes.after(before)  # killed before a checkpoint
+    again = make(limits)
+    again.restore(host, groups)
+    assert again.state()["concurrency"] == 8
+    fixed = make(Limits(4, 2, 5))
+    fixed.restore(host, groups)
+    assert fixed.state()["concurrency"] == 5, "what the command says"
+    old = make(limits)
+    old.restore({k: v for k, v in host.items() if k != "concurrency"}, groups)
+    assert old.state()["concurrency"] == 12, "a checkpoint of an earlier rlx"
 
 
 def test_restore_refuses_another_dataset_unless_it_is_allowed(make):

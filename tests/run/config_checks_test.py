@@ -290,6 +290,8 @@ def test_uneven_minibatches_and_empty_slots_are_warned_of(config, model):
     assert "half of them stay empty" in config_checks.judge_staleness(config, 8).found
     config.rollout.max_concurrent_rollouts = 8
     assert "less than one batch" in config_checks.judge_staleness(config, 8).found
+    config.rollout.max_concurrent_rollouts = 0  # auto
+    assert "48 live at most" in config_checks.judge_staleness(config, 8).found
 
 
 def test_float32_has_no_kernel_of_attention():

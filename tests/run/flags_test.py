@@ -77,6 +77,11 @@ def parsed(*arguments):
         ([CONFIG, "--config.total_steps", "3"], ["has no value; write --config.total_steps=VALUE"]),
         ([CONFIG, "--config.total_steps=1.5"], ["=1.5 is not a whole number; give one like"]),
         ([CONFIG, "--config.total_steps="], ["total_steps= is not a whole number"]),
+        (
+            [CONFIG, "--config.rollout.max_concurrent_rollouts=most"],
+            ["=most is not a whole number"],
+        ),
+        ([CONFIG, "--config.rollout.batch_prompts=auto"], ["=auto is not a whole number"]),
         ([CONFIG, "--config.optimizer.learning_rate=high"], ["=high is not a number"]),
         ([CONFIG, "--config.data.shuffle=maybe"], ["=maybe is not True or False"]),
         ([CONFIG + ":dap"], ["unknown variant 'dap'; did you mean 'dapo'?"]),
@@ -93,6 +98,11 @@ def test_a_wrong_command_line_is_one_line_with_the_remedy(arguments, words):
 
 def test_a_context_just_long_enough_is_accepted():
     assert parsed(CONFIG, "--config.fleet.max_model_len=1536").fleet.max_model_len == 1536
+
+
+def test_a_number_that_may_follow_the_run_is_also_set_by_auto():
+    config = parsed(CONFIG, "--config.rollout.max_concurrent_rollouts=auto")
+    assert config.rollout.max_concurrent_rollouts == 0
 
 
 def test_overrides_arrive_with_their_types():

@@ -139,6 +139,30 @@ def test_a_step_that_is_done_at_once_is_recorded_before_the_next(loop, monkeypat
     assert order[:5] == ["update", "record 1", "update", "record 2", "update"]
 
 
+@pytest.mark.parametrize(("own", "asked", "queued"), [(64, [], 0), (0, [], 5), (0, [2], -1)])
+def test_each_step_shows_its_waiting_to_the_number_of_live_prompts(
+    loop, monkeypatch, own, asked, queued
+):
+    """Unless that is fixed; the queue is unknown while questions of an evaluation wait in it."""
+    made = steps_at_once(loop, monkeypatch)
+    made.config.rollout.max_concurrent_rollouts = own
+    made.held_out.under_way = asked
+    made.held_out.take.return_value = []
+    made.fleet.drain_queue = lambda: 5
+    made.executor.tune.side_effect = lambda waited, queued: 40 + queued
+    monkeypatch.setattr(made, "_save_due", lambda: False)
+    monkeypatch.setattr(made, "finish", lambda: None)
+    run_steps(made)
+    found = [call.args[1] for call in made.writer.write.call_args_list]
+    assert len(found) >= 2
+    if own:
+        assert not made.executor.tune.called
+        assert all("max_concurrent_rollouts" not in record for record in found)
+    else:
+        assert all(record["max_concurrent_rollouts"] == 40 + queued for record in found)
+        assert all(0 <= call.args[0] <= 1 for call in made.executor.tune.call_args_list)
+
+
 @pytest.mark.parametrize(("trainer", "first"), [("jax", "train, compiling"), ("torch", "train")])
 def test_the_first_step_says_that_it_compiles(loop, monkeypatch, trainer, first):
     made = steps_at_once(loop, monkeypatch)

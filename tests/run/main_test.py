@@ -199,7 +199,8 @@ def test_a_finished_run_leaves_no_process(finished_run):
 
 @pytest.mark.slow
 def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
-    process = start(tmp_path, "--config.total_steps=1000")
+    auto = "--config.rollout.max_concurrent_rollouts=auto"
+    process = start(tmp_path, auto, "--config.total_steps=1000")
     wait_for(lambda: records(tmp_path / "metrics.jsonl"))
     os.killpg(process.pid, signal.SIGINT)
     status, out = finish(process)
@@ -209,12 +210,13 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     assert (tmp_path / "hf" / "model.safetensors").exists()
     assert not processes_of(tmp_path)
     last = done[-1]["step"]
-    status, out = finish(start(tmp_path, f"--config.total_steps={last + 2}"))
+    status, out = finish(start(tmp_path, auto, f"--config.total_steps={last + 2}"))
     assert status == 0, out
     steps = records(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in steps] == list(range(1, last + 3))
     assert steps[: len(done)] == done
     assert steps[-1]["staleness_max"] <= 2
+    assert all(1 <= record["max_concurrent_rollouts"] <= 3 * 4 for record in steps)
     assert [record["step"] for record in records(tmp_path / "gate.jsonl")] == [0, last]
 
 

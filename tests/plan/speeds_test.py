@@ -1,0 +1,95 @@
+"""Tokens that samples share: the planner counts them as the trainer's own trees do."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rlx.base import Group, Trajectory
+from rlx.config import default
+from rlx.doctor.gpu_cards import CARDS, CPU
+from rlx.model import params
+from rlx.model.model_config import ModelConfig
+from rlx.plan.speeds import Calibration, TrainerSpeed
+from rlx.run.plan_run import PlanRequest
+from rlx.train import packing, prefix_trees
+
+SMALL = ModelConfig("Qwen2ForCausalLM", 276, 4, 128, 384, 4, 2, 32)
+
+
+def batch(prompt, answers, groups, seed=0):
+    """Groups whose answers differ from their first token on."""
+    rng, found = np.random.default_rng(seed), []
+    for g in range(groups):
+        begin = [g, *rng.integers(0, 276, prompt - 1)]
+        own = []
+        for i, size in enumerate(answers):
+            tokens = np.array([*begin, i, *rng.integers(0, 276, size - 1)], np.int32)
+            zeros = np.zeros(len(tokens), np.float32)
+            trained = np.arange(len(tokens)) >= prompt
+            versions = np.where(trained, 0, -1).astype(np.int32)
+            own.append(Trajectory(tokens, trained, zeros, versions, 0.0, "stop", f"{g}.{i}"))
+        found.append(Group(g, tuple(own)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answers"), [(60, (40, 20, 30, 70)), (200, (10, 20, 10, 15)), (10, (90, 80, 70, 60))]
+)
+def test_shared_tokens_are_those_of_the_trainers_trees(prompt, answers):
+    groups = batch(prompt, answers, 3)
+    flat = packing.flatten(groups)
+    ids, budget = np.arange(len(flat.sizes)), 4096
+    cost = params.attention_cost(SMALL, "cpu")
+    plain = packing.plan(flat.sizes, budget, (512,), attention_cost=cost)
+    trees = prefix_trees.plan(flat, ids, budget, (512,), attention_cost=cost, tree_cost=0.0)
+    speed = TrainerSpeed(
+        SMALL, CPU, 1, Calibration(), samples=len(answers), shared=float(prompt)
+    )  # fmt: skip
+    tokens, work = speed._computed(flat.sizes.astype(float))
+    if prompt == 10:
+        assert (tokens, work) == (flat.sizes.sum(), 1.0), "auto does not take trees"
+        return
+    assert tokens == trees.sizes.sum()
+    assert trees.cost(cost) < prefix_trees.GAIN * plain.cost(cost)
+    assert work == pytest.approx(tokens / flat.sizes.sum(), rel=0.4), "and attention over the tree"
+
+
+def test_sharing_makes_a_batch_as_fast_as_its_tokens_are_few():
+    c = dataclasses.replace(Calibration(), half=0.0, update=0.0)
+    plain = TrainerSpeed(SMALL, CPU, 1, c, samples=8)
+    lengths = np.full(64, 110.0)
+    apart = plain.seconds(lengths)
+    shared = dataclasses.replace(plain, shared=100.0).seconds(lengths)
+    # 100 + 8 · 10 tokens in place of 8 · 110, and attention over 180 in place of 110.
+    assert 180 / 880 < shared / apart < 1.2 * 180 / 880
+    assert dataclasses.replace(plain, shared=500.0).seconds(lengths) == pytest.approx(apart / 8)
+
+
+@pytest.mark.parametrize(
+    ("card", "changed", "shared"),
+    [
+        (CPU, {}, 30.0),
+        (CARDS["h100"], {}, 0.0),  # bfloat16
+        (CARDS["h100"], {"model.compute_dtype": "float32"}, 30.0),
+        (CPU, {"train.share_prefixes": "off"}, 0.0),
+        (CPU, {"train.mesh": "context:2"}, 0.0),
+    ],
+)
+def test_prompts_are_shared_where_the_trainer_has_trees(card, changed, shared):
+    config = default()
+    config.model.path, config.data.max_prompt_tokens = "rlx:arithmetic", 60
+    config.sampling.max_new_tokens = 128
+    asked = PlanRequest(config, SimpleNamespace(), card, 2, None)
+    assert asked.workload(changed).shared == shared
+
+
+def test_a_run_has_measured_what_it_shares():
+    config = default()
+    config.model.path, config.data.max_prompt_tokens = "rlx:arithmetic", 60
+    config.sampling.max_new_tokens, config.sampling.n_samples = 128, 8
+    records = {n: {"n_shared_tokens": 128 * 35, "n_seqs": 128} for n in range(4)}
+    run = SimpleNamespace(metrics=records, batches=SimpleNamespace(groups={}))
+    asked = PlanRequest(config, SimpleNamespace(), CPU, 2, run)
+    assert asked.workload({}).shared == pytest.approx(40.0), "of eight, seven share 40 tokens"
