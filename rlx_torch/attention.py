@@ -185,9 +185,15 @@ def segments(
             if softcap or s_aux is not None:
                 scale = scaling or 1 / math.sqrt(query.shape[-1])
                 found = _unfused(q, k, v, scale, len(mask), softcap or 0.0, s_aux, mask)
-            else:
-                found = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
-            out.append(found[0].transpose(0, 1))
+                out.append(found[0].transpose(0, 1))
+                continue
+            for queries, rows_seen in zip(q.split(BLOCK, 2), mask.split(BLOCK), strict=True):
+                some = rows_seen.any(0).nonzero()[:, 0]  # keys that a query of the block sees
+                keys, values = k.index_select(2, some), v.index_select(2, some)
+                found = scaled_dot_product_attention(
+                    queries, keys, values, attn_mask=rows_seen[:, some], scale=scaling
+                )
+                out.append(found[0].transpose(0, 1))
         return torch.cat(out)[None], None
     cuts = [block.tokens for block in blocks.blocks]
     for block, *parts in zip(blocks.blocks, *(x.split(cuts) for x in rows), strict=True):

@@ -1,11 +1,13 @@
 """Causal self-attention within the segments of packed rows.
 
-Queries are taken a block at a time, each against the keys up to its end. The backward pass
-recomputes scores from the row's log-normaliser (FlashAttention, arXiv 2205.14135), so that nothing
-of size T² is kept. Half precision on NVIDIA GPUs uses cuDNN, which has no float32 kernel.
+Queries and keys are taken a block at a time, without pairs of blocks that see nothing of each
+other. The backward pass recomputes scores from the row's log-normaliser (FlashAttention, arXiv
+2205.14135), so that nothing of size T² is kept. Half precision on NVIDIA GPUs uses cuDNN, which has
+no float32 kernel.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -41,28 +43,31 @@ def attention(
     Args:
       q: [B, T, N, H]; k, v: [B, T, K, H], N a multiple of K (query head n reads k/v head n·K//N).
       segment_ids: [B, T] int32.
-      segment_sizes: [B, M] int32, see `packed_attention`; needed where `attention_kind` is packed.
+      segment_sizes: [B, M] int32, of segments or of trees' chains, see `packed_attention`; needed
+        where `attention_kind` is packed.
       layout: of the activations on a mesh.
       window: how many tokens a query sees at most, its own included; 0: all of its segment.
       softcap: c where scores are c · tanh(q·k / √H / c); 0: not.
       tree: ends and positions, [B, T] int32 each, where rows hold trees depth first in place of
         segments: a token sees another that is not after it, and whose end is. None: segments.
+        Where `attention_kind` is packed, trees fork once.
 
     Returns:
       [B, T, N, H] in q's dtype.
     """
     window = window if window < q.shape[1] else 0
     how = attention_kind(q.dtype, q.shape[-1], softcap)
-    if tree is not None:
-        how = "blocks"
-    elif how == "packed" and (
-        segment_sizes is None or q.size // layout.row_shards >= LARGEST_OFFSET
-    ):
+    if how == "packed" and (segment_sizes is None or q.size // layout.row_shards >= LARGEST_OFFSET):
         how = "mask"
+    if tree is not None and (how == "mask" or window):
+        how = "blocks"
+    sizes, positions = cast(Array, segment_sizes), tree and tree[1]
     return {
-        "packed": lambda: packed_attention(q, k, v, cast(Array, segment_sizes), layout, window),
+        "packed": lambda: packed_attention(q, k, v, sizes, layout, window, positions),
         "mask": lambda: _masked(q, k, v, segment_ids, window),
-        "blocks": lambda: _in_blocks(q, k, v, tree or (segment_ids,), window, softcap),
+        "blocks": lambda: _in_blocks(
+            q, k, v, tree or _segments(segment_ids), window, softcap, layout.mesh is None
+        ),
     }[how]()
 
 
@@ -96,82 +101,118 @@ def _masked(q: Array, k: Array, v: Array, segment_ids: Array, window: int) -> Ar
     return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation="cudnn")
 
 
-def _in_blocks(
-    q: Array, k: Array, v: Array, where: tuple[Array, ...], window: int, softcap: float
-) -> Array:
+def _in_blocks(q: Array, k: Array, v: Array, tree: Any, window: int, *how: Any) -> Array:
     batch, length, heads, width = q.shape
-    groups = heads // k.shape[2]
-    q = (q * width**-0.5).reshape(batch, length, -1, groups, width).transpose(0, 2, 3, 1, 4)
-    mixed = _mix(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), where, window, softcap)
-    return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, width)
+    number = min(math.ceil(length / QUERY_BLOCK), 16)
+    size = math.ceil(length / number)
+
+    def cut(x: Array) -> Array:  # [B, T, …] → [blocks, B, size, …]
+        x = jnp.pad(x, ((0, 0), (0, number * size - length), *[(0, 0)] * (x.ndim - 2)))
+        return jnp.moveaxis(x.reshape(len(x), number, size, *x.shape[2:]), 1, 0)
+
+    rows = cut(q * width**-0.5).reshape(number, batch, size, k.shape[2], -1, width)
+    keys, values = (jnp.moveaxis(cut(x), 3, 2) for x in (k, v))
+    where = tuple(map(cut, tree))
+    mixed = _mix(rows.transpose(0, 1, 3, 4, 2, 5), keys, values, where, window, *how)
+    mixed = mixed.transpose(1, 0, 4, 2, 3, 5).reshape(batch, number * size, heads, width)
+    return mixed[:, :length]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _mix(
-    q: Array, k: Array, v: Array, where: tuple[Array, ...], window: int, softcap: float
+    q: Array, k: Array, v: Array, where: Any, window: int, softcap: float, skips: bool
 ) -> Array:
-    """Attend with heads before tokens: q [B, K, G, T, H] (scaled), k, v [B, K, T, H]."""
-    return _mix_forward(q, k, v, where, window, softcap)[0]
+    """Attend in blocks [n, B, heads, size, H]: q has [K, G] heads (and is scaled), k and v K.
+
+    `where` are ends and positions, [n, B, size]. Blocks of queries and of keys that see nothing of
+    each other are skipped if `skips`. On a mesh, all devices would have to agree on them.
+    """
+    return _mix_forward(q, k, v, where, window, softcap, skips)[0]
 
 
-def _mix_forward(q, k, v, where, window, softcap):
-    mixed, normalisers = [], []
-    for rows, look in _blocks(q.shape[3], window * (len(where) == 1)):
-        keys, values = k[:, :, look], v[:, :, look]
-        scores = _scores(q[:, :, :, rows], keys, where, rows, look, window, softcap)
-        highest = jnp.max(scores, axis=-1, keepdims=True)
-        weights = jnp.exp(scores - highest)
-        total = jnp.sum(weights, axis=-1, keepdims=True)
-        block = apply(weights.astype(v.dtype), values)
-        mixed.append((block / total).astype(q.dtype))
-        normalisers.append(highest + jnp.log(total))
-    mixed = checkpoint_name(_join(mixed), "attention")
-    normaliser = checkpoint_name(_join(normalisers), "attention")
+def _mix_forward(q, k, v, where, window, softcap, skips):
+    def add(row, column, sums):
+        highest, total, mixed = (x[row] for x in sums)
+        scores = _scores(q[row], k[column], where, row, column, window, softcap)
+        top = jnp.maximum(highest, jnp.max(scores, axis=-1, keepdims=True))
+        weights, kept = jnp.exp(scores - top), jnp.exp(highest - top)
+        total = total * kept + jnp.sum(weights, axis=-1, keepdims=True)
+        mixed = mixed * kept + apply(weights.astype(v.dtype), v[column])
+        return tuple(_put(x, new, row) for x, new in zip(sums, (top, total, mixed), strict=True))
+
+    none = jnp.zeros((*q.shape[:-1], 1), jnp.float32)
+    sums = none + MASKED, none, jnp.zeros(q.shape, jnp.float32)
+    highest, total, mixed = _for_pairs(where, window, skips, add, sums)
+    mixed = checkpoint_name((mixed / total).astype(q.dtype), "attention")
+    normaliser = checkpoint_name(highest + jnp.log(total), "attention")
     return mixed, (q, k, v, where, mixed, normaliser)
 
 
-def _mix_backward(window, softcap, kept, grad):
+def _mix_backward(window, softcap, skips, kept, grad):
     q, k, v, where, mixed, normaliser = kept
     wide = grad.astype(jnp.float32) * mixed.astype(jnp.float32)
     along = jnp.sum(wide, axis=-1, keepdims=True)
-    grad_q, grad_k, grad_v = [], jnp.float32(0), jnp.float32(0)
-    for rows, look in _blocks(q.shape[3], window * (len(where) == 1)):
-        keys, values = k[:, :, look], v[:, :, look]
-        scores = _scores(q[:, :, :, rows], keys, where, rows, look, window, softcap)
-        weights = jnp.exp(scores - normaliser[:, :, :, rows])
-        pull = grad[:, :, :, rows]
-        grad_weights = inner(pull, values, result_dtype(q.dtype, pull.size * values.shape[2]))
-        grad_scores = weights * (grad_weights - along[:, :, :, rows])
+
+    def add(row, column, sums):
+        scores = _scores(q[row], k[column], where, row, column, window, softcap)
+        weights, pull = jnp.exp(scores - normaliser[row]), grad[row]
+        grad_weights = inner(pull, v[column], result_dtype(q.dtype, pull.size * v.shape[3]))
+        grad_scores = weights * (grad_weights - along[row])
         grad_scores = (grad_scores * softcap_slope(scores, softcap)).astype(q.dtype)
-        grad_q.append(apply(grad_scores, keys).astype(q.dtype))
-        beyond = ((0, 0), (0, 0), (look.start, k.shape[2] - look.stop), (0, 0))
-        grad_k += jnp.pad(gather(grad_scores, q[:, :, :, rows]), beyond)
-        grad_v += jnp.pad(gather(weights.astype(q.dtype), grad[:, :, :, rows]), beyond)
-    return _join(grad_q), grad_k.astype(k.dtype), grad_v.astype(v.dtype), None
+        grad_q = apply(grad_scores, k[column])
+        grad_k, grad_v = gather(grad_scores, q[row]), gather(weights.astype(q.dtype), pull)
+        found = ((grad_q, row), (grad_k, column), (grad_v, column))
+        return tuple(_put(x, x[at] + new, at) for x, (new, at) in zip(sums, found, strict=True))
+
+    sums = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
+    sums = _for_pairs(where, window, skips, add, sums)
+    return *(x.astype(q.dtype) for x in sums), None
 
 
 _mix.defvjp(_mix_forward, _mix_backward)
 
 
-def _blocks(length: int, window: int) -> list[tuple[slice, slice]]:
-    """Return the query blocks, and the keys that each looks at."""
-    block = max(QUERY_BLOCK, math.ceil(length / 16))
-    rows = [slice(start, min(start + block, length)) for start in range(0, length, block)]
-    return [(r, slice(max(r.start + 1 - window, 0) if window else 0, r.stop)) for r in rows]
+def _for_pairs(where, window: int, skips: bool, add: Callable[..., Any], sums: Any) -> Any:
+    """Return sums after `add` of each block of queries, and of keys that it may see."""
+    ends, positions = where
+    number, _, size = ends.shape
+    if number == 1:
+        return add(0, 0, sums)
+    at = jnp.arange(number)
+    last = jnp.max(ends, axis=(1, 2)) if skips else number * size
+    see = (at[:, None] == at) | ((at[:, None] > at) & (at[:, None] * size < last))
+    if window:
+        first, latest = jnp.min(positions, axis=(1, 2)), jnp.max(positions, axis=(1, 2))
+        see &= first[:, None] - latest < window
+    queries, keys = jnp.nonzero(see, size=number * (number + 1) // 2)
+
+    def step(i: Array, sums: Any) -> Any:
+        return add(queries[i], keys[i], sums)
+
+    return jax.lax.fori_loop(0, jnp.sum(see), step, sums)
 
 
-def _scores(q, keys, where, rows: slice, look: slice, window: int, softcap: float) -> Array:
-    """Return masked scores [B, K, G, block, S] float32 of the query block `rows`."""
-    at, other = jnp.arange(rows.start, rows.stop)[:, None], jnp.arange(look.start, look.stop)
-    if len(where) == 1:
-        (segment_ids,) = where
-        mask = seen(at, other, window)
-        mask = mask & (segment_ids[:, rows, None] == segment_ids[:, None, look])
-    else:
-        ends, positions = where
-        mask = seen(positions[:, rows, None], positions[:, None, look], window)
-        mask = mask & (at >= other) & (at < ends[:, None, look])
+def _put(x: Array, block: Array, at: Array) -> Array:
+    return jax.lax.dynamic_update_index_in_dim(x, block, at, 0)
+
+
+def _scores(q, keys, where, row, column, window: int, softcap: float) -> Array:
+    """Return masked scores [B, K, G, size, size] float32 of a block of queries and one of keys."""
+    ends, positions = where
+    at = jnp.arange(q.shape[3])
+    after = row * len(at) + at[:, None]
+    mask = (after >= column * len(at) + at) & (after < ends[column][:, None])
+    if window:
+        mask &= positions[row][..., None] - positions[column][:, None] < window
     return jnp.where(mask[:, None, None], softcapped(inner(q, keys), softcap), MASKED)
+
+
+def _segments(segment_ids: Array) -> tuple[Array, Array]:
+    """Return `tree` of `attention`, [B, T] and [1, T], for rows of segments."""
+    length = segment_ids.shape[1]
+    follows = segment_ids[:, 1:] == segment_ids[:, :-1]
+    stops = jnp.where(jnp.pad(follows, ((0, 0), (0, 1))), length, jnp.arange(1, length + 1))
+    return jax.lax.cummin(stops, axis=1, reverse=True), jnp.arange(length)[None]
 
 
 # The query heads of one key head are further rows of one matrix. In this form XLA uses its fast
@@ -198,7 +239,3 @@ def gather(weights: Array, rows: Array) -> Array:
 
 def _flat(x: Array) -> Array:
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
-
-
-def _join(blocks: list[Array]) -> Array:
-    return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=3)

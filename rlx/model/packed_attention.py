@@ -7,12 +7,14 @@ API of the packed layout yet; only this file imports the private one.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from inspect import signature
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from rlx.model.mesh import ROWS
@@ -22,6 +24,7 @@ KERNEL = "dot_product_attention_fwd_wrapper"  # JAX's primitive: mixed and the l
 # Before this version JAX computed the key heads' offsets from the number of query heads.
 GROUPED_SINCE = (0, 11, 2)
 LARGEST_OFFSET = 2**31  # elements of q on one device: the kernel counts them in int32
+NOTHING = -1e30  # log-normaliser of no keys
 
 CUDNN = 91000  # version that programs for GPUs elsewhere are compiled for
 
@@ -59,6 +62,9 @@ def packed_attention(
     segment_sizes: Array,
     layout: Layout = ONE_DEVICE,  # layout, window: as of `attention.attention`
     window: int = 0,
+    # [B, T] int32, where rows hold trees that fork once, and segments are their chains: neighbours
+    # whose positions follow each other. They need window = 0.
+    positions: Array | None = None,
 ) -> Array:
     """Return `attention.attention` of packed rows, [B, T, N, H]; 0 at padding."""
     heads, groups = q.shape[2], q.shape[2] // k.shape[2]
@@ -66,15 +72,16 @@ def packed_attention(
     tensor = 1 if mesh is None else mesh.shape["tensor"]
     if jax.__version_info__ < GROUPED_SINCE or k.shape[2] % tensor:
         k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
-    attend = partial(_on_one_device, window=window)
+    attend: Any = partial(_on_one_device, window=window)
+    given = [segment_sizes]
+    if positions is not None:
+        attend, given = _over_trees, [segment_sizes, positions]
     if mesh is None:
-        return attend(q, k, v, segment_sizes)
+        return attend(q, k, v, *given)
     cut = PartitionSpec(ROWS, None, "tensor" if heads % tensor == 0 else None)
-    rows = PartitionSpec(ROWS)
-    mapped = jax.shard_map(
-        attend, mesh=mesh, in_specs=(cut, cut, cut, rows), out_specs=cut, check_vma=False
-    )
-    return mapped(q, k, v, segment_sizes)
+    places = (cut, cut, cut, *[PartitionSpec(ROWS)] * len(given))
+    mapped = jax.shard_map(attend, mesh=mesh, in_specs=places, out_specs=cut, check_vma=False)
+    return mapped(q, k, v, *given)
 
 
 def _on_one_device(q: Array, k: Array, v: Array, segment_sizes: Array, window: int) -> Array:
@@ -102,3 +109,117 @@ def segment_table(segment_sizes: Array) -> tuple[Array, Array]:
     there, sizes = segment_sizes > 0, segment_sizes.astype(jnp.int32)
     starts = jnp.where(there, jnp.cumsum(sizes, axis=1) - sizes, -1)
     return jnp.where(there, sizes, -1), jnp.pad(starts, ((0, 0), (0, 1)), constant_values=-1)
+
+
+class Call(NamedTuple):
+    """Queries and keys of one call of the kernel on trees; −1 where there is no segment.
+
+    A key is in one segment at most: the kernel writes its gradient without adding.
+    """
+
+    query_sizes: Array  # [B, M] int32
+    key_sizes: Array
+    query_starts: Array  # [B, M + 1] int32, in the row
+    key_starts: Array
+
+
+def _over_trees(q: Array, k: Array, v: Array, chain_sizes: Array, positions: Array) -> Array:
+    lengths, starts = segment_table(chain_sizes)
+    own = Call(lengths, lengths, starts, starts)
+    return _merged(q, k, v, (own, shared_call(chain_sizes, positions)))
+
+
+def shared_call(chain_sizes: Array, positions: Array) -> Call:
+    """Return the call in which later chains of a tree see what they share with its first one."""
+    chains, starts = chain_sizes > 0, segment_table(chain_sizes)[1][:, :-1]
+    first = jnp.take_along_axis(positions, jnp.maximum(starts, 0), axis=1)
+    roots = chains & (first == 0)
+    tree = jnp.cumsum(roots, axis=1)
+    later = roots[:, :, None] & (chains & ~roots)[:, None] & (tree[:, :, None] == tree[:, None])
+    sizes = jnp.sum(jnp.where(later, chain_sizes[:, None], 0), axis=2)
+    shared = jnp.max(jnp.where(later, first[:, None], 0), axis=2)
+    begin = jnp.min(jnp.where(later, starts[:, None], positions.shape[1]), axis=2)
+    numbers = (
+        jnp.where(sizes > 0, x, -1).astype(jnp.int32) for x in (sizes, shared, begin, starts)
+    )
+    sizes, shared, begin, starts = numbers
+    return Call(sizes, shared, *(jnp.pad(x, ((0, 0), (0, 1)), constant_values=-1)
+                                 for x in (begin, starts)))  # fmt: skip
+
+
+# The parts of softmax add up. Each call's result counts by its share of the common normaliser, and
+# its backward pass recomputes weights with that one (arXiv 2310.01889).
+@jax.custom_vjp
+def _merged(q: Array, k: Array, v: Array, calls: tuple[Call, Call]) -> Array:
+    return _merged_forward(q, k, v, calls)[0]
+
+
+def _merged_forward(q, k, v, calls):
+    found = []
+    for causal, call in zip((True, False), calls, strict=True):
+        mixed, stats = kernel("fwd", q, k, v, call, causal, is_training=True)
+        number, place = _in_stats(call, q.shape[1])
+        stats = stats.at[number, :, place].get(mode="fill", fill_value=NOTHING)
+        there = (number < call.query_sizes.size)[..., None]
+        found.append((jnp.where(there[..., None], mixed.astype(jnp.float32), 0), stats))
+    normaliser = jnp.logaddexp(found[0][1], found[1][1])
+    mixed = sum(jnp.exp(own - normaliser)[..., None] * part for part, own in found)
+    mixed = checkpoint_name(mixed.astype(q.dtype), "attention")
+    normaliser = checkpoint_name(normaliser, "attention")
+    return mixed, (q, k, v, calls, mixed, normaliser)
+
+
+def _merged_backward(kept, grad):
+    q, k, v, calls, mixed, normaliser = kept
+    sums = [jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
+    for causal, call in zip((True, False), calls, strict=True):
+        number, place = _in_stats(call, q.shape[1])
+        stats = jnp.zeros((call.query_sizes.size, q.shape[2], q.shape[1]), jnp.float32)
+        stats = stats.at[number, :, place].set(normaliser, mode="drop")
+        grads = kernel("bwd", q, k, v, call, causal, stats, mixed, grad)
+        queries = number < call.query_sizes.size
+        keys = jnp.any(_held(call.key_starts, call.key_sizes, q.shape[1]), axis=1)
+        for i, there in enumerate((queries, keys, keys)):
+            sums[i] += jnp.where(there[..., None, None], grads[i], 0)
+    return *(total.astype(q.dtype) for total in sums), None
+
+
+_merged.defvjp(_merged_forward, _merged_backward)
+
+
+def kernel(
+    way: str, q: Array, k: Array, v: Array, call: Call, causal: bool, *more: Array, **options: Any
+) -> Any:
+    """Bind JAX's primitive: fwd → (mixed [B, T, N, H], normalisers [B·M, N, T] of each segment).
+
+    bwd, of normalisers, mixed and its gradient → gradients of q, k, v. Tokens in no segment are not
+    written, in both. As XLA describes them to cuDNN, normalisers of a segment begin at T = 0.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    primitive = getattr(cudnn, f"_dot_product_attention_{way}_p_wrapper")
+    if "score_mod" in signature(cudnn.dot_product_attention).parameters:
+        options["score_mod"] = None
+    mask = cudnn.MaskType.PADDING_CAUSAL if causal else cudnn.MaskType.PADDING
+    none = jnp.zeros(0, q.dtype)
+    return primitive.bind(
+        q, k, v, none, *call, none, none, *more, scale=q.shape[-1] ** -0.5, seed=0,
+        dropout_rate=0.0, variadic_args=(False, False), mask_type=mask,
+        layout=cudnn.AttentionLayout.BTNH.value, sliding_window_length=None, **options,
+    )  # fmt: skip
+
+
+def _held(starts: Array, sizes: Array, length: int) -> Array:
+    """Return which tokens of a row each segment holds, [B, M, T]."""
+    at, begin = jnp.arange(length), starts[:, :-1, None]
+    return (sizes[..., None] > 0) & (at >= begin) & (at < begin + sizes[..., None])
+
+
+def _in_stats(call: Call, length: int) -> tuple[Array, Array]:
+    """Return where each token's normaliser is, [B, T] each: its segment, or B·M, and its place."""
+    held = _held(call.query_starts, call.query_sizes, length)
+    there = call.query_sizes > 0
+    numbers = (jnp.cumsum(there) - 1).reshape(there.shape)  # rows are joined, without gaps
+    own = jnp.argmax(held, axis=1)
+    number = jnp.where(jnp.any(held, axis=1), jnp.take_along_axis(numbers, own, 1), there.size)
+    return number, jnp.arange(length) - jnp.take_along_axis(call.query_starts, own, 1)

@@ -45,6 +45,7 @@ class BatchUpdate:
         self._attention_cost = 0.0  # as of `packing.plan`
         self._tree_cost = 0.0  # as of `prefix_trees.plan`
         self._shares = "off"  # of `prefix_trees.MODES`
+        self._fork_once = False  # as of `prefix_trees.plan`
         self._kept_times = 1  # ids of sampling masks in a row, times its length
         self._reference: Any = None  # the frozen one; None with LoRA: the base without adapters
 
@@ -88,7 +89,8 @@ class BatchUpdate:
         plan = packing.plan(sizes, *given, **how)
         trees = None
         if self._shares != "off":
-            trees = prefix_trees.plan(flat, ids, *given, tree_cost=self._tree_cost, **how)
+            how |= {"tree_cost": self._tree_cost, "fork_once": self._fork_once}
+            trees = prefix_trees.plan(flat, ids, *given, **how)
             most = prefix_trees.GAIN * self._cost(plan, sizes)
             if self._shares == "auto" and self._cost(trees, trees.sizes) > most:
                 trees = None

@@ -43,6 +43,7 @@ def plan(
     buckets: Sequence[int],
     *,
     tree_cost: float = 0.0,
+    fork_once: bool = False,
     row_mates: np.ndarray | None = None,
     **how: Any,
 ) -> TreePlan:
@@ -53,6 +54,7 @@ def plan(
 
     Args:
       tree_cost: `attention_cost` within a tree.
+      fork_once: whether a tree shares only the tokens with which all of its sequences begin.
     """
     sizes, first = flat.sizes[ids], flat.starts[ids]
     numbers = flat.tokens["tokens"].astype(">i4")  # their bytes are in the order of the numbers
@@ -67,8 +69,13 @@ def plan(
             continue
         tree_of = mates[order]
         if row_mates is None:
-            tree_of = _trees(sizes[order], shared, length, tree_cost)
-        known = np.where(np.diff(tree_of, prepend=-1) != 0, 0, shared)
+            tree_of = _trees(sizes[order], shared, length, tree_cost, fork_once)
+        begins = np.diff(tree_of, prepend=-1) != 0
+        known = np.where(begins, 0, shared)
+        if fork_once:
+            least = np.where(begins, sizes.max(initial=0), shared)
+            least = np.minimum.reduceat(least, np.flatnonzero(begins))
+            known = np.where(begins, 0, least[np.cumsum(begins) - 1])
         tokens = np.bincount(tree_of, sizes[order] - known).astype(np.int64)
         found = packing.plan(tokens, budget, buckets, **how)
         rows, known = found.rows[tree_of][back], known[back]
@@ -82,7 +89,9 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
     return int(differ.argmax()) if differ.any() else len(differ)
 
 
-def _trees(sizes: np.ndarray, shared: np.ndarray, longest: int, cost: float) -> np.ndarray:
+def _trees(
+    sizes: np.ndarray, shared: np.ndarray, longest: int, cost: float, fork_once: bool
+) -> np.ndarray:
     """Return the tree of each sequence, [N] int64, of those that cost least together.
 
     A tree costs tokens · (1 + cost · tokens), and has at most `longest` tokens or one sequence.
@@ -90,15 +99,17 @@ def _trees(sizes: np.ndarray, shared: np.ndarray, longest: int, cost: float) -> 
     Args:
       sizes: [N] tokens of sequences, depth first. shared: [N], as of `TreePlan`, uncut.
     """
-    # before[i] − before[j] + sizes[j]: tokens of a tree from sequence j to i.
-    count, before, low = len(sizes), np.cumsum(sizes - shared), 0
+    count, low, ends, merged = len(sizes), 0, np.cumsum(sizes), np.cumsum(shared)
+    common = np.full(count, sizes.max(initial=0))  # shared by all from a sequence to the last
     least, begins = np.zeros(count + 1), np.zeros(count, np.int64)
     for last in range(count):
-        while low < last and before[last] - before[low] + sizes[low] > longest:
-            low += 1
-        own = slice(low, last + 1)
-        tokens = before[last] - before[own] + sizes[own]
-        costs = least[own] + tokens * (1 + cost * tokens)
+        own = np.arange(low, last + 1)
+        common[low:last] = np.minimum(common[low:last], shared[last])
+        saved = (last - own) * common[own] if fork_once else merged[last] - merged[own]
+        tokens = ends[last] - ends[own] + sizes[own] - saved  # of a tree from each of `own`
+        skipped = int((tokens[:-1] > longest).sum())  # the first ones have most
+        low, tokens = low + skipped, tokens[skipped:]
+        costs = least[low : last + 1] + tokens * (1 + cost * tokens)
         begins[last] = low + np.argmin(costs)
         least[last + 1] = costs.min()
     is_first, last = np.zeros(count, bool), count
@@ -162,6 +173,15 @@ def microbatches(flat: FlatBatch, ids: np.ndarray, planned: TreePlan) -> list[Ar
         part["sources"] = sources[part["flat_index"]]
         first = mine.stop
     return parts
+
+
+def chains(batch: Arrays) -> np.ndarray:
+    """Return the number of each token's chain in its row, [B, C], from 1; 0 at padding.
+
+    A chain's tokens are neighbours whose positions follow each other.
+    """
+    begins = np.diff(batch["tree_positions"], axis=1, prepend=-2) != 1
+    return np.cumsum(begins, axis=1) * (batch["tree_counts"] > 0)
 
 
 def _read(flat: FlatBatch) -> FlatBatch:

@@ -28,7 +28,7 @@ from rlx.model.model_config import ModelConfig
 from rlx.model.ops import compiler_options
 from rlx.model.params import Params
 from rlx.model.tensors import Buckets
-from rlx.train import objective, packing, state_files, step_metrics
+from rlx.train import objective, packing, prefix_trees, state_files, step_metrics
 from rlx.train.batch_update import BatchUpdate
 from rlx.train.learner import Batch, Critic, Learner, Stats, TrainState, float32, make_optimizer
 from rlx.train.train_options import TrainOptions
@@ -84,11 +84,17 @@ class JaxUpdate(BatchUpdate):
                 model_config, sharding.target_device().platform
             )
         obstacle = ""
-        if how != "blocks":
-            obstacle = "cuDNN's attention has no trees: they need model.compute_dtype=float32"
-        elif self._layout.context > 1:
+        if self._layout.context > 1:
             obstacle = "train.mesh cuts rows over context, where attention has no trees"
+        elif how == "mask" or (self._sizes_segments and any(model_config.layer_windows)):
+            obstacle = (
+                "cuDNN's attention has trees from Hopper on and without sliding windows: others "
+                "need model.compute_dtype=float32"
+            )
         self._share_prefixes(obstacle)
+        self._fork_once = self._sizes_segments
+        if self._fork_once and self._shares == "auto":
+            self._shares = "off"  # until a GPU has shown that it is faster
         self._frozen: Any = None
         if self.lora:
             if source is None:
@@ -374,7 +380,9 @@ class JaxUpdate(BatchUpdate):
 
     def _put_rows(self, microbatch: Any) -> Any:
         if self._sizes_segments:
-            microbatch["segment_sizes"] = packing.segment_sizes(microbatch["segment_ids"])
+            is_tree = "tree_tokens" in microbatch
+            ids = prefix_trees.chains(microbatch) if is_tree else microbatch["segment_ids"]
+            microbatch["segment_sizes"] = packing.segment_sizes(ids)
         return self._device_put(microbatch, sharding.BATCH)
 
     def _policy(self, state: TrainState) -> Params:

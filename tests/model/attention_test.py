@@ -15,7 +15,7 @@ from rlx.model import packed_attention as packed
 from rlx.model import sharding
 from rlx.model.attention import attention
 from rlx.model.mesh import AXES
-from rlx.train import packing
+from rlx.train import packing, prefix_trees
 
 LENGTHS = [[5, 3, 9], [20], [], [1, 1, 1, 1, 1, 1]]  # of the segments of four rows
 TOKENS = 21
@@ -104,6 +104,142 @@ def test_packed_segments_are_attended_to_as_in_blocks(monkeypatch, heads, key_he
             np.where(there, ours, 0), np.where(there, wanted, 0), rtol=1e-5, atol=1e-5
         )
         assert not np.asarray(ours)[ids == 0].any(), "padding: the kernel writes nothing there"
+
+
+def tree_kernel(way, q, k, v, call, causal, *more, is_training=False):
+    """Stand in for JAX's primitives: what no segment holds is NaN, and gradients are not added.
+
+    Segments are where the installed JAX says so to cuDNN, whose normalisers have one for each.
+    """
+    table = [part.ravel()[: call.query_sizes.size, None]
+             for part in cudnn._fix_seqlen_offsets(*call, q, k)]  # fmt: skip
+    at, total = jnp.arange(q.shape[1]), q.shape[0] * q.shape[1]
+    places = []  # [segments, T], of queries and of keys
+    for x, sizes, starts in ((q, table[0], table[2]), (k, table[1], table[3])):
+        begin = starts // (x.shape[2] * x.shape[3])
+        places.append(jnp.where(at < sizes, begin + at, total))
+    rows, keys = places
+    seen = (rows < total)[:, :, None] & (keys < total)[:, None]
+    seen = (seen & ((at[:, None] >= at) | (not causal)))[:, None]
+
+    def taken(x, places):
+        flat = x.reshape(-1, *x.shape[2:])
+        return flat.at[places].get(mode="fill", fill_value=0)
+
+    def put(x, places, new):
+        made = jnp.full((total, *x.shape[2:]), jnp.nan)
+        return made.at[places].set(new, mode="drop").reshape(x.shape)
+
+    def scores(q, k):
+        k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
+        return jnp.where(seen, jnp.einsum("sqnh,sknh->snqk", q, k) * q.shape[3] ** -0.5, -1e30)
+
+    def mixed(weights, v):
+        v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
+        return jnp.einsum("snqk,sknh->sqnh", weights, v)
+
+    own = [taken(q, rows), taken(k, keys), taken(v, keys)]
+    found, back = jax.vjp(scores, *own[:2])
+    there = (rows < total)[:, None]
+    if way == "fwd":
+        stats = jnp.where(there, jax.nn.logsumexp(found, axis=-1), jnp.nan)
+        weights = jnp.where(seen, jnp.exp(found - stats[..., None]), 0)
+        return put(q, rows, mixed(weights, own[2])), stats
+    stats, out, pull = more[0], taken(more[1], rows), taken(more[2], rows)
+    weights = jnp.where(seen, jnp.exp(found - stats[..., None]), 0)
+    of_weights, of_values = jax.vjp(mixed, weights, own[2])[1](pull)
+    along = jnp.sum(pull * out, axis=-1).transpose(0, 2, 1)[..., None]
+    of_queries, of_keys = back(weights * (of_weights - along))
+    return put(q, rows, of_queries), put(k, keys, of_keys), put(v, keys, of_values)
+
+
+# Of each row of two: its trees as (shared tokens, tokens of the branches after them), depth first.
+FORKS = [[(6, (3, 1, 4)), (2, (5,))], [(1, (2, 2, 2, 2, 2)), (0, (7,)), (3, (0, 2, 1))]]
+
+
+def forked():
+    """Ends, positions and counts of the rows of FORKS, [2, 24] each, with padding."""
+    ends, positions = np.zeros((2, 24), np.int32), np.zeros((2, 24), np.int32)
+    for row, trees in enumerate(FORKS):
+        at = 0
+        for shared, branches in trees:
+            stop = at + shared + sum(branches)
+            ends[row, at : at + shared], positions[row, at : at + shared] = stop, range(shared)
+            at += shared
+            for size in branches:
+                ends[row, at : at + size] = at + size
+                positions[row, at : at + size] = range(shared, shared + size)
+                at += size
+    return ends, positions
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (6, 1)])
+def test_trees_that_fork_once_are_attended_to_by_packed_segments(monkeypatch, heads, key_heads):
+    """Two calls of the kernel, merged, and their gradients, are attention over each path."""
+    monkeypatch.setattr(packed, "kernel", tree_kernel)
+    ends, positions = forked()
+    batch = {"tree_positions": positions, "tree_counts": (ends > 0).astype(np.int32)}
+    sizes = jnp.asarray(packing.segment_sizes(prefix_trees.chains(batch)))
+    rng, there = np.random.default_rng(1), (ends > 0)[..., None, None]
+    qkv = [jnp.asarray(rng.normal(size=(2, 24, n, 8)), jnp.float32)
+           for n in (heads, key_heads, key_heads)]  # fmt: skip
+    weights = rng.normal(size=qkv[0].shape)
+    ends, positions = map(jnp.asarray, (ends, positions))
+
+    def loss(function, *qkv):
+        mixed = function(*qkv)
+        return jnp.sum(jnp.where(there, mixed, 0) * weights), mixed
+
+    of_packed = partial(packed.packed_attention, segment_sizes=sizes, positions=positions)
+    of_blocks = partial(attention, segment_ids=ends, tree=(ends, positions))
+    results = []
+    for function in (of_packed, of_blocks):
+        run = jax.jit(jax.value_and_grad(partial(loss, function), argnums=(0, 1, 2), has_aux=True))
+        (_, mixed), grads = run(*qkv)
+        results.append((mixed, *grads))
+    for ours, wanted in zip(*results, strict=True):
+        np.testing.assert_allclose(
+            np.where(there, ours, 0), np.where(there, wanted, 0), rtol=1e-5, atol=1e-5
+        )
+        assert not np.asarray(ours)[~there[..., 0, 0]].any(), "padding"
+
+
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("of", ["segments", "trees"])
+def test_blocks_are_the_attention_of_each_token_to_what_it_sees(monkeypatch, of, window):
+    """Also where most pairs of blocks are skipped, and where a row ends within a block."""
+    monkeypatch.setattr(module, "QUERY_BLOCK", 4)
+    ids = np.concatenate([segment_ids(), np.zeros((4, 3), np.int32)], axis=1)[:2]
+    ends, positions = forked()
+    at = np.arange(24)
+    seen = at[:, None] >= at
+    if of == "segments":
+        seen = seen & (ids[:, :, None] == ids[:, None]) & (ids > 0)[:, None]
+        distance = at[:, None] - at
+    else:
+        ids, seen = (ends > 0).astype(np.int32), seen & (at[:, None] < ends[:, None])
+        distance = positions[:, :, None] - positions[:, None]
+    seen = seen & (distance < (window or 24))
+    there, rng = (ids > 0)[..., None, None], np.random.default_rng(1)
+    qkv = [jnp.asarray(rng.normal(size=(2, 24, n, 8)), jnp.float32) for n in (4, 2, 2)]
+    weights = rng.normal(size=qkv[0].shape)
+
+    def by_mask(q, k, v):
+        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+        scores = jnp.einsum("bqnh,bknh->bnqk", q, k) * 8**-0.5
+        scores = jnp.where(seen[:, None], scores, -1e30)
+        return jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(scores), v)
+
+    tree = (jnp.asarray(ends), jnp.asarray(positions)) if of == "trees" else None
+    in_blocks = partial(attention, segment_ids=jnp.asarray(ids), window=window, tree=tree)
+    results = []
+    for function in (in_blocks, by_mask):
+        out, pull = jax.vjp(jax.jit(function), *qkv)
+        results.append((out, *pull(jnp.where(there, weights, 0).astype(jnp.float32))))
+    for ours, wanted in zip(*results, strict=True):
+        np.testing.assert_allclose(
+            np.where(there, ours, 0), np.where(there, wanted, 0), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_segments_are_told_in_the_layout_that_jax_documents():

@@ -5,12 +5,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlx.algorithms.presets import PRESETS
 from rlx.config import default
 from rlx.model import hf
 from rlx.train.train_options import TrainOptions
 from rlx.train.update import JaxUpdate
 from rlx_torch.attention import Trees, segments
 from rlx_torch.update import TorchUpdate
+from tests.rlx_torch.update_test import of_a_kind
 from tests.train.prefix_trees_test import PACKED, branching
 
 
@@ -78,6 +80,31 @@ def test_an_update_with_trees_is_the_update_of_plain_rows(preset, tiny_model_dir
         assert metrics["n_shared_tokens"] > 20
         assert metrics["n_microbatches"] > 1
     assert plain["n_shared_tokens"] == 0
+
+
+@pytest.mark.parametrize("preset", sorted(set(PRESETS) - set(CASES)))
+def test_every_preset_has_the_update_of_plain_rows(preset, tiny_model_dir):
+    """Its loss, metrics and weights; the JAX trainer has the same losses on the same rows."""
+    algorithm = options(preset, "off").algorithm
+    groups = branching(count=4, samples=2 if algorithm.data == "pairs" else 5)
+    groups = of_a_kind(groups, algorithm)
+    found = []
+    for share in ("off", "on"):
+        own = options(preset, share, **{"train.max_tokens_per_microbatch": 512})
+        trainer = of_torch(own)(tiny_model_dir)
+        state = trainer.init()
+        losses = trainer.evaluate(state, groups)
+        state, metrics = trainer.update(state, groups)
+        found.append((trainer.weights(state).arrays(), dict(metrics), losses))
+    (want, plain, losses), (got, metrics, again) = found
+    assert again == pytest.approx(losses, rel=1e-5, abs=1e-5)
+    for name, tensor in want.items():
+        np.testing.assert_allclose(got[name], tensor, atol=1e-5, err_msg=name)
+    assert set(metrics) == set(plain)
+    for name in set(metrics) - PACKED:
+        assert metrics[name] == pytest.approx(plain[name], rel=1e-5, abs=1e-5), name
+    assert metrics["n_shared_tokens"] > 20
+    assert metrics["grad_norm"] > 1e-4
 
 
 @pytest.mark.parametrize("make", [of_jax, of_torch])

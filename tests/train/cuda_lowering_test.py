@@ -32,3 +32,23 @@ def test_the_step_on_hopper_is_of_packed_attention(
     calls = re.findall(r"custom_call @(__cudnn\S+?)\(", text)
     assert sorted(calls) == ["__cudnn$fmhaSoftmax"] * forward + ["__cudnn$fmhaSoftmaxBackward"]
     assert "48x48" not in text
+
+
+def test_trees_on_hopper_are_two_calls_of_packed_attention(hopper, trainer, params, make_groups):
+    """One for chains, one for the first tokens of their trees; each once, without masks."""
+    keys = {"model.compute_dtype": "bfloat16", "model.remat": "attention"}
+    update = trainer(**keys, **{"train.row_buckets": (80,), "train.share_prefixes": "on"})
+    flat = packing.flatten(make_groups())
+    plan, [batch] = update._pack(flat, np.arange(flat.num_sequences))
+    assert plan.shared.sum() > 0
+    assert np.sum(batch["segment_sizes"]) == flat.num_tokens - plan.shared.sum()
+
+    def loss(params, batch):
+        return jnp.sum(update.token_logprobs(params, None, batch)[0])
+
+    text = jax.jit(jax.grad(loss)).trace(params, batch).lower(lowering_platforms=("cuda",))
+    text = text.as_text()
+    calls = re.findall(r"custom_call @(__cudnn\S+?)\(", text)
+    assert sorted(calls) == ["__cudnn$fmhaSoftmax"] * 2 + ["__cudnn$fmhaSoftmaxBackward"] * 2
+    assert sorted(re.findall(r"PADDING\w*", text)) == ["PADDING"] * 2 + ["PADDING_CAUSAL"] * 2
+    assert "80x80" not in text

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx.base import Group, Trajectory, UserError
+from rlx.model import attention, packed_attention
 from rlx.model import params as parameters
 from rlx.train import packing, prefix_trees, update
 from rlx.train.train_options import TrainOptions
+from tests.model.attention_test import tree_kernel
 from tests.train.sharded_update import MIXTURE, OTHER, masks
 
 SGD = {"optimizer.name": "sgd", "optimizer.clip_norm": 0.0, "optimizer.learning_rate": 1.0,
@@ -60,8 +62,9 @@ sequences = st.lists(
 
 
 @settings(deadline=None)
-@given(sequences, st.sampled_from([12, 16, 40]), st.sampled_from([1, 2]), st.sampled_from([0, 0.1]))
-def test_a_token_sees_its_path_and_nothing_else(texts, budget, shards, cost):
+@given(sequences, st.sampled_from([12, 16, 40]), st.sampled_from([1, 2]), st.sampled_from([0, 0.1]),
+       st.booleans())  # fmt: skip
+def test_a_token_sees_its_path_and_nothing_else(texts, budget, shards, cost, fork_once):
     rng, whole, groups = np.random.default_rng(len(texts)), [], []
     for i, text in enumerate(texts):
         whole.append(np.array(text, np.int32))
@@ -73,7 +76,8 @@ def test_a_token_sees_its_path_and_nothing_else(texts, budget, shards, cost):
         )  # fmt: skip
         groups.append(Group(i, (own,)))
     flat, ids = packing.flatten(groups), np.arange(len(whole))
-    plan = prefix_trees.plan(flat, ids, budget, (8, 16), tree_cost=cost, shards=shards)
+    how = {"tree_cost": cost, "shards": shards, "fork_once": fork_once}
+    plan = prefix_trees.plan(flat, ids, budget, (8, 16), **how)
     seen, computed = [], 0
     for batch, shape in zip(prefix_trees.microbatches(flat, ids, plan), plan.shapes, strict=True):
         assert batch["tree_tokens"].shape == shape
@@ -81,7 +85,13 @@ def test_a_token_sees_its_path_and_nothing_else(texts, budget, shards, cost):
         assert shape[0] % shards == 0
         assert shape[0] * shape[1] <= budget * shards
         computed += int((batch["tree_counts"] > 0).sum())
+        chains = prefix_trees.chains(batch)
         for row in range(shape[0]):
+            begins = np.flatnonzero(np.diff(chains[row], prepend=0) > 0)
+            firsts = batch["tree_positions"][row, begins]
+            trees = np.cumsum(firsts == 0)
+            forks = {(tree, first) for tree, first in zip(trees, firsts, strict=True) if first}
+            assert not fork_once or len(forks) == len({tree for tree, _ in forks})
             places, ends = np.arange(shape[1]), batch["tree_ends"][row]
             uses = np.zeros(shape[1], int)
             for segment in range(1, batch["segment_ids"][row].max() + 1):
@@ -228,10 +238,57 @@ def test_auto_takes_what_costs_less(model_config, make_config, make_groups):
         assert (plan.shared.sum() > 0) == shares
 
 
-def test_trees_are_refused_by_name_and_auto_is_off(model_config, make_config, monkeypatch):
+def test_trees_that_fork_once_are_cut_where_others_fork_again():
+    """Two conversations of a group share 30 tokens, which cost less computed twice than six."""
+    rng = np.random.default_rng(0)
+    prompt = [(int(x), False) for x in rng.integers(1, 1000, 20)]
+    turns = [conversation(rng, prompt, 4, "", vocab=1000)[1][:30] for _ in range(2)]
+    own = [conversation(rng, t, 2, f"{i}{j}", vocab=1000)[0]
+           for i, t in enumerate(turns) for j in range(3)]  # fmt: skip
+    flat = packing.flatten([Group(0, tuple(own))])
+    shared = {}
+    for once in (False, True):
+        plan = prefix_trees.plan(flat, np.arange(6), 512, (512,), fork_once=once)
+        shared[once] = int(plan.shared.sum())
+    assert shared == {False: 4 * 30 + 20, True: 4 * 30}
+
+
+@pytest.mark.parametrize("preset", ["gspo", "ppo"])
+def test_an_update_with_packed_trees_is_the_update_of_plain_rows(
+    preset, model_config, make_config, monkeypatch
+):
+    """As on a GPU, with a stand-in for cuDNN's calls."""
+    params = parameters.init(model_config, jax.random.key(0))
+    found = {}
+    for share in ("off", "on"):
+        if share == "on":
+            monkeypatch.setattr(packed_attention, "kernel", tree_kernel)
+            for module in (update, attention):
+                monkeypatch.setattr(module, "attention_kind", lambda *_: "packed")
+        keys = {**SGD, "algorithm.preset": preset, "train.share_prefixes": share}
+        trainer = update.JaxUpdate(model_config, TrainOptions.of(make_config(**keys)))
+        groups = branching(count=2, samples=4)
+        state, metrics = trainer.update(trainer.init(params), groups)
+        found[share] = state.params, metrics
+    assert gap(found["on"][0], found["off"][0]) < 1e-5
+    assert gap(found["on"][0], params) > 1e-4
+    assert found["on"][1]["n_shared_tokens"] > 20
+    for name in set(found["on"][1]) - PACKED:
+        assert found["on"][1][name] == pytest.approx(found["off"][1][name], rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("how", "model", "words"),
+    [("mask", None, "share_prefixes=on and cuDNN's attention has trees from Hopper on"),
+     ("packed", OTHER, "without sliding windows")],
+)  # fmt: skip
+def test_trees_are_refused_by_name_and_auto_is_off(
+    how, model, words, model_config, make_config, monkeypatch
+):
+    monkeypatch.setattr(update, "attention_kind", lambda *_: how)
+    with pytest.raises(UserError, match=words):
+        update.JaxUpdate(model or model_config, TrainOptions.of(make_config(**ON)))
     monkeypatch.setattr(update, "attention_kind", lambda *_: "packed")
-    with pytest.raises(UserError, match=r"share_prefixes=on and cuDNN's attention has no trees"):
-        update.JaxUpdate(model_config, TrainOptions.of(make_config(**ON)))
     trainer = update.JaxUpdate(model_config, TrainOptions.of(make_config(**AUTO)))
     flat = packing.flatten(branching(count=8, samples=8))
     assert trainer._pack(flat, np.arange(flat.num_sequences))[0].shared.sum() == 0
