@@ -160,7 +160,7 @@ def test_a_small_real_model_fits_one_gpu_beside_its_server(tmp_path, monkeypatch
     config.model.path, config.data.max_prompt_tokens = "rlx:arithmetic", 128
     config.fleet.engine = "jax"  # vLLM may be missing here
     found = list(config_checks.check(config, tmp_path / "run", gpu))
-    assert {row.name for row in found} >= {"rows", "batch", "trainer", "servers"}
+    assert {row.name for row in found} >= {"rows", "batch", "trainer"}
     assert not [row for row in found if row.level == "problem"]
 
 
