@@ -159,8 +159,9 @@ class Judge:
 
     async def _ask(self, name: str, text: str) -> Any:
         """Return the server's answer; without a schema if the server takes none."""
-        openai, schema = self._openai, {} if name in self._plain else {"response_format": _FORMAT}
-        messages = [
+        openai = self._openai
+        schema: Any = {} if name in self._plain else {"response_format": _FORMAT}
+        messages: Any = [
             {"role": "system", "content": self._rubric}, {"role": "user", "content": text}
         ]  # fmt: skip
         try:
