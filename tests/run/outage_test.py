@@ -14,6 +14,7 @@ from tests.fixtures.commands import FLOAT32, RLX_MAIN
 from tests.run.kill_test import records
 
 STEPS, PROMPTS, SECONDS = 10, 4, 8.0  # and seconds of the outage
+PATIENCE = 300.0  # seconds, of a busy machine
 COMMAND = [
     *RLX_MAIN, "--config=configs/arithmetic.py", f"--config.total_steps={STEPS}",
     f"--config.rollout.batch_prompts={PROMPTS}", "--config.sampling.n_samples=4",
@@ -27,8 +28,8 @@ COMMAND = [
 ]  # fmt: skip
 
 
-def wait_for(condition, process, seconds=120, pause=0.05):
-    deadline = time.monotonic() + seconds
+def wait_for(condition, process, pause=0.05):
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert process.poll() is None, "it ended"
         assert time.monotonic() < deadline, "it takes too long"
@@ -65,9 +66,9 @@ def test_an_outage_of_all_servers_costs_its_own_time(timeout, tmp_path):
         at = steps()
         for server in servers:
             server.send_signal(signal.SIGCONT)
-        wait_for(lambda: steps() > min(at, STEPS - 1), process, 60)
+        wait_for(lambda: steps() > min(at, STEPS - 1), process)
         assert [server.is_running() for server in servers] == [True] * 2 or steps() == STEPS
-        assert process.wait(100) == 0, log.read_text()
+        assert process.wait(PATIENCE) == 0, log.read_text()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

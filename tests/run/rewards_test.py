@@ -128,7 +128,7 @@ def test_a_run_is_graded_by_a_judge_of_which_it_keeps_the_verdicts(tmp_path):
         f"--config.reward.judge.models=('m@{url}',)",
         "--config.rollout.batch_prompts=2", "--config.sampling.n_samples=2",
         "--config.total_steps=2", "--config.sampling.max_new_tokens=32", "--config.fleet.slots=4",
-        "--config.eval.num_questions=2", "--config.gate.enabled=False",
+        "--config.eval.num_questions=2", "--config.gate.enabled=False", FLOAT32,
     ]  # fmt: skip
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)

@@ -209,7 +209,7 @@ def test_stacks_are_written_while_a_call_in_c_holds_the_interpreter(tmp_path):
     line = HANGS.splitlines().index("    lib.pthread_mutex_lock(mutex)") + 2  # the second of them
     (tmp_path / "run").mkdir()
     with started(tmp_path, f"--config.reward.name={tmp_path}/reward.py:score"):
-        for _ in range(600):
+        for _ in range(3000):
             stacks = tmp_path / "run/stacks.txt"
             if stacks.exists() and "Timeout" in (text := stacks.read_text()):
                 break
