@@ -41,7 +41,7 @@ def main() -> int:
     if values.gpu == "this" and config is not None:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
             plan_run.probe(config, Path(place, "run"))
-            values.run, values.gpu = f"{place}/run", ""
+            vars(values).update(run=f"{place}/run", gpu="")
             return _show(None, values)
     if values.gpu not in CARDS and (values.gpu or not values.run):
         raise (
