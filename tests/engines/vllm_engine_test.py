@@ -352,7 +352,8 @@ def test_a_chunk_may_have_steps_with_and_without_masks():
     from rlx.engines.vllm.vllm_engine import _Sample
 
     sample = _Sample(0, SimpleNamespace(), asyncio.Event())
-    sample.vocab, sample.new.tokens = 276, [1, 2]
+    sample.vocab = 276
+    sample.new.tokens.extend([1, 2])
     words = np.full((1, 9), -1, np.int32)
     words[0, 0] = ~1  # token 0 was left out
     cut, whole = np.zeros((1, 2), np.float32), np.zeros((1, 1), np.float32)
