@@ -19,6 +19,7 @@ GRID = [(servers, eta) for servers in (1, 2) for eta in (2, 0, 4, 1)]
 FLAGS = [
     "--config=configs/arithmetic.py", "--config.total_steps=16", "--config.eval.num_questions=0",
     "--config.gate.enabled=False", "--config.observe.writers=()",
+    "--config.fleet.threads=1",  # the planner counts cores of one's own
 ]  # fmt: skip
 
 

@@ -124,23 +124,26 @@ def cpu_name() -> str:
 
 
 def table() -> str:
-    """Return a table in Markdown for each CPU that was measured."""
-    tables = []
-    for path in sorted(RECORDS.glob("cpu-*.json")):
-        record = json.loads(path.read_text())
-        lines = [
-            f"| {record['cpu']}, two cores; both sides in the same run, in bfloat16 | rlx | "
-            "compared with | ratio |",
-            "|---|---|---|---|",
-        ]
-        for name, row in ROWS.items():
-            if name in record["rows"]:
-                found = record["rows"][name]
-                rival = f"{found['rival']} ({row.rival})" if row.rival else "–"
-                cells = row.what, found["rlx"], rival, found.get("ratio", "–")
-                lines.append(f"| {' | '.join(cells)} |")
-        tables.append("\n".join(lines) + "\n")
-    return "\n".join(tables)
+    """Return the table of all CPUs that were measured, in Markdown."""
+    records = [json.loads(path.read_text()) for path in sorted(RECORDS.glob("cpu-*.json"))]
+    cpus = " | ".join(record["cpu"] for record in records)
+    lines = [
+        f"| two cores; rlx : the other in the same run, in bfloat16, and their ratio | {cpus} |",
+        "|---" * (len(records) + 1) + "|",
+    ]
+    for name, row in ROWS.items():
+        cells = [_cell(record["rows"].get(name)) for record in records]
+        rival = f" : {row.rival}" if row.rival else ""
+        lines.append(f"| {row.what}{rival} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(found: dict[str, str] | None) -> str:
+    if not found:
+        return "–"
+    figures = [found[name].partition(" ")[0] for name in ("rlx", "rival") if name in found]
+    ratio = f", **{found['ratio']}**" if "ratio" in found else ""
+    return f"{' : '.join(figures)}{ratio}"
 
 
 def main() -> None:
