@@ -172,8 +172,9 @@ def _floats(sizes: RunSizes, platform: str, axes: Mapping[str, int]) -> float:
         working += 4 * rows * model.num_experts // axes["expert"] * (model.model_dim + mlp // rows)
     half = sizes.train.compute_dtype != "float32"
     if not (platform == "gpu" and half and kernel_fits(model.head_dim, model.attention_softcap)):
-        # scores of a block of queries, see attention.py
-        working += 3 * model.num_heads * max(256, sizes.row_length // 16)
+        # scores of a block of queries and one of keys, see attention.py
+        block = max(min(256, sizes.row_length), sizes.row_length // 16)
+        working += 3 * model.num_heads * block**2 // sizes.row_length
     return model.num_layers * kept + working
 
 

@@ -75,7 +75,7 @@ def test_a_step_needs_no_more_than_the_bound(tokens, values, model):
     config.algorithm.reward_mean = "batch"  # which a single sample can have
     planned = compiled_peak(config, model)
     bound = sum(memory.trainer(sizes_of(config, model)).values())
-    assert planned < bound < 2 * planned, f"{bound / planned:.2f}"
+    assert planned < bound < 2.4 * planned, f"{bound / planned:.2f}"
 
 
 def test_scores_that_no_kernel_makes_are_counted_on_a_gpu():

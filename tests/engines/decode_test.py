@@ -133,7 +133,8 @@ def test_prefill_and_decode_give_the_logprobs_of_the_packed_forward_pass(name, d
     at = prompt_lengths[:, None] + np.arange(total)
     wanted = np.asarray(wanted)[np.arange(3)[:, None], at]
     error = np.abs(np.concatenate(got, axis=1) - wanted)
-    assert error.max() < 1e-5 if dtype == jnp.float32 else error.mean() < 0.1
+    # Rounding: 1e-5 on a Xeon with AMX, 1.2e-5 on an EPYC.
+    assert error.max() < 2e-5 if dtype == jnp.float32 else error.mean() < 0.1
 
 
 def test_a_slot_ends_at_its_stop_token_and_budget_and_the_call_when_all_have():

@@ -324,7 +324,7 @@ def test_status_and_spans(changing):
     status = changing.engine.status()
     assert (status.version, status.running, status.queued, status.paused) == (0, 0, 0, False)
     assert (status.slots, status.max_model_len, status.tokens_generated) == (12, MAX_LEN, 15)
-    assert {name for name, *_ in status.spans} == {"prefill", "decode"}
+    assert {name for name, *_ in status.spans} == {"load and compile", "prefill", "decode"}
     assert all(start <= end for _, start, end in status.spans)
     assert changing.engine.status().spans == ()
 

@@ -537,7 +537,7 @@ def test_a_judge_that_is_down_and_gives_all_the_same_ends_no_run_before_its_time
     assert executor.counters()["accepted"] == 0
     now[0] = 130.0
     with pytest.raises(UserError, match="groups were all rejected"):
-        executor.collect(timeout=None)
+        executor.collect()
 
 
 @pytest.mark.parametrize("resumed", [False, True])

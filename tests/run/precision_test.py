@@ -142,7 +142,7 @@ def test_the_doctor_names_the_dtype_and_counts_memory_by_it(config, tmp_path):
     config.model.compute_dtype = config.model.publish_dtype = "float32"
     other = {row.name: row for row in config_checks.check(config, tmp_path, HOPPER)}
     assert "dtype" not in other
-    assert rows["servers"].found != other["servers"].found
+    assert rows["trainer"].found != other["trainer"].found
 
 
 def test_processes_compute_in_what_process_0_has_decided(config, tiny_model_dir):
