@@ -181,7 +181,9 @@ def test_a_second_start_and_a_resume_compile_nothing(tmp_path, monkeypatch):
             start(tmp_path / workdir, f"--config.total_steps={steps}", *one_shape_of_each)
         )
         assert status == 0, out
-        return {path.name for path in set((tmp_path / "cache").rglob("*-cache")) - before}
+        new = {path.name for path in set((tmp_path / "cache").rglob("*-cache")) - before}
+        # How many prompts are prefilled at a time, and so the program, depends on timing.
+        return {name for name in new if not name.startswith("jit__prefill-")}
 
     first = compiled_by("one", 1)
     for program in ("accumulate", "apply", "end_batch", "prepare", "logprob_step", "_decode"):
