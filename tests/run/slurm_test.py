@@ -171,6 +171,6 @@ def test_a_user_may_leave_a_job_running_and_slurm_may_put_it_back(slurm, monkeyp
     assert not followed.cancelled
     slurm.ask("scancel", number)
     assert slurm_run._JobMonitor(number, slurm.directory).follow().state == "CANCELLED"
-    assert f"job {number} was cancelled" in capsys.readouterr().out
+    assert f"job {number} is CANCELLED" in capsys.readouterr().out
     with pytest.raises(UserError, match="does not know job 999999"):
         slurm_run._JobMonitor("999999", slurm.directory).follow()
