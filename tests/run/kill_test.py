@@ -313,6 +313,7 @@ LONG = (
     "--config.sampling.max_new_tokens=400", "--config.sampling.min_new_tokens=350",
     "--config.train.row_buckets=(512,)", "--config.fleet.max_model_len=480",
     "--config.eval.num_questions=0", "--config.gate.enabled=False",
+    "--config.fleet.threads=1",  # a fast server would seldom have samples under way
 )  # fmt: skip
 
 
