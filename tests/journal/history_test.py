@@ -1,4 +1,4 @@
-"""What a journal says about a run: whose records a start may take for its own."""
+"""Journals of killed runs: a start continues only from records on its own rows."""
 
 import pytest
 

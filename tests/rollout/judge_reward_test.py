@@ -1,4 +1,4 @@
-"""What a judge is asked about a trajectory, and what becomes of its score."""
+"""Trajectories with a judge: its question, the answer, and the reward with its score."""
 
 import asyncio
 import dataclasses
