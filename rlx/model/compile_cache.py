@@ -50,7 +50,9 @@ def check(new: bool = False) -> None:
         known = json.loads(index.read_text())
     for entry in path.glob("*-cache"):
         with suppress(OSError):  # another process has removed it
-            name, crc = entry.name, known.get(entry.name)
+            # With the time: another process may have written half of it when it was recorded.
+            name = f"{entry.name} {entry.stat().st_mtime_ns}"
+            crc = known.get(name)
             found[name] = crc if new and crc is not None else zlib.crc32(entry.read_bytes())
             if crc not in (None, found[name]):
                 entry.unlink()

@@ -290,7 +290,8 @@ def early_servers(config: ConfigDict) -> Iterator[list[Popen]]:
     other = fleet.engine != "jax" or model.random_init or config.allocation_mode
     cores, place = sorted(os.sched_getaffinity(0)), directory.at_hand(model.path)
     likely = "bfloat16" if Devices().has_bfloat16 else "float32"  # what `auto` will be
-    given = {**options.servers, "dtype": model.publish_dtype.replace(AUTO, likely)}
+    dtype = model.publish_dtype.replace(AUTO, model.compute_dtype).replace(AUTO, likely)
+    given = {**options.servers, "dtype": dtype}
     servers = list[Popen]()
     with ExitStack() as stack:
         if place and not (elsewhere or other or options.teacher or options.reward_model):

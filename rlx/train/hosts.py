@@ -314,7 +314,10 @@ class Hosts:
                 elif text := self._hangs(peer):
                     self._lose(text)
             sign = (self._sign, self._place().encode())
-            threading.Thread(target=self._send_all, args=sign, daemon=True).start()
+            try:
+                threading.Thread(target=self._send_all, args=sign, daemon=True).start()
+            except RuntimeError:  # the interpreter is ending
+                return
 
     def _place(self) -> str:
         """Return the innermost frames of the call, at most three: `file.py:12 function > …`."""

@@ -1,5 +1,6 @@
 """Where compiled programs are kept, and when they are not."""
 
+import os
 from pathlib import Path
 
 from rlx.model import compile_cache
@@ -35,7 +36,11 @@ def test_a_damaged_entry_is_compiled_again(tmp_path, monkeypatch):
     for entry in (good, bad):
         entry.write_bytes(b"\x28\xb5\x2f\xfd" + bytes(100))
     compile_cache.check(new=True)  # at the end of the process that wrote them
+    written = bad.stat().st_mtime_ns
     bad.write_bytes(bad.read_bytes()[:-1] + b"\x01")
+    os.utime(bad, ns=(written, written))  # a damaged disk changes no time
+    good.write_bytes(good.read_bytes() + b"\x02")  # half of it was written when it was recorded
+    os.utime(good, ns=(written + 1, written + 1))
     compile_cache.options()
     assert [entry.name for entry in path.glob("*-cache")] == [good.name]
     (path / "checksums.json").write_text("{")  # half of an index forgets, and that is all

@@ -170,8 +170,8 @@ def test_a_second_start_and_a_resume_compile_nothing(tmp_path, monkeypatch):
     one_shape_of_each = [
         "--config.data.kind=jsonl", f"--config.data.train={tmp_path / 'rows.jsonl'}",
         "--config.data.max_prompt_tokens=24", "--config.sampling.max_new_tokens=8",
-        "--config.fleet.slots=8", "--config.train.max_tokens_per_microbatch=192",
-        "--config.train.share_prefixes=off",
+        "--config.fleet.slots=1",  # with more, how many prompts are prefilled at once varies
+        "--config.train.max_tokens_per_microbatch=192", "--config.train.share_prefixes=off",
     ]  # fmt: skip
 
     def compiled_by(workdir: str, steps: int) -> set[str]:
@@ -181,9 +181,7 @@ def test_a_second_start_and_a_resume_compile_nothing(tmp_path, monkeypatch):
             start(tmp_path / workdir, f"--config.total_steps={steps}", *one_shape_of_each)
         )
         assert status == 0, out
-        new = {path.name for path in set((tmp_path / "cache").rglob("*-cache")) - before}
-        # How many prompts are prefilled at a time, and so the program, depends on timing.
-        return {name for name in new if not name.startswith("jit__prefill-")}
+        return {path.name for path in set((tmp_path / "cache").rglob("*-cache")) - before}
 
     first = compiled_by("one", 1)
     for program in ("accumulate", "apply", "end_batch", "prepare", "logprob_step", "_decode"):

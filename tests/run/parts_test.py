@@ -34,7 +34,7 @@ def test_a_full_disk_does_not_hide_why_the_run_before_was_killed(monkeypatch, tm
 @pytest.mark.parametrize(
     ("changes", "started"),
     [
-        ({}, 1), ({"fleet.num_servers": 2}, 2), ({"fleet.addresses": ("a:1",)}, 0),
+        ({}, 1), ({"model.compute_dtype": "float32"}, 1), ({"fleet.num_servers": 2}, 2), ({"fleet.addresses": ("a:1",)}, 0),
         ({"fleet.engine": "vllm"}, 0), ({"model.random_init": True}, 0),
         ({"model.path": "someone/model"}, 0), ({"teacher.path": "rlx:arithmetic"}, 0),
         ({"allocation_mode": "vllm:d1+jax:f1"}, 0), ({"fleet.join": "shared"}, 0),
@@ -44,15 +44,17 @@ def test_only_servers_whose_engine_the_config_decides_start_early(changes, start
     config, found = default(), []
 
     def start(model, cpus, seed, options):
-        found.append((str(model), seed, options["slots"]))
+        found.append((str(model), seed, options["slots"], options["dtype"]))
         return subprocess.Popen("sleep 60", shell=True, start_new_session=True)
 
     monkeypatch.setattr(parts, "start_early", start)
     config.update_from_flattened_dict({"model.path": "rlx:arithmetic", "seed": 5, **changes})
+    monkeypatch.setattr(parts.Devices, "has_bfloat16", True)
     with parts.early_servers(config) as servers:
         assert [each.poll() for each in servers] == [None] * started
     model = str(resolve("rlx:arithmetic"))
-    assert found == [(model, 5 + i, config.fleet.slots) for i in range(started)]
+    dtype = changes.get("model.compute_dtype", "bfloat16")
+    assert found == [(model, 5 + i, config.fleet.slots, dtype) for i in range(started)]
     assert all(each.poll() is not None for each in servers), "they end with the run"
 
 
