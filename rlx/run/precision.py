@@ -5,8 +5,7 @@ Parameters, sums, norms, logits and the optimizer are float32 with either dtype.
 
 import math
 import time
-import timeit
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
@@ -46,26 +45,34 @@ def decide(
     fewer = max(16, int(_FLOPS / (2 * width * inner)))
     shape = min(config.train.max_tokens_per_microbatch or fewer, fewer), width, inner
     seconds = {"float32": 0.0, "bfloat16": 0.0}
+    work = dict(seconds)  # of processor time, which other processes lengthen less
     if devices.platform == "cpu":
         product, tried = trainers.library(config).product, [*seconds][: 1 + native]
         runs = [(dtype, product(shape, dtype)) for dtype in ([known] if known else tried)]
         end = time.monotonic() + _SECONDS
         for n, (dtype, run) in enumerate(runs * _REPEATS):  # in turns; the first ones compile
-            if n < 2 * len(runs) or time.monotonic() < end:
-                taken = timeit.timeit(run, number=1)
-                seconds[dtype] = min(seconds[dtype] or taken, taken)
-    dtype = known or choose(native, **seconds)
+            if n < 4 * len(runs) or time.monotonic() < end:
+                for least, taken in zip((seconds, work), _timed(run), strict=True):
+                    least[dtype] = min(least[dtype] or taken, taken)
+    dtype = known or choose(native, **work)
     peak = devices.count * peak_flops(devices.kind, dtype)  # devices of all `processes`
     if seconds[dtype]:
         peak = processes * 2 * math.prod(shape) / seconds[dtype]
     why = "as the run began" if known else f"bfloat16 is {'' if native else 'not '}native here"
-    if all(seconds.values()):
-        gain = seconds["float32"] / seconds["bfloat16"]
+    if all(work.values()):
+        gain = work["float32"] / work["bfloat16"]
         why = f"products in bfloat16 are {gain:.1f} times as fast as in float32"
     message = f"model.compute_dtype=auto is {dtype}: {why}" if wanted == AUTO else ""
     keys = "compute_dtype", "publish_dtype"
     dtypes = {key: config.model[key].replace(AUTO, dtype) for key in keys}
     return Precision(dtypes, message, devices.count, peak)
+
+
+def _timed(run: Callable[[], Any]) -> tuple[float, float]:
+    """Return the seconds of a call, and those of processor time in all threads."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    run()
+    return time.perf_counter() - wall, time.process_time() - cpu
 
 
 def choose(native: bool, float32: float, bfloat16: float) -> str:

@@ -34,7 +34,8 @@ def test_a_full_disk_does_not_hide_why_the_run_before_was_killed(monkeypatch, tm
 @pytest.mark.parametrize(
     ("changes", "started"),
     [
-        ({}, 1), ({"model.compute_dtype": "float32"}, 1), ({"fleet.num_servers": 2}, 2), ({"fleet.addresses": ("a:1",)}, 0),
+        ({}, 1), ({"fleet.num_servers": 2}, 2), ({"fleet.addresses": ("a:1",)}, 0),
+        ({"model.compute_dtype": "float32"}, 1),
         ({"fleet.engine": "vllm"}, 0), ({"model.random_init": True}, 0),
         ({"model.path": "someone/model"}, 0), ({"teacher.path": "rlx:arithmetic"}, 0),
         ({"allocation_mode": "vllm:d1+jax:f1"}, 0), ({"fleet.join": "shared"}, 0),

@@ -1,7 +1,6 @@
 """`auto` becomes bfloat16 where it is native and pays, is decided once, and is kept."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
@@ -33,13 +32,17 @@ def cpu(monkeypatch):
     """cpu(flags, float32=, bfloat16=): a processor with products that take so many seconds."""
     asked = []
 
-    def make(flags, **seconds):
+    def make(flags, busy_seconds=None, **seconds):
         def product(shape, dtype):
             asked.append((dtype, shape))
-            return lambda: seconds[dtype]
+            return lambda: dtype
 
-        clock = SimpleNamespace(timeit=lambda run, number: run())  # a busy machine's would lie
-        monkeypatch.setattr(precision, "timeit", clock)
+        busy = busy_seconds or dict.fromkeys(seconds, 0.0)
+
+        def timed(run):  # a busy machine's clock would lie
+            return seconds[run()] + busy[run()], seconds[run()]
+
+        monkeypatch.setattr(precision, "_timed", timed)
         monkeypatch.setattr(machine, "cpu_flags", lambda: f"flags : fpu {flags}")
         monkeypatch.setattr(jax_trainer, "product", product)
         return asked
@@ -90,6 +93,11 @@ def test_a_cpu_where_it_does_not_pay_stays_in_float32(
     assert found.dtypes == {"compute_dtype": "float32", "publish_dtype": "float32"}
     assert words in found.message
     assert [dtype for dtype, _ in asked] == measured
+
+
+def test_other_processes_do_not_change_the_choice(config, model, cpu):
+    cpu("amx_bf16", {"float32": 0.001, "bfloat16": 0.009}, float32=0.008, bfloat16=0.002)
+    assert decide(config, model, Devices()).dtypes == BOTH
 
 
 def test_gpus_are_not_measured_and_old_ones_compute_in_float32(config, model, cpu):
