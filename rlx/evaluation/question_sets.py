@@ -62,7 +62,8 @@ def rows(benchmark: Benchmark, limit: int = 0) -> list[dict[str, Any]]:
     if not benchmark.source:
         found = data.GENERATED[benchmark.name](0, "held_out", limit or 200)
     else:
-        answer_key = rewards.answer_key([benchmark.reward], benchmark.answer_key)
+        graders = [name for name in (benchmark.reward,) if name != rewards.JUDGE]
+        answer_key = rewards.answer_key(graders, benchmark.answer_key)
         most, keys = max(limit, 0) or None, (benchmark.question_key, answer_key)
         found = data.load(benchmark.source, *keys, split="test", most=most)
     if limit < 0:

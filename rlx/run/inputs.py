@@ -21,9 +21,8 @@ from rlx.launch.teacher import ScorerOptions
 from rlx.model import directory
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
-from rlx.option import read_options
 from rlx.rewards import rewards
-from rlx.rewards.judge import Judge, JudgeOptions
+from rlx.rewards.judge import Judge
 from rlx.rewards.reward_pool import RewardCall, RewardError, RewardPool
 from rlx.rollout.data import Source
 from rlx.rollout.datasets import AnswerWorkflow, end_token
@@ -31,7 +30,7 @@ from rlx.rollout.teacher_scores import ModelRewarded
 from rlx.rollout.tool_use import ToolUse
 from rlx.rollout.workflows import Prompts, Workflow, encode, render
 from rlx.run import dataset_rows, model_checks
-from rlx.run.room_options import RunOptions, agents_of, check_reward, pool_of
+from rlx.run.room_options import RunOptions, agents_of, check_reward, judge_of, pool_of
 from rlx.run.tokenizer_files import load_tokenizer
 from rlx.sandbox.sandbox import SandboxOptions
 from rlx.train import dry_call
@@ -151,7 +150,7 @@ def _read_rows(config: ConfigDict, inputs: Inputs, row: Row) -> None:
     with row("config", "reward model"):
         inputs.model_rewarded = _model_rewarded(config, options.reward_model, inputs.prompts)
     with row("config", "judge"):
-        inputs.judge = _judge(config)
+        inputs.judge = judge_of(config)
     with row("data", "rows") as say:
         *train, held_out = inputs.read = dataset_rows.rows(
             config, inputs.algorithm, inputs.weights, options
@@ -240,18 +239,6 @@ def _model_rewarded(
         return make
     read = Prompts(own, system_prompt=system, question_key=question)
     return partial(make, prompts=read, end=end_token(own, model.eos_token_ids))
-
-
-def _judge(config: ConfigDict) -> tuple[Judge, float] | None:
-    """Return the language models that grade, and the weight of their score; None without any."""
-    options = read_options(JudgeOptions, config.reward.judge)
-    weight = rewards.weights_of(config.reward.name, config.reward.terms).get(rewards.JUDGE)
-    if (weight is None) == bool(options.models):
-        raise UserError(
-            "reward.judge.models and the reward 'judge' need each other; name a model, and set "
-            "reward.name=judge or add ('judge', 1.0) to reward.terms"
-        )
-    return None if weight is None else (Judge(options), weight)
 
 
 def _try_rewards(config: ConfigDict, inputs: Inputs, row: Mapping[str, Any]) -> None:

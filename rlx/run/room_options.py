@@ -26,6 +26,7 @@ from rlx.launch.teacher import ScorerOptions
 from rlx.model.model_config import ModelConfig
 from rlx.option import read_options
 from rlx.rewards import rewards
+from rlx.rewards.judge import Judge, JudgeOptions
 from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout import concurrency
 from rlx.rollout.attempts import Patience
@@ -107,6 +108,18 @@ def pool_of(config: ConfigDict, rewards: Mapping[str, float] | str, workers: int
     limits = WorkerLimits.of(config.reward, config.sandbox)
     start = ray_workers.starter("reward", config)
     return RewardPool(rewards, workers, config.reward.timeout_seconds, limits, start)
+
+
+def judge_of(config: ConfigDict) -> tuple[Judge, float] | None:
+    """Return the language models that grade, and the weight of their score; None without any."""
+    options = read_options(JudgeOptions, config.reward.judge)
+    weight = rewards.weights_of(config.reward.name, config.reward.terms).get(rewards.JUDGE)
+    if (weight is None) == bool(options.models):
+        raise UserError(
+            "reward.judge.models and the reward 'judge' need each other; name a model, and set "
+            "reward.name=judge or add ('judge', 1.0) to reward.terms"
+        )
+    return None if weight is None else (Judge(options), weight)
 
 
 def agents_of(config: ConfigDict) -> AgentOptions:

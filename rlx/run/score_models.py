@@ -32,12 +32,14 @@ from rlx.fleet.tls import client_tls
 from rlx.launch.local import LocalServers, RunningServers, servers_of, servers_plan
 from rlx.model.directory import load_config
 from rlx.rewards.reward_pool import RewardPool
+from rlx.rewards.rewards import JUDGE
 from rlx.rollout.attempts import Skipped
 from rlx.rollout.executor import group_seed
+from rlx.rollout.teacher_scores import JudgeRewarded
 from rlx.rollout.workflows import Prompts, Workflow
 from rlx.run import allocate, flags
 from rlx.run.export import directory_of
-from rlx.run.room_options import RunOptions, agents_of, joining_of, pool_of
+from rlx.run.room_options import RunOptions, agents_of, joining_of, judge_of, pool_of
 from rlx.run.tokenizer_files import load_tokenizer
 from rlx.sandbox.sandbox import SandboxOptions
 from rlx.system.jsonl import set_aside, write_atomically
@@ -195,13 +197,16 @@ class _Model:
         if config.data.overlong == "error":  # else such rows fail and count as wrong
             for index, row in enumerate(rows):
                 self.prompts.check(row, f"row {index + 1} of {found.name}")
-        pool = pool_of(config, found.reward, config.reward.workers)
+        judge = judge_of(config) if found.reward == JUDGE else None
+        pool = pool_of(config, {} if judge else found.reward, config.reward.workers)
         sandbox = SandboxOptions(**config.sandbox)
         named = NamedWorkflow(
             asked.workflow, asked.workflow_kwargs, self.prompts, Sampling(), 1, sandbox
         )
         workflow = named.build(pool, replace(agents_of(config), question_key="question"))
         named.try_out(rows[0])
+        if judge:  # no verdict is needed twice: samples are kept with theirs
+            workflow = JudgeRewarded(workflow, *judge)
         graded = named_workflow.uses_rewards(asked.workflow)
         return _Set(found.name, rows, samples, path, workflow, pool if graded else None)
 

@@ -16,7 +16,7 @@ from rlx.model import hf
 from rlx.model import params as parameters
 from rlx.rollout.workflows import Prompts
 from rlx.run import inputs, tokenizer_files
-from rlx.run.room_options import check_reward
+from rlx.run.room_options import check_reward, judge_of
 from rlx.system.loop_thread import LoopThread
 from rlx.workers import worker_process
 from tests.fixtures.chat_server import ChatServer
@@ -103,17 +103,17 @@ def test_a_reward_model_is_checked_before_anything_starts(tokenizer, reward_mode
 
 def test_a_judge_and_its_reward_need_each_other():
     config = default()
-    assert inputs._judge(config) is None
+    assert judge_of(config) is None
     config.reward.terms = (("gsm8k", 1.0), ("judge", 0.5))
     with pytest.raises(UserError, match="need each other; name a model"):
-        inputs._judge(config)
+        judge_of(config)
     config.reward.judge.models = ("m@http://127.0.0.1:1/v1",)
-    _, weight = inputs._judge(config)
+    _, weight = judge_of(config)
     assert weight == 0.5
     assert check_reward(config) == {"gsm8k": 1.0}
     config.reward.terms = ()
     with pytest.raises(UserError, match=r"reward\.name=judge or add"):
-        inputs._judge(config)
+        judge_of(config)
 
 
 @pytest.mark.slow

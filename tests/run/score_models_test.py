@@ -1,5 +1,6 @@
 """Evaluations: what is still to ask, continuing, names, and the command on the packaged model."""
 
+import asyncio
 import json
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from rlx.run.room_options import RunOptions
 from rlx.run.score_models import _Model, score_models
 from rlx.system.jsonl import append_jsonl, read_jsonl, set_aside
 from rlx.system.workdir_lock import fresh_workdir, lock_workdir
+from tests.fixtures.chat_server import ChatServer
 from tests.fixtures.commands import FLOAT32, RLX_MAIN, without_torch
 
 ASK = [
@@ -214,6 +216,31 @@ def test_running_servers_are_given_the_model(tmp_path, monkeypatch):
         with config.unlocked():
             config.fleet.addresses = tuple(servers.wait())
         assert answers(tmp_path / "given") == wanted
+
+
+@pytest.mark.slow
+def test_judges_grade_rows_without_answers(tmp_path):
+    file = tmp_path / "own.jsonl"
+    file.write_text('{"question": "20a+3b=?"}\n{"question": "41a-1b=?"}\n')
+    config = arithmetic.get_config()
+    config.reward.name, config.sampling.max_new_tokens, config.fleet.slots = "judge", 8, 2
+    config.model.compute_dtype = config.model.publish_dtype = "float32"
+    models, out = {"a": directory.resolve("rlx:arithmetic")}, tmp_path / "out"
+    sets = question_sets.load_sets(str(file), "judge", 0)
+    server = ChatServer('{"reason": "good", "score": 10}', '{"reason": "bad", "score": 0}')
+
+    async def evaluate():
+        async with server.serve() as url:
+            config.reward.judge.models = (f"m@{url}",)
+            return await asyncio.to_thread(
+                score, config, models, sets, out, n_samples=0, pass_at=()
+            )
+
+    (row,) = asyncio.run(evaluate())
+    assert (row["num_questions"], row["greedy_acc"], len(server.asked)) == (2, 0.5, 2)
+    with pytest.raises(UserError, match="need each other"):  # no judge is named
+        config.reward.judge.models = ()
+        score(config, models, sets, tmp_path / "other", n_samples=0, pass_at=())
 
 
 def test_an_outage_of_the_servers_is_reported(capsys):
