@@ -24,6 +24,7 @@ def main(argv: Sequence[str], serve: Sequence[str] = ("-m", "rlx.serve")) -> int
     p.add_argument("--model", default="", help="HF directory that all hosts see")
     p.add_argument("--servers", type=int, default=0, help="on each host; 0: one a GPU, or one")
     p.add_argument("--port", type=int, default=0, help="of a host's first server; 0: any")
+    p.add_argument("--metrics-port", type=int, default=0, help="likewise, for Prometheus; 0: none")
     p.add_argument("--ssh", default="ssh", help='with its options, as "ssh -F FILE"')
     p.add_argument("--python", default=sys.executable, help="of the hosts")
     a = p.parse_args(argv[:cut])
@@ -43,7 +44,8 @@ def main(argv: Sequence[str], serve: Sequence[str] = ("-m", "rlx.serve")) -> int
     if not all(check.ok for check in checks):
         return 1
     served = (*serve, f"--model={a.model}", *argv[cut + 1 :])
-    wanted = remote_servers.servers(machines, shared, found, a.servers, a.port, served)
+    first = (a.port, a.metrics_port)
+    wanted = remote_servers.servers(machines, shared, found, a.servers, first, served)
     remote_servers.up(machines, shared, wanted)
     command.say(remote_servers.status(shared)[0])
     return 0

@@ -271,7 +271,11 @@ SECTIONS = {
     "observe": _section(
         "Records and displays of a run.",
         transcripts_per_step=option(4, "samples in rollouts/, by step"),
-        writers=option(("tensorboard",), "or wandb, trackio, FILE.py:hook, module:hook"),
+        writers=option(("tensorboard",), "or wandb, trackio, mlflow, FILE.py:hook, module:hook"),
+        metrics_port=option(0, "of the trainer's numbers for Prometheus; servers of the run have "
+                            "the ports above it; 0: none", "[0, 65000]"),
+        metrics_host=option("127.0.0.1", "its listen address; beyond loopback it takes all of "
+                            "fleet.tls. With scheduler.type=slurm or ray: trainer 0's host"),
     ),
 }
 # fmt: on

@@ -100,7 +100,9 @@ class Server:
                 "for any free one"
             ) from None
         if metrics_port:
-            self._listener = server_metrics.listen(self.meters, metrics_host, metrics_port, tls)
+            registry, near = self.meters.registry, transport.is_loopback(metrics_host)
+            self._listener = server_metrics.listen(registry, metrics_host, metrics_port, tls)
+            self.meters.port = metrics_port if near == transport.is_loopback(host) else 0
 
     async def start(self) -> None:
         """Start the engine and the service."""

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a rollout server.
+"""Prometheus metrics of a rollout server, and the listener that serves these or others.
 
     rlx_calls_total{method,code}           ended calls; method: Generate, Publish, …, other
     rlx_request_seconds                    histogram: Generate calls that ended OK
@@ -40,6 +40,7 @@ class Meters:
     """Counters and histograms of one server, in their own registry."""
 
     def __init__(self) -> None:
+        self.port = 0  # of the listener, for callers on the hosts that reach the server; 0: none
         self.registry = own = prometheus.CollectorRegistry()
         prometheus.ProcessCollector(registry=own)
         count = partial(prometheus.Counter, registry=own)
@@ -134,8 +135,8 @@ class _Status:
         yield CounterMetricFamily("rlx_tokens_generated", "Tokens generated.", tokens)
 
 
-def listen(meters: Meters, host: str, port: int, tls: Tls | None) -> WSGIServer:
-    """Serve `meters` over HTTP until `shutdown`, with TLS beyond loopback.
+def listen(own: prometheus.CollectorRegistry, host: str, port: int, tls: Tls | None) -> WSGIServer:
+    """Serve a registry over HTTP until `shutdown`, with TLS beyond loopback.
 
     Raises:
       UserError: the port is in use, or the address is not loopback and there is no client CA.
@@ -144,16 +145,16 @@ def listen(meters: Meters, host: str, port: int, tls: Tls | None) -> WSGIServer:
     if not is_loopback(host):
         if not (tls and tls.ca):
             raise UserError(
-                f"--metrics-host={host} listens beyond this machine and anyone could scrape it; "
-                "use 127.0.0.1, or give --tls-client-ca to require certificates of scrapers"
+                f"metrics at {host} are beyond this machine and anyone could scrape them; use "
+                "127.0.0.1, or require certificates (--tls-client-ca, or fleet.tls of a run)"
             )
         options = {"certfile": tls.cert, "keyfile": tls.key}
         options |= {"client_cafile": tls.ca, "client_auth_required": True}
     try:
-        server, _ = prometheus.start_http_server(port, host, meters.registry, **options)
+        server, _ = prometheus.start_http_server(port, host, own, **options)
     except (OSError, OverflowError) as error:
         raise UserError(
-            f"cannot serve metrics on {host}:{port}: {error}; choose another --metrics-port"
+            f"cannot serve metrics on {host}:{port}: {error}; choose another port for metrics"
         ) from None
     # Anyone may connect: bound the time of handshakes and requests, and the number of threads.
     if options:

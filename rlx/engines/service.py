@@ -227,8 +227,9 @@ class RolloutService(rpc.RolloutServicer):
         status = self.look()  # moves its spans to `_spans`
         same = {f.name: getattr(status, f.name) for f in fields(status) if f.name != "spans"}
         reply = pb.StatusReply(
-            **same, instance=self._instance, pid=os.getpid(), weights_crc32=self._crc32
-        )
+            **same, instance=self._instance, pid=os.getpid(), weights_crc32=self._crc32,
+            metrics_port=self.meters.port,
+        )  # fmt: skip
         while request.drain_spans and self._spans:
             name, start_ns, end_ns = self._spans.popleft()
             reply.spans.add(name=name, start_ns=start_ns, end_ns=end_ns)

@@ -26,6 +26,7 @@ from rlx.fleet.requests import Chunk, Sampling, ScoreRequest
 from rlx.fleet.sample import Completion, GenerateCall, PartialSample, split
 from rlx.fleet.timeouts import Timeouts
 from rlx.fleet.tls import Tls
+from rlx.system.host_port import bracketed, split_address
 from rlx.system.loop_thread import run_all
 from rlx.system.threads import in_thread
 
@@ -124,6 +125,11 @@ class Fleet:
     def states(self) -> dict[str, str]:
         """Return address → why a server is not live; "" for a live one."""
         return {m.address: "" if m.live else m.reason for m in self._members.copy()}
+
+    def scraped(self) -> list[str]:
+        """Return host:port of the Prometheus listener of each server that has reported one."""
+        ports = [(m.address, m.status.metrics_port) for m in self._members.copy()]
+        return sorted(bracketed(split_address(a)[0], port) for a, port in ports if port)
 
     async def admit(self, lives: Iterable[tuple[str, str]]) -> None:
         """Send `generate` and `score` calls only to these items of `lives`, present or future."""

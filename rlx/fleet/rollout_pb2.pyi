@@ -230,7 +230,7 @@ class Span(_message.Message):
     def __init__(self, name: _Optional[str] = ..., start_ns: _Optional[int] = ..., end_ns: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("version", "running", "queued", "slots", "max_model_len", "tokens_generated", "paused", "spans", "monotonic_ns", "instance", "pid", "weights_crc32")
+    __slots__ = ("version", "running", "queued", "slots", "max_model_len", "tokens_generated", "paused", "spans", "monotonic_ns", "instance", "pid", "weights_crc32", "metrics_port")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
@@ -243,6 +243,7 @@ class StatusReply(_message.Message):
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_CRC32_FIELD_NUMBER: _ClassVar[int]
+    METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
     version: int
     running: int
     queued: int
@@ -255,4 +256,5 @@ class StatusReply(_message.Message):
     instance: str
     pid: int
     weights_crc32: int
-    def __init__(self, version: _Optional[int] = ..., running: _Optional[int] = ..., queued: _Optional[int] = ..., slots: _Optional[int] = ..., max_model_len: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., paused: _Optional[bool] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., monotonic_ns: _Optional[int] = ..., instance: _Optional[str] = ..., pid: _Optional[int] = ..., weights_crc32: _Optional[int] = ...) -> None: ...
+    metrics_port: int
+    def __init__(self, version: _Optional[int] = ..., running: _Optional[int] = ..., queued: _Optional[int] = ..., slots: _Optional[int] = ..., max_model_len: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., paused: _Optional[bool] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., monotonic_ns: _Optional[int] = ..., instance: _Optional[str] = ..., pid: _Optional[int] = ..., weights_crc32: _Optional[int] = ..., metrics_port: _Optional[int] = ...) -> None: ...

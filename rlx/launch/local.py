@@ -9,6 +9,7 @@ that started it ends (system/process_settings.py). So servers end with the train
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,6 +111,7 @@ class LocalServers:
         on_message: Callable[[str], None] | None = None,  # takes one line for the user
         command: Sequence[str] = COMMAND,
         early: Sequence[subprocess.Popen] = (),  # from `start_early`, for the first ones
+        metrics_ports: Iterable[int] = (),  # its servers' Prometheus listeners take the next ones
         **options: str | int,  # flags of rlx.serve; server i gets seed + i
     ):
         plan = plan or cpu_plan(sorted(os.sched_getaffinity(0)), num_servers)
@@ -123,9 +125,10 @@ class LocalServers:
         flags = [f"--{flag.replace('_', '-')}={value}" for flag, value in options.items()]
         flags += [f"--model={os.fspath(model)}", f"--parent-pid={os.getpid()}"]
         flags += [f"--weight-root={root}" for root in (self.directory, *weight_roots)]
+        scraped = (f"--metrics-port={port}" for port in metrics_ports)
         self._servers = [
             _Server(
-                command=(*command, *flags, f"--seed={seed + i}"),
+                command=(*command, *flags, f"--seed={seed + i}", *itertools.islice(scraped, 1)),
                 log=logs / f"{name}-{i}.log",
                 cpus=cpus,
                 env=_environment(len(cpus), platform, self.token, *gpus[i : i + 1]),

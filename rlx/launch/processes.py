@@ -51,6 +51,7 @@ def processes(
     server: Sequence[str] = (),  # command of rlx.serve, which gets host, port and seed
     port: int,  # of trainer 0; servers have those above it
     seed: int = 0,  # of server 0; the others have those above it
+    metrics_port: int = 0,  # of trainer 0's Prometheus listener; servers' are above it; 0: none
 ) -> tuple[Process, ...]:
     """Return every process of a run, the trainer's first; UserError if they do not fit."""
     seats = _by_gpu(demand, hosts) if any(hosts.values()) else _by_count(demand, tuple(hosts))
@@ -69,6 +70,8 @@ def processes(
     for index, (host, gpus) in enumerate(servers):
         own = port + 1 + index
         argv = (*server, f"--host={host}", f"--port={own}", f"--seed={seed + index}")
+        if metrics_port:
+            argv += (f"--metrics-host={host}", f"--metrics-port={metrics_port + 1 + index}")
         env = {"JAX_PLATFORMS": "cuda" if gpus else "cpu", **_sees(gpus, hosts[host])}
         found.append(Process("server", index, host, gpus, own, argv, env))
     return tuple(found)

@@ -29,7 +29,8 @@ from rlx.system.process_settings import python_path
 from rlx.workers.worker_process import SupervisedProcess
 
 ADDRESS = "RAY_ADDRESS"
-_OURS = ("JAX_", "XLA_", "RLX_", "HF_", "NCCL_", "WANDB_", "TOKENIZERS_", "PYTHON", "SSL_CERT_")
+_OURS = ("JAX_", "XLA_", "RLX_", "HF_", "NCCL_", "WANDB_", "MLFLOW_", "TOKENIZERS_", "PYTHON",
+         "SSL_CERT_")  # fmt: skip
 _LAST_LINES = 200  # of a process, to report why it ended
 _REACH_SECONDS = 10.0  # for a cluster's head to accept a connection; Ray tries for minutes
 _END_SECONDS = 15.0  # for a process and its children to end
@@ -49,6 +50,8 @@ class Keeper:
             port = _free_port(host, port)
             argv = tuple(a for a in argv if not a.startswith(("--host=", "--port=")))
             argv += (f"--host={host}", f"--port={port}")
+            if any(a.startswith("--metrics-port=") for a in argv):
+                argv += (f"--metrics-host={host}",)  # the last one counts
         own = {k: v for k, v in os.environ.items() if not k.startswith("OMP_NUM")}
         gpus = {k: v for k, v in own.items() if k == "CUDA_VISIBLE_DEVICES" and process.gpus}
         environment = {**own, **process.env, **env, **gpus, "PYTHONUNBUFFERED": "1"}

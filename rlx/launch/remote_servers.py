@@ -172,24 +172,27 @@ def servers(
     shared: Path,
     found: Mapping[str, Any],  # host → result of `look`
     each: int,  # servers per host; 0: one per GPU, at least one
-    port: int,  # of a host's first server; 0: any
+    ports: tuple[int, int],  # of a host's first server, 0: any; of its metrics, 0: none
     serve: Sequence[str],  # arguments of Python, such as -m rlx.serve --model=DIR
 ) -> Processes:
     """Return the servers to start, with new secrets; UserError if `shared` has some already."""
     if (shared / STATE).exists():
         raise UserError(f"{shared} has servers already; end them by python -m rlx.cluster down")
-    made, secret = Processes(), shared / "secrets"
+    made, secret, (port, metrics) = Processes(), shared / "secrets", ports
     addresses = {host: machines.address(host) for host in machines.hosts}
     run_secrets.make_secrets(secret, tuple(addresses.values()))
     token = (secret / run_secrets.TOKEN).read_text()
     common = (*serve, f"--join={shared / 'servers'}", f"--tls-key={secret / run_secrets.KEY}",
               f"--tls-cert={secret / run_secrets.CERTIFICATE}")  # fmt: skip
+    if metrics:  # beyond loopback scrapers need a certificate, and so does who calls the server
+        common += (f"--tls-client-ca={secret / run_secrets.CERTIFICATE}",)
     env = {"PYTHONPATH": HOME, wire.TOKEN_VARIABLE: token}
     for host, address in addresses.items():
         gpus = len(found[host]["gpus"])
         made[host] = [
             {"name": f"server {i}", "log": str(shared / "logs" / f"{host}-{i}.log"),
-             "argv": [machines.python, *common, f"--host={address}", f"--port={port and port + i}"],
+             "argv": [machines.python, *common, f"--host={address}", f"--port={port and port + i}",
+                      f"--metrics-host={address}", f"--metrics-port={metrics and metrics + i}"],
              "env": {**env, **({"CUDA_VISIBLE_DEVICES": str(i % gpus)} if gpus else {})}}
             for i in range(each or gpus or 1)
         ]  # fmt: skip
@@ -255,8 +258,9 @@ def status(shared: Path) -> tuple[str, bool]:
     if joined := _joined(shared):
         secret = shared / "secrets"
         token = f'"$(cat {shlex.quote(str(secret / run_secrets.TOKEN))})"'
-        flags = {"join": shared / "servers", "num_servers": 0,
-                 "publish": "stream", "tls.ca": secret / run_secrets.CERTIFICATE}  # fmt: skip
+        cert = secret / run_secrets.CERTIFICATE
+        flags = {"join": shared / "servers", "num_servers": 0, "publish": "stream",
+                 "tls.ca": cert, "tls.cert": cert, "tls.key": secret / run_secrets.KEY}  # fmt: skip
         given = [shlex.quote(f"--config.fleet.{key}={value}") for key, value in flags.items()]
         command = f"python -m rlx.main --config=FILE {' '.join(given)}"
         shown += [f"joined: {', '.join(joined)}; a run with them:",

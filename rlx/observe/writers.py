@@ -1,11 +1,12 @@
 """Write metrics to the boards named in observe.writers, and to a user's own hooks.
 
-No other module imports tensorboardX, wandb and trackio.
+No other module imports tensorboardX, wandb, trackio and mlflow.
 """
 
 import importlib
 import importlib.util
 import os
+import re
 import secrets
 import sys
 import time
@@ -17,7 +18,7 @@ from rlx.base import UserError, install
 from rlx.cli import user_code
 from rlx.system.jsonl import write_atomically
 
-BOARD_ID = "board_id"  # file of a WORKDIR that names its run on W&B and trackio
+BOARD_ID = "board_id"  # file of a WORKDIR that names its run on W&B, trackio and MLflow
 # The board's sections; a name that is not here goes under `other`.
 SECTIONS = {
     "run": ("epoch", "global_step", "version", "elapsed_seconds", "start"),
@@ -122,7 +123,7 @@ class WeightsAndBiases(Board):
         self._run.define_metric("*", step_metric="step")
 
     def add(self, step: int, values: dict[str, Value]) -> None:
-        self._run.log({"step": step, **_numbers(values)})
+        self._run.log({"step": step, **scalars(values)})
 
     def on_end(self, reason: str) -> None:
         self._run.finish(exit_code=int(reason != "finished"))
@@ -139,13 +140,48 @@ class Trackio(Board):
         self._run = self._trackio.init("rlx", name, resume="allow", config=config, embed=False)
 
     def add(self, step: int, values: dict[str, Value]) -> None:
-        self._run.log(_numbers(values), step=step)
+        self._run.log(scalars(values), step=step)
 
     def on_end(self, reason: str) -> None:
         self._run.finish()
 
 
-WRITERS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "trackio": Trackio}
+class MLflow(Board):
+    """Writes one run of MLflow for a WORKDIR, where MLflow's own environment says."""
+
+    def __init__(self):
+        self._mlflow = _imported("mlflow")
+        if not self._mlflow.is_tracking_uri_set() and not importlib.util.find_spec("sqlalchemy"):
+            raise UserError("MLFLOW_TRACKING_URI is not set; give a server's URL")
+        self._client = self._mlflow.MlflowClient()
+
+    def on_begin(self, config: dict[str, Any], workdir: Path, step: int) -> None:
+        from rlx.observe.run_report import flatten
+
+        client, name = self._client, os.environ.get("MLFLOW_EXPERIMENT_NAME", "rlx")
+        found, own = client.get_experiment_by_name(name), board_id(workdir)
+        place = found.experiment_id if found else client.create_experiment(name)
+        runs = client.search_runs([place], f"tags.rlx = '{own}'")
+        run = runs[0] if runs else client.create_run(place, run_name=workdir.name)
+        self._run = run.info.run_id
+        settings = [] if runs else [self._mlflow.entities.Param(*each) for each in flatten(config)]
+        for i in range(0, len(settings), 100):  # the most in one request
+            client.log_batch(self._run, params=settings[i : i + 100])
+        client.set_tag(self._run, "rlx", own)
+        client.update_run(self._run, "RUNNING")
+
+    def add(self, step: int, values: dict[str, Value]) -> None:
+        named = {re.sub(r"[^\w\-. /]", "_", tag): v for tag, v in scalars(values).items()}
+        self._mlflow.log_metrics(named, step=step, run_id=self._run)
+
+    def on_end(self, reason: str) -> None:
+        ends = {"finished": "FINISHED", "stopped": "KILLED"}
+        self._client.set_terminated(self._run, ends.get(reason, "FAILED"))
+
+
+WRITERS = {
+    "tensorboard": TensorBoard, "wandb": WeightsAndBiases, "trackio": Trackio, "mlflow": MLflow,
+}  # fmt: skip
 
 
 def load(names: Iterable[str], callbacks: Sequence[Any] = ()) -> list[tuple[str, Any]]:
@@ -196,7 +232,8 @@ def _values(tag: str, item: Any) -> dict[str, Value]:
     return {name: v for key in item for name, v in _values(f"{tag}_{key}", item[key]).items()}
 
 
-def _numbers(values: Mapping[str, Value]) -> dict[str, float]:
+def scalars(values: Mapping[str, Value]) -> dict[str, float]:
+    """Return the values that are one number."""
     return {tag: value for tag, value in values.items() if not isinstance(value, dict)}
 
 

@@ -37,7 +37,7 @@ from rlx.mismatch.gate import sentence
 from rlx.observe import environment, writers
 from rlx.observe.hooks import Hooks
 from rlx.rollout.executor import Exhausted
-from rlx.run import resume, run_records, trainers
+from rlx.run import resume, run_records, trainer_metrics, trainers
 from rlx.run.allocate import apply_allocation, gpu_environment
 from rlx.run.inputs import prepare
 from rlx.run.parts import Parts, build, early_servers
@@ -115,6 +115,8 @@ def run(
                 laps=laps,
             )  # fmt: skip
             advice = partial(parts.advice, started=False)
+            if config.observe.metrics_port:
+                stack.enter_context(trainer_metrics.served(parts))
             with failures.friendly_errors(advice, "before the first step"):
                 built = build(parts, stack, killed, hosts, gpus, early)
             watch(parts)

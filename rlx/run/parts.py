@@ -30,7 +30,7 @@ from rlx.doctor.memory import RunSizes
 from rlx.evaluation.held_out import HeldOut
 from rlx.fleet import wire
 from rlx.fleet.client import Fleet, NoFleet
-from rlx.fleet.tls import client_tls
+from rlx.fleet.tls import client_tls, is_loopback
 from rlx.journal import history
 from rlx.journal import journal as journals
 from rlx.journal.history import Recovered
@@ -93,6 +93,7 @@ class Parts:
     executor: Executor = field(init=False)
     fleet: Fleet | NoFleet = field(init=False)
     teacher_fleet: Fleet | None = None  # of the teacher that scores rollouts
+    fleets: Mapping[str, Fleet] = field(init=False)  # policy, teacher, reward model: those it has
     gate: Gate | None = None
     begun: Position = field(init=False)  # at the start
     last: Mapping[str, Position] = field(init=False)  # by kind of `frequency.KINDS`
@@ -161,9 +162,12 @@ def build(
     if config.model.random_init:
         model_dir = workdir / INITIAL
         library.random_weights(inputs, model_dir)
+    o = config.observe  # servers' listeners are on loopback, where Prometheus must be then
+    end = 1 << 16 if o.metrics_port and is_loopback(o.metrics_host) else 0
     started: dict[str, Any] = {
         **options.servers, "token": token, "tls": client_tls(**config.fleet.tls),
         "workdir": workdir, "on_message": say,
+        "metrics_ports": iter(range(o.metrics_port + 1, end)),
     }  # fmt: skip
     if options.served:
         started["publish_dir"] = publish_dir(config, parts.sizes, workdir, say)
@@ -270,6 +274,7 @@ def build(
         stack.callback(_close, loop, scorer)
         loop.run(teacher.connect(scorer, name))
     loop.run(fleet.connect())
+    parts.fleets = fleets | ({"policy": fleet} if isinstance(fleet, Fleet) else {})
     # Local servers have just loaded the first weights.
     if restored or config.fleet.addresses or config.fleet.join:
         method = config.fleet.publish

@@ -147,6 +147,9 @@ def processes_of(
             "fleet.tls.ca": directory / CERTIFICATE,
             "fleet.connect_seconds": max(config.fleet.connect_seconds, _LOAD_SECONDS),
         }
+        if config.observe.metrics_port:  # beyond loopback, whoever calls a server has a certificate
+            server["tls_client_ca"] = own["fleet.tls.cert"] = directory / CERTIFICATE
+            own["fleet.tls.key"] = directory / KEY
         if config.fleet.publish == "path":
             if config.fleet.publish_dir == default().fleet.publish_dir:
                 own["fleet.publish"] = "stream"  # other hosts cannot read this one's memory
@@ -165,9 +168,13 @@ def processes_of(
         ),
         port=port,
         seed=config.seed,
+        metrics_port=config.observe.metrics_port,
     )  # fmt: skip
-    if config.online.host != default().online.host or config.online.tls_cert:
-        return plan
-    listen = {"host": plan[0].host, "tls_cert": directory / CERTIFICATE, "tls_key": directory / KEY}
-    own_flags = [f"--config.online.{key}={value}" for key, value in listen.items()]
+    host, usual, listen = plan[0].host, default(), dict[str, object]()
+    if config.online.host == usual.online.host and not config.online.tls_cert:
+        listen = {"online.host": host, "online.tls_cert": directory / CERTIFICATE,
+                  "online.tls_key": directory / KEY}  # fmt: skip
+    if "tls_client_ca" in server and config.observe.metrics_host == usual.observe.metrics_host:
+        listen["observe.metrics_host"] = host
+    own_flags = [f"--config.{key}={value}" for key, value in listen.items()]
     return tuple(replace(p, argv=(*p.argv, *own_flags)) if p.role == "trainer" else p for p in plan)

@@ -50,6 +50,8 @@ RUN = {  # page → the tests that run its blocks, all of them
 # none does. The first that fits counts.
 READ = {
     "rlx sweep": "tests/run/run_grid_test.py",
+    "observe/monitoring": "tests/observe/monitoring_test.py",
+    "prometheus --config.file": "tests/run/trainer_metrics_test.py",
     "rlx runs": "tests/observe/run_table_test.py",
     "rlx status": "tests/observe/run_table_test.py",
     "rlx report": "tests/observe/report_overlay_test.py",

@@ -21,6 +21,7 @@ from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet.tls import Tls
 
 RIGHT = (("authorization", "Bearer sesame"),)
+RIGHT_SOON = {"metadata": RIGHT, "timeout": 10}
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ async def ended_with(call):
 
 async def use(stub, header):
     """One call of each fate."""
-    right = {"metadata": RIGHT, "timeout": 10}
+    right = RIGHT_SOON
     async for _ in stub.Generate(generate(2, 30), **right):
         pass
     assert await ended_with(stub.Generate(generate(0, 30), **right).read()) == "INVALID_ARGUMENT"
@@ -97,6 +98,7 @@ def test_a_scrape_tells_what_was_done(tools, tmp_path, port):
             assert seen["rlx_slots",] == engine.slots
             assert seen["rlx_running_sequences",] == seen["rlx_queued_sequences",] == 0
             assert seen["rlx_engine_alive",] == 1
+            assert (await stub.Status(pb.StatusRequest(), **RIGHT_SOON)).metrics_port == port
 
             def broken():
                 raise EngineStopped("gone")
@@ -136,10 +138,10 @@ def test_beyond_loopback_scrapers_show_a_certificate(tmp_path, port):
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     own, ca = str(tmp_path / "own.pem"), str(tmp_path / "ca.pem")
     for files in (None, Tls(own, own)):
-        with pytest.raises(UserError, match="anyone could scrape"):
-            listen(Meters(), "0.0.0.0", port, files)
+        with pytest.raises(UserError, match="anyone could scrape them"):
+            listen(Meters().registry, "0.0.0.0", port, files)
     # 127.0.0.1 under a name that is not known to be loopback
-    server = listen(Meters(), "0:0:0:0:0:ffff:127.0.0.1", port, Tls(own, own, ca))
+    server = listen(Meters().registry, "0:0:0:0:0:ffff:127.0.0.1", port, Tls(own, own, ca))
     try:
         context = ssl.create_default_context(cafile=ca)
         url = f"https://127.0.0.1:{port}/metrics"
@@ -167,7 +169,7 @@ def test_idle_connections_neither_keep_scrapes_out_nor_stay(monkeypatch, port):
     """Half a handshake kept every later scrape waiting, and each half request a thread."""
     monkeypatch.setattr(server_metrics, "_SCRAPE_SECONDS", 0.5)
     monkeypatch.setattr(server_metrics, "_MOST_SCRAPES", 4)
-    server = listen(Meters(), "127.0.0.1", port, None)
+    server = listen(Meters().registry, "127.0.0.1", port, None)
     try:
         idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
         for one in idle:
@@ -188,7 +190,7 @@ def test_half_a_handshake_keeps_no_scrape_waiting(tmp_path, port):
     made.private_key_and_cert_chain_pem.write_to_path(tmp_path / "own.pem")
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     own, ca = str(tmp_path / "own.pem"), str(tmp_path / "ca.pem")
-    server = listen(Meters(), "0:0:0:0:0:ffff:127.0.0.1", port, Tls(own, own, ca))
+    server = listen(Meters().registry, "0:0:0:0:0:ffff:127.0.0.1", port, Tls(own, own, ca))
     try:
         with socket.create_connection(("127.0.0.1", port)):
             context = ssl.create_default_context(cafile=ca)

@@ -38,6 +38,13 @@ def test_a_jax_trainer_has_a_process_on_each_host_with_all_that_it_has_there():
     assert table(plan).splitlines()[1] == "b: trainer 1: GPU 0, 1, 2, 3, 4, 5, 6, 7"
 
 
+def test_servers_have_metrics_at_the_ports_above_the_trainer_s():
+    plan = planned(Demand(servers=2), {"a": (), "b": ()}, metrics_port=9200)
+    assert [p.argv[-2:] for p in plan[1:]] == [
+        ("--metrics-host=b", "--metrics-port=9201"), ("--metrics-host=b", "--metrics-port=9202"),
+    ]  # fmt: skip
+
+
 def test_a_torch_trainer_has_a_process_for_each_gpu_by_its_name():
     demand = Demand(servers=1, trainer="torch", allocation=parse("vllm:d1t2+torch:f4"))
     plan = planned(demand, {"a": ("g0", "g1", "g2", "g3"), "b": ("h0", "h1", "h2", "h3")})

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,9 +17,13 @@ import pytest
 from rlx import cluster
 from rlx.base import UserError
 from rlx.doctor import __main__ as doctor
-from rlx.launch import remote_servers
+from rlx.fleet.addresses import Joining
+from rlx.fleet.client import Fleet, Timeouts
+from rlx.fleet.tls import Tls
+from rlx.launch import remote_servers, run_secrets
 from rlx.launch.remote_servers import PACKAGES, Machines, checks_of, table
 from rlx.system import host_agent
+from rlx.system.loop_thread import LoopThread
 from tests.fixtures.commands import ended
 
 SSHD, HOSTS = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin"), ("a", "b", "c")
@@ -134,6 +139,43 @@ def test_up_status_and_down_on_three_hosts(ssh, tmp_path, capsys, monkeypatch, e
     assert not list((tmp_path / "shared" / "servers").iterdir())
     with pytest.raises(UserError, match="nothing was started"):
         command(ssh, tmp_path, capsys, "status")
+
+
+@needs_sshd
+def test_servers_with_metrics_ask_for_the_run_s_certificate_and_report_where(
+    ssh, tmp_path, capsys, ending
+):
+    with socket.create_server(("127.0.0.2", 0)) as free:
+        port = free.getsockname()[1]
+    flags = ("--hosts=a,b", "--servers=2", f"--metrics-port={port}")
+    status, out = command(ssh, tmp_path, capsys, "up", *flags)
+    assert (status, "--config.fleet.tls.cert=" in out) == (0, True), out
+    secret = tmp_path / "shared" / "secrets"
+    cert, key = str(secret / run_secrets.CERTIFICATE), str(secret / run_secrets.KEY)
+    token, loop = (secret / run_secrets.TOKEN).read_text(), LoopThread("fleet")
+    loop.start()
+    found = {}
+    for tls in (Tls(ca=cert), Tls(cert, key, cert)):
+        joining = Joining(str(tmp_path / "shared" / "servers"), tls)
+        limits = Timeouts(connect_seconds=60.0 if tls.cert else 3.0)
+        fleet = Fleet((), token=token, joining=joining, limits=limits, publish_dir=str(tmp_path))
+        try:
+            loop.run(fleet.connect())
+            for _ in range(100):
+                if len(fleet.scraped()) == 4:
+                    break
+                time.sleep(0.1)
+        except UserError as error:
+            found[tls.cert] = str(error)
+        else:
+            found[tls.cert] = fleet.scraped()
+        loop.run(fleet.close())
+    loop.close()
+    assert "no rollout server answered" in found[""]
+    assert found[cert] == [f"127.0.0.{n}:{port + i}" for n in (2, 3) for i in (0, 1)]
+    for address in found[cert]:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as page:
+            assert b"rlx_engine_alive 1" in page.read()
 
 
 @needs_sshd

@@ -1,4 +1,4 @@
-"""What boards get is read back: TensorBoard's event files record by record, W&B's and trackio's."""
+"""What boards get is read back: files of TensorBoard, W&B, trackio and MLflow."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ needs = {
         not importlib.util.find_spec(name),
         reason=f"needs the extra {name}: pip install -e .[{name}]",
     )
-    for name in ("wandb", "trackio")
+    for name in ("wandb", "trackio", "mlflow")
 }
 
 
@@ -223,6 +223,40 @@ def test_trackio_goes_on_with_its_run_on_this_machine(tmp_path):
     assert [(step, json.loads(values)) for _, step, values in rows] == POINTS
 
 
+@pytest.mark.witnesses
+@needs["mlflow"]
+def test_mlflow_goes_on_with_its_run_in_a_local_store(tmp_path):
+    store = tmp_path / "store"
+    variables = {"MLFLOW_TRACKING_URI": store.as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"}
+    write_parts("mlflow", tmp_path, **variables)
+    (tag,) = store.glob("*/*/tags/rlx")
+    run = tag.parents[1]
+    assert tag.read_text() == (tmp_path / "board_id").read_text()
+    assert (run / "params/optimizer.learning_rate").read_text() == "0.5"
+    found = []
+    for path in (run / "metrics").rglob("*"):
+        for line in path.read_text().splitlines() if path.is_file() else ():
+            _, value, step = line.split()[:3]
+            found.append((int(step), {str(path.relative_to(run / "metrics")): float(value)}))
+    assert sorted(found, key=str) == sorted(POINTS, key=str)
+    assert "status: 3" in (run / "meta.yaml").read_text(), "FINISHED"
+
+
+@pytest.mark.witnesses
+@needs["mlflow"]
+def test_mlflow_without_a_store_says_what_to_set(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    program = (
+        "import importlib.util as u; from rlx.observe import writers; find = u.find_spec\n"
+        "u.find_spec = lambda name, *_: None if name == 'sqlalchemy' else find(name)\n"
+        "writers.load(['mlflow'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert "MLFLOW_TRACKING_URI is not set; give a server's URL" in done.stderr.splitlines()[-1]
+
+
 def test_a_run_that_is_begun_anew_is_another_one_on_the_boards(tmp_path):
     first = writers.board_id(tmp_path)
     assert writers.board_id(tmp_path) == first
@@ -231,7 +265,7 @@ def test_a_run_that_is_begun_anew_is_another_one_on_the_boards(tmp_path):
 
 def test_a_missing_package_names_its_extra(monkeypatch):
     monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: None)
-    for name in ("wandb", "trackio"):
+    for name in ("wandb", "trackio", "mlflow"):
         with pytest.raises(
             UserError, match=rf"{name} is not installed; pip install -e '.\[{name}\]'"
         ):

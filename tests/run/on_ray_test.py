@@ -25,6 +25,7 @@ import pytest
 
 from tests.fixtures.commands import FLOAT32, RLX_MAIN, ended
 from tests.run.main_test import processes_of, records, wait_for
+from tests.run.trainer_metrics_test import free_ports, page
 
 ROOT = Path(__file__).parents[2]
 DOCS = re.search(r"## Ray\n.*?^python -m rlx.main (.*?)^```",
@@ -224,13 +225,18 @@ def test_too_little_is_said_with_the_arithmetic(cluster, start, tmp_path):
 
 @ray
 def test_the_docs_run_goes_on_on_what_is_left_when_a_trainers_node_dies(cluster, start, tmp_path):
-    run, log = tmp_path / "run", tmp_path / "log"
+    run, log, port = tmp_path / "run", tmp_path / "log", free_ports(3)
     process = start(
         "--config.total_steps=4", "--config.reward.workers=2",
-        "--config.reward.resources=grader:1", command=COMMAND, environment=cluster.environment,
+        "--config.reward.resources=grader:1", f"--config.observe.metrics_port={port}",
+        command=COMMAND, environment=cluster.environment,
     )  # fmt: skip
     wait_for(lambda: len(steps(run)) >= 2 or process.poll() is not None, SECONDS)
     assert {*map(cluster.where, cluster.workers("rlx.rewards.reward_worker"))} == {*GRADERS}
+    assert "rlx_servers 2.0" in page(f"{NODES[1]}:{port}")
+    listed = [each["targets"][0] for each in json.loads((run / "prometheus.json").read_text())]
+    assert listed == [f"{NODES[1]}:{port}", f"{NODES[3]}:{port + 1}", f"{NODES[3]}:{port + 2}"]
+    assert "rlx_engine_alive 1.0" in page(listed[2])
     cluster.kill(NODES[2])
     assert process.wait(SECONDS) == 0, log.read_text()
     said = log.read_text()

@@ -53,6 +53,18 @@ def test_the_dry_run_of_the_docs_writes_the_script_and_the_config_and_stops(tmp_
     assert [p.name for p in (tmp_path / "slurm").iterdir()] == ["dry-run"]
 
 
+def test_metrics_are_at_the_hosts_addresses_behind_the_run_s_certificate(tmp_path):
+    done = planned("--config.observe.metrics_port=9200", workdir=tmp_path)
+    assert done.returncode == 0, done.stderr
+    script = (tmp_path / "slurm" / "dry-run" / "job.sh").read_text()
+    cert = str(tmp_path / "slurm" / "cert.pem")
+    for port in (9201, 9202):
+        assert f'--metrics-host="${{nodes[2]}}" --metrics-port={port}' in script
+    assert script.count(f"--tls-client-ca={cert}") == 2
+    assert script.count(f"--config.fleet.tls.cert={cert} --config.fleet.tls.key=") == 2
+    assert script.count('--config.observe.metrics_host="${nodes[0]}"') == 2
+
+
 def test_a_dry_run_downloads_no_weights_and_its_script_can_be_submitted(
     tmp_path, tiny_model_dir, monkeypatch
 ):

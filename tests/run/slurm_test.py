@@ -1,5 +1,6 @@
 """A run is a job of a real Slurm: it ends as on one machine, through lost nodes and hours too."""
 
+import json
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from rlx.base import UserError
 from rlx.run import slurm_run
 from rlx.system.jsonl import read_json, read_jsonl
 from tests.fixtures.commands import path_without_torch
+from tests.run.trainer_metrics_test import free_ports, page
 
 pytestmark = pytest.mark.slurm
 
@@ -65,12 +67,33 @@ def records(workdir):
     return list(read_jsonl(workdir / "metrics.jsonl"))
 
 
+def listed(workdir):
+    return json.loads((workdir / "prometheus.json").read_text())
+
+
 def wait_for_step(slurm, process, workdir, step):
     def there():
         assert process.poll() is None, f"it ended by itself in {workdir}"
         return len(records(workdir)) >= step
 
     slurm.wait(there, SECONDS)
+
+
+def test_trainer_and_servers_of_all_hosts_are_listed_and_answer(slurm, start, said, tmp_path):
+    run, port = tmp_path / "run", free_ports(3)
+    flags = (f"--config.observe.metrics_port={port}", "--config.scheduler.nodes=3")
+    process = start(run, *PAIR, *flags)
+    wait_for_step(slurm, process, run, 1)
+    (trainer,) = (each for each in listed(run) if each["labels"]["role"] == "trainer")
+    (at,) = trainer["targets"]
+    assert "rlx_servers 2.0" in page(at), "which brings the list up to date"
+    found = {each["targets"][0]: each["labels"]["role"] for each in listed(run)}
+    roles = ("trainer", "server", "server")  # all nodes of this Slurm have one address
+    assert list(found.items()) == [(f"127.0.0.1:{port + i}", roles[i]) for i in range(3)]
+    for address in list(found)[1:]:
+        assert "rlx_engine_alive 1.0" in page(address)
+    assert process.wait(SECONDS) == 0, said()
+    assert listed(run) == []
 
 
 def test_a_run_that_loses_a_node_equals_one_that_is_left_alone(slurm, start, said, tmp_path):
