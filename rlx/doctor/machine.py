@@ -16,7 +16,6 @@ from rlx.doctor.findings import Finding, advised
 from rlx.model.compile_cache import cpu_flags
 from rlx.sandbox.sandbox import Outcome, Sandbox
 from rlx.system import available_memory
-from rlx.system.host_port import connect
 
 DEVICE_SECONDS = 120.0
 _DEVICES = """
@@ -154,15 +153,6 @@ def judge_address(address: str, error: str, key: str = "fleet.addresses") -> Fin
         return Finding("machine", key, "ok", f"{address} accepts connections")
     return Finding("machine", key, "problem", f"{address}: {error}",
                    f"start it (python -m rlx.serve), or correct {key}")  # fmt: skip
-
-
-def reach(address: str, seconds: float = 3.0) -> str:
-    """Return why a connection to host:port fails; "" if it works."""
-    try:
-        connect(address, seconds).close()
-        return ""
-    except (OSError, ValueError, OverflowError) as error:
-        return str(error)
 
 
 def existing(path: Path) -> Path:

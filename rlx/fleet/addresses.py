@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rlx.base import UserError, explained
 from rlx.fleet.tls import Tls
-from rlx.system.host_port import bracketed, connect, split_address
+from rlx.system.host_port import bracketed, refusal, split_address
 from rlx.system.jsonl import write_atomically
 from rlx.system.threads import in_thread
 
@@ -83,7 +83,8 @@ def announced(directory: str, host: str, port: int) -> Iterator[None]:
     path = Path(directory) / bracketed(host, port)
     write_atomically(path, f"{path.name}\n".encode())
     for other in _announced_in(directory):
-        if other != path.name and split_address(other)[0] == host and _refuses_connections(other):
+        same = other != path.name and split_address(other)[0] == host
+        if same and isinstance(refusal(other, _CONNECT_SECONDS), ConnectionRefusedError):
             path.with_name(other).unlink(missing_ok=True)
     try:
         yield
@@ -95,11 +96,3 @@ def announced(directory: str, host: str, port: int) -> Iterator[None]:
 def _announced_in(directory: str) -> list[str]:
     names = sorted(path.name for path in Path(directory).iterdir())
     return [name for name in names if name[0] != "." and _ADDRESS.fullmatch(name)]
-
-
-def _refuses_connections(address: str) -> bool:
-    try:
-        connect(address, _CONNECT_SECONDS).close()
-    except OSError as error:
-        return isinstance(error, ConnectionRefusedError)
-    return False

@@ -24,7 +24,7 @@ from typing import Any
 from rlx.base import UserError
 from rlx.launch.processes import Process
 from rlx.system import exit_reason, process_supervisor
-from rlx.system.host_port import connect
+from rlx.system.host_port import refusal
 from rlx.system.process_settings import python_path
 from rlx.workers.worker_process import SupervisedProcess
 
@@ -302,10 +302,8 @@ def _require(address: str) -> None:
     """Raise UserError if no cluster's head listens at a given host:port."""
     if address in ("", "auto", "local"):
         return
-    try:
-        connect(address, _REACH_SECONDS).close()
-    except (OSError, ValueError) as error:
+    if error := refusal(address, _REACH_SECONDS):
         raise UserError(
             f"{ADDRESS}={address}: no head of a Ray cluster listens there ({error}); give its "
             "host:port on a node of the cluster, or unset it to start one here"
-        ) from None
+        )

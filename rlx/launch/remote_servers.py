@@ -23,7 +23,7 @@ from rlx.fleet.addresses import Joining
 from rlx.launch import run_secrets
 from rlx.system import host_agent
 from rlx.system.exit_reason import last_words
-from rlx.system.host_port import connect
+from rlx.system.host_port import refusal
 from rlx.system.jsonl import read_json, write_atomically
 from rlx.system.process_settings import HOME
 from rlx.system.signals import interrupts
@@ -302,11 +302,10 @@ def _remove_dead_addresses(shared: Path) -> int:
     """Remove addresses of servers that do not listen; return the number of others."""
     left = 0
     for name in _joined(shared):
-        try:
-            connect(name, REACH_SECONDS).close()
-            left += 1
-        except OSError:
+        if refusal(name, REACH_SECONDS):
             (shared / "servers" / name).unlink(missing_ok=True)
+        else:
+            left += 1
     return left
 
 

@@ -1,6 +1,7 @@
 """Check a run's config: its model, its data, and the arithmetic between its numbers."""
 
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -9,8 +10,8 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from rlx.cli.text import number
-from rlx.doctor import capacity, machine, memory
+from rlx.cli.text import number, size
+from rlx.doctor import machine, memory
 from rlx.doctor.findings import Finding, advised, attempt, problem, problems
 from rlx.doctor.memory import RunSizes
 from rlx.fleet.addresses import read_addresses
@@ -21,6 +22,9 @@ from rlx.run.inputs import Missing, prepare
 from rlx.run.plan_run import judge_idle
 from rlx.run.precision import decide
 from rlx.run.room_options import sizes_of
+from rlx.system import available_memory
+
+_TIGHT = 0.9  # share of the memory above which a row is a warning
 
 
 def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterator[Finding]:
@@ -58,7 +62,7 @@ def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterat
             what = "one more forward pass per batch (algorithm.proximal=recompute)"
             yield Finding("config", "proximal", "ok", what)
     if sizes:
-        yield from capacity.check(sizes, workdir, devices)
+        yield from check_capacity(sizes, workdir, devices)
 
 
 @contextmanager
@@ -146,3 +150,32 @@ def judge_staleness(config: ConfigDict, group: int) -> Finding:
         if most < ahead:
             remedy = "raise rollout.max_concurrent_rollouts"
     return advised("config", "staleness", what, remedy)
+
+
+def check_capacity(sizes: RunSizes, workdir: Path, devices: machine.Devices) -> Iterator[Finding]:
+    """Yield the rows of a train step's memory, of published weights, and of checkpoints."""
+    pieces = memory.trainer(sizes, devices)
+    needed, there = sum(pieces.values()), devices.memory  # 0: unknown
+    if devices.platform == "cpu":
+        there = available_memory.memory().free
+    what = memory.estimate(pieces, sizes.train.mesh) + f"; {size(there)} free" * bool(there)
+    level, remedy = "ok", ""
+    if there and needed > _TIGHT * there:
+        level, remedy = "warning", memory.remedy(sizes, devices)
+        level = "problem" if needed > there else level
+    yield Finding("memory", "trainer", level, what, remedy)
+    if sizes.has_fleet:
+        yield machine.check_publish_dir(sizes.publish_dir, memory.in_publish_dir(sizes))
+    free = shutil.disk_usage(machine.existing(workdir)).free
+    state, exported = sum(memory.state(sizes).values()), memory.exported(sizes)
+    yield judge_disk(state, exported, sizes.keep, free)
+
+
+def judge_disk(state: int, exported: int, keep: int, free: int) -> Finding:
+    """Return the row of disk space for `keep` + 1 checkpoints and the HF export."""
+    needed, what = memory.checkpoints(state, exported, keep)
+    what = f"{what}; {size(free)} free"
+    if needed <= free:
+        return Finding("memory", "disk", "ok", what)
+    remedy = "free some, give another --workdir, or lower checkpoint.keep"
+    return Finding("memory", "disk", "problem", what, remedy)

@@ -18,8 +18,10 @@ from rlx.fleet.addresses import read_addresses
 from rlx.observe import writers
 from rlx.observe.hooks import Hooks
 from rlx.run.allocate import apply_allocation, changed_environment, gpus, share
+from rlx.system.host_port import refusal
 from rlx.train.hosts import Cluster
 
+_REACH_SECONDS = 3.0
 SEAMS = (  # keys of the config that may name user code
     "algorithm.loss", "algorithm.advantage", "reward.name", "reward.terms", "rollout.workflow",
     "rollout.workflow_kwargs.tools", "data.dataset", "observe.writers",
@@ -59,7 +61,8 @@ def findings(config: ConfigDict | None, workdir: Path) -> Iterator[Finding]:
         if found is None:
             yield row
         for address in found or ():
-            yield machine.judge_address(address, machine.reach(address), name)
+            error = str(refusal(address, _REACH_SECONDS) or "")
+            yield machine.judge_address(address, error, name)
     if isinstance(devices, str):  # the next checks need JAX
         return
     # Only shapes are computed, so the devices stay free.

@@ -18,3 +18,12 @@ def connect(address: str, seconds: float) -> socket.socket:
     """Return a connection to host:port; OSError, or ValueError for another port than a number."""
     host, port = split_address(address)
     return socket.create_connection((host, int(port)), seconds)
+
+
+def refusal(address: str, seconds: float) -> Exception | None:
+    """Return why a connection to host:port fails; None if it works."""
+    try:
+        connect(address, seconds).close()
+    except (OSError, ValueError, OverflowError) as error:
+        return error
+    return None

@@ -8,6 +8,7 @@ import pytest
 from rlx.doctor import machine
 from rlx.doctor.machine import Devices
 from rlx.sandbox.sandbox import Outcome
+from rlx.system.host_port import refusal
 
 GB = 10**9
 RAN = Outcome("ok", "42\n", "", 0.1)
@@ -55,9 +56,9 @@ def test_workdirs_that_are_full_or_closed_are_told(tmp_path):
 def test_addresses_are_tried():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        assert machine.reach(f"127.0.0.1:{port}") == ""
-    assert "refused" in machine.reach(f"127.0.0.1:{port}")
-    assert machine.reach("nonsense")
+        assert refusal(f"127.0.0.1:{port}", 3.0) is None
+    assert "refused" in str(refusal(f"127.0.0.1:{port}", 3.0))
+    assert refusal("nonsense", 3.0)
 
 
 def test_a_jax_that_hangs_or_fails_is_an_answer(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 from configs import arithmetic, arithmetic_sft
 from rlx import main
 from rlx.base import UserError
-from rlx.doctor import capacity, machine, memory, packages
+from rlx.doctor import machine, memory, packages
 from rlx.doctor.machine import Devices
 from rlx.model import hf
 from rlx.rollout.workflows import Prompts
@@ -308,8 +308,8 @@ def test_a_step_that_does_not_fit_says_what_would(config, tmp_path):
 
 
 def test_the_disk_is_weighed():
-    assert capacity.judge_disk(GB, GB, keep=2, free=10 * GB).level == "ok"
-    short = capacity.judge_disk(4 * GB, GB, keep=2, free=10 * GB)
+    assert config_checks.judge_disk(GB, GB, keep=2, free=10 * GB).level == "ok"
+    short = config_checks.judge_disk(4 * GB, GB, keep=2, free=10 * GB)
     assert short.level == "problem"
     assert "2 + 1 checkpoints of 4.0 GB" in short.found
 
