@@ -1,23 +1,19 @@
 """Data sheets of GPUs, for XLA to compile for one that is not here, and for rooflines."""
 
 import re
+import tomllib
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
 
 from rlx.base import UserError, unknown
 
 LARGEST_SHARE = 0.92  # of a GPU's memory that JAX can take
-# By a part of a GPU's name, first match: dense bfloat16 FLOP/s by its data sheet.
-PEAKS = {
-    "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "H20": 148e12,
-    "A100": 312e12, "A800": 312e12, "B200": 2250e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12,
-    "3090": 71e12,
-}  # fmt: skip
+_SHEETS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def peak_flops(kind: str, dtype: str) -> float:
     """Return the FLOP/s of a GPU by its data sheet, float32 as TF32; 0: unknown."""
-    found = next((peak for name, peak in PEAKS.items() if name in kind), 0.0)
+    found = next((peak for name, peak in _SHEETS["peaks"].items() if name in kind), 0.0)
     return found / 2 if dtype == "float32" else found
 
 
@@ -26,7 +22,7 @@ class Card:
     """A GPU."""
 
     kind: str  # device kind in the words of its driver
-    capability: tuple[int, int]  # compute capability
+    capability: str  # compute capability, such as "9.0"
     cores: int  # streaming multiprocessors
     shared: int  # their shared memory, bytes
     lanes: int  # their float32 units
@@ -45,45 +41,15 @@ class Card:
 
     def target(self) -> str:
         """Return the card as text of XLA's GpuTargetConfigProto."""
-        major, minor = self.capability
-        return f"""
-gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_core: {self.shared}
-  shared_memory_per_block_optin: {self.shared - 1024}
-  core_count: {self.cores} fpus_per_core: {self.lanes} clock_rate_ghz: {self.clock}
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: {self.bandwidth:.0f} l2_cache_size: {self.cache}
-  device_memory_size: {self.memory}
-  cuda_compute_capability {{ major: {major} minor: {minor} }}
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-runtime_version {{ major: 13 minor: 0 patch: 0 }}
-device_description_str: "{self.kind}"
-"""
+        template = Path(__file__).with_name("gpu_target.txt").read_text(encoding="utf-8")
+        major, minor = self.capability.split(".")
+        own = {"major": major, "minor": minor, "optin": self.shared - 1024}
+        return template % (vars(self) | own)
 
 
-_HOPPER: dict[str, Any] = {
-    "capability": (9, 0), "shared": 233472, "lanes": 128, "clock": 1.98, "cache": 50 << 20,
-}  # fmt: skip
-CARDS = {
-    "a100": Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 167936, 64, 1.41, 85_100_068_864, 40 << 20,
-                 2.039e12, 300e9),
-    "h100": Card("NVIDIA H100 80GB HBM3", cores=132, memory=84_942_979_072, bandwidth=3.352e12,
-                 link=450e9, **_HOPPER),
-    "h200": Card("NVIDIA H200 141GB HBM3e", cores=132, memory=151_397_597_184, bandwidth=4.8e12,
-                 link=450e9, **_HOPPER),
-    "h800": Card("NVIDIA H800", cores=132, memory=84_942_979_072, bandwidth=3.352e12, link=200e9,
-                 **_HOPPER),
-    "h20": Card("NVIDIA H20", cores=78, memory=102_625_181_696, bandwidth=4.0e12, link=450e9,
-                **_HOPPER),
-    "b200": Card("NVIDIA B200", (10, 0), 148, 233472, 128, 1.965, 191_514_411_008, 132_644_864,
-                 7.672e12, 900e9),
-}  # fmt: skip
+CARDS = {name: Card(**sheet) for name, sheet in _SHEETS["cards"].items()}
 # For a run on CPUs, which has measured its products. Its own seconds replace the rest.
-CPU = Card("CPU", (0, 0), 1, 0, 0, 1.0, 1 << 34, 0, 1e10, 1e10, 1e10, 5e10)
+CPU = Card("CPU", "0.0", 1, 0, 0, 1.0, 1 << 34, 0, 1e10, 1e10, 1e10, 5e10)
 
 
 def named(kind: str) -> Card | None:
