@@ -238,8 +238,8 @@ def test_judges_grade_rows_without_answers(tmp_path):
 
     (row,) = asyncio.run(evaluate())
     assert (row["num_questions"], row["greedy_acc"], len(server.asked)) == (2, 0.5, 2)
-    with pytest.raises(UserError, match="need each other"):  # no judge is named
-        config.reward.judge.models = ()
+    config.reward.judge.models = ()
+    with pytest.raises(UserError, match="need each other"):
         score(config, models, sets, tmp_path / "other", n_samples=0, pass_at=())
 
 
