@@ -103,6 +103,17 @@ def place(function: Any) -> str:
     return f"({code.co_filename}, line {code.co_firstlineno})" if code else ""
 
 
+class RewardParts(float):
+    """A reward with its parts by name, which become metrics: `reward/NAME`, else `info/NAME`."""
+
+    parts: Mapping[str, float]
+
+    def __new__(cls, reward: float, parts: Mapping[str, float]) -> "RewardParts":
+        made = super().__new__(cls, reward)
+        made.parts = dict(parts)
+        return made
+
+
 class Unavailable(UserError):
     """A mistake that holds for every row, such as no live server: a run cannot skip it."""
 

@@ -16,6 +16,7 @@ from rlx.agents.agent_options import AgentOptions
 from rlx.algorithms.algorithm import FIELDS, Algorithm
 from rlx.base import UserError, refuse
 from rlx.engines.engine import EngineOptions
+from rlx.environments import verifiers_tasks
 from rlx.fleet.requests import Sampling
 from rlx.fleet.timeouts import Timeouts
 from rlx.model.lora_config import LoraConfig, lora_targets
@@ -73,8 +74,8 @@ SECTIONS = {
                     ("jsonl", "arithmetic")),
         train=option("", ".jsonl, .json, .csv or .parquet file, or hub name with optional :split"),
         mix=option((), "((source, weight), …) in place of train; weights are shares of prompts"),
-        dataset=option("", "FILE.py:name, a function that returns rows, or reasoning_gym:TASK; "
-                       "replaces train and mix"),
+        dataset=option("", "FILE.py:name, a function that returns rows, or reasoning_gym:TASK, "
+                       "verifiers:ENV; replaces train and mix"),
         eval=option("", 'held-out rows, given like train; "": none, or generated rows'),
         system_prompt=option("", 'before each question; "": none'),
         question_key=option("question", "column with text, or with a list of chat messages"),
@@ -144,7 +145,7 @@ SECTIONS = {
         request_timeout_seconds=option(600.0, "limit for one attempt at a prompt"),
         workflow=option("rlvr", "one graded turn; or tools, multi_turn, online (applications ask); "
                         "or FILE.py:Class, module:Class: your own workflow or agent; or "
-                        "reasoning_gym:TASK, which brings rows and rewards"),
+                        "reasoning_gym:TASK, verifiers:ENV, which bring rows and rewards"),
         workflow_kwargs=option(None, "dict of arguments for its constructor"),
     ),
     "algorithm": _section(
@@ -301,10 +302,14 @@ def default() -> ConfigDict:
 
 
 def with_environment(config: ConfigDict) -> ConfigDict:
-    """Set the rows, reward and workflow that a task in rollout.workflow stands for."""
+    """Set the rows, reward and workflow that an environment in rollout.workflow stands for."""
     if (name := config.rollout.workflow).startswith("reasoning_gym:"):
         config.data.dataset, config.data.eval, config.rollout.workflow = name, "", "rlvr"
         config.reward.name = "reasoning_gym"
+    if name.startswith(verifiers_tasks.SCHEME):
+        if not config.data.mix:
+            config.data.dataset, config.data.eval = name, ""
+        config.rollout.workflow = verifiers_tasks.AGENT
     return config
 
 

@@ -15,6 +15,9 @@ def mistake(value: Any, ids: Collection[str]) -> str:
 
     It should be a finite number, or map `ids` of the run's completions to finite numbers.
     """
+    for name, part in getattr(value, "parts", {}).items():
+        if wrong := _of_number(part, f"{name} of the returned reward is"):
+            return wrong
     if not isinstance(value, Mapping):
         return _of_number(value, "run returned")
     if not value:

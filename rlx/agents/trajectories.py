@@ -117,6 +117,7 @@ def of_run(
         "tool_calls": float(sum(i.tool_calls for i in interactions)),
         "latency/run": seconds,
         "latency/call": sum(i.seconds for i in interactions) / len(interactions),
+        **getattr(value, "parts", {}),
     }
     returns = turn_returns(interactions, value, turn_discount)
     depths: list[int] = []

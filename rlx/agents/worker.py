@@ -2,7 +2,7 @@
 
     first       {"class", "kwargs", "report": seconds, "no_proxy": host}
     a job       {"data": JSON, "base_url", "api_key", "seconds": limit or null}
-    its end     {"value"} or {"error", "traceback"}
+    its end     {"value", "parts" of RewardParts} or {"error", "traceback"}
 
 `worker_pool` has the other messages. Runs are in the main thread, as libraries that use signals
 need it (math-verify does). A run that blocks the loop holds up this process and not the gateway;
@@ -129,7 +129,8 @@ class Worker:
             elif wrong := returns.mistake(value, ids):
                 self._end.send(id=number, error=wrong, traceback="")
             else:
-                self._end.send(id=number, value=returns.plain(value))
+                parts = dict(getattr(value, "parts", {}))
+                self._end.send(id=number, value=returns.plain(value), parts=parts)
         except asyncio.CancelledError:
             self._end.send(id=number, error="it was cancelled", traceback="")
         except BaseException as error:  # SystemExit too: the process has other runs
@@ -137,7 +138,8 @@ class Worker:
             if limit.expired() and error.__cause__:
                 text, at = f"it did not end in {message['seconds']:g} s", error.__cause__
             text = f"{text} {line(at)}".rstrip()
-            self._end.send(id=number, error=text, traceback=traceback.format_exc()[-8000:])
+            trace = "" if isinstance(error, UserError) else traceback.format_exc()[-8000:]
+            self._end.send(id=number, error=text, traceback=trace)
         finally:
             del self._runs[number]
 

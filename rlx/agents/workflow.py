@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rlx.agents import loading, returns, trajectories
 from rlx.agents.agent_options import DEFAULTS, AgentOptions
 from rlx.agents.sessions import Session
-from rlx.base import Group, Trajectory, UserError, install, place, seed_of
+from rlx.base import Group, RewardParts, Trajectory, UserError, install, place, seed_of
 from rlx.fleet.requests import Sampling
 from rlx.rollout.episode import run_all
 from rlx.rollout.workflows import Generator, Task, conversation
@@ -186,7 +186,7 @@ async def run_agent(
     workers: WorkerPool, data: Mapping[str, Any], base_url: str, api_key: str,
     seconds: float | None = None,
 ) -> Any:  # fmt: skip
-    """Return the result of a new agent's `run` on `data`, a float or {completion id: float}.
+    """Return what a new agent's `run` on `data` does: float, RewardParts or float by completion.
 
     Cancelling this cancels the agent. After `seconds` it fails, at the line where it waits.
 
@@ -206,7 +206,8 @@ async def run_agent(
         job = {"data": text, "base_url": base_url, "api_key": api_key, "seconds": seconds}
         message = await worker.run_job(job)
     if "value" in message:
-        return message["value"]
+        parts = message.get("parts")
+        return RewardParts(message["value"], parts) if parts else message["value"]
     raise AgentError(f"{message.get('error')}\n{message.get('traceback')}".rstrip())
 
 

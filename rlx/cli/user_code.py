@@ -26,7 +26,7 @@ _OF_FILE, _EDITED = "file_", "__edited__"  # how names of files' modules begin; 
 _STANDARD, _RLX = (f"{Path(file).parent}/" for file in (traceback.__file__, Path(__file__).parent))
 LIBRARIES = ("<frozen", _STANDARD, _RLX, "/site-packages/", "/dist-packages/")
 _LINE = 90  # characters of a source line
-OF_ENVIRONMENTS = ("mcp:", "reasoning_gym:")
+OF_ENVIRONMENTS = ("mcp:", "reasoning_gym:", "verifiers:")
 
 
 def find(key: str, name: str, table: Mapping[str, Any] = _NONE) -> Any:
@@ -109,7 +109,7 @@ def of_user(frame: FrameType) -> bool:
 def place_of(stack: Sequence[FrameType]) -> str:
     """Return the user's innermost line, as `agent.py:14 Agent.run: time.sleep(5)`."""
     for frame in ([*filter(of_user, stack)] or stack)[-1:]:
-        code, number = frame.f_code, frame.f_lineno
+        code, number = frame.f_code, frame.f_lineno or 0  # None in between two lines
         source = linecache.getline(code.co_filename, number).strip()[:_LINE]
         return f"{code.co_filename}:{number} {code.co_qualname}: {source}"
     return "its end"

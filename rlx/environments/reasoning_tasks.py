@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl
 from rlx.base import UserError, install, nearest, seed_of, unknown
 
 _HELD_OUT_SHARE = 5  # 1 question in 5, by a hash of its text
-_TRAIN_ROWS, _HELD_OUT_ROWS = 5_000, 200  # without a `size`; some tasks take 0.1 s for a row
+SIZES = (200, 5_000)  # held out, to train on, without a `size`; some tasks take 0.1 s for a row
 _MOST_MISSES = 2_000  # questions in a row that belong to the other split
 
 
@@ -60,8 +60,8 @@ def tasks() -> Mapping[str, tuple[type, ...]]:
 def _stream(text: str, split: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of one task."""
     name, _, query = text.strip().partition("?")
-    settings = {key: _value(value) for key, value in parse_qsl(query)}
-    size = settings.pop("size", _TRAIN_ROWS if split == "train" else _HELD_OUT_ROWS)
+    settings = {key: setting(value) for key, value in parse_qsl(query)}
+    size = settings.pop("size", SIZES[split == "train"])
     seed = seed_of(f"{name} {settings.pop('seed', 0)} {split}".encode())  # tasks add the index
     data, made, misses = _data_set(name, json.dumps(settings), seed), 0, 0
     for index in itertools.count():
@@ -69,7 +69,7 @@ def _stream(text: str, split: str) -> Iterator[dict[str, Any]]:
             return
         entry = data[index]
         question = str(entry["question"])
-        if (seed_of(question.encode()) % _HELD_OUT_SHARE > 0) == (split == "train"):
+        if in_split(question, split):
             task = {"name": name, "settings": settings, "seed": seed, "index": index}
             yield {"question": question, "answer": str(entry["answer"]), "task": task}
             made, misses = made + 1, 0
@@ -77,7 +77,12 @@ def _stream(text: str, split: str) -> Iterator[dict[str, Any]]:
             raise UserError(f"reasoning_gym:{text} has too few different questions for two splits")
 
 
-def _value(text: str) -> Any:
+def in_split(text: str, split: str) -> bool:
+    """Return whether a question belongs to a split, by a hash of its text."""
+    return (seed_of(text.encode()) % _HELD_OUT_SHARE > 0) == (split == "train")
+
+
+def setting(text: str) -> Any:
     """Return a number, truth value or list that a text spells, else the text."""
     try:
         return ast.literal_eval(text)

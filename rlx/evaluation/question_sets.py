@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.base import UserError, unknown
+from rlx.environments import verifiers_tasks
 from rlx.rewards import rewards
 from rlx.rollout import data
 
@@ -20,6 +21,7 @@ class Benchmark:
     reward: str  # for `rewards.resolve`
     question_key: str = "question"
     answer_key: str = "answer"
+    workflow: str = ""  # the only one that grades it; "": any
 
 
 BENCHMARKS = {
@@ -47,6 +49,8 @@ def find(
         return BENCHMARKS[text]
     if text.startswith(_TASKS):
         return Benchmark(text, text, "reasoning_gym")
+    if text.startswith(verifiers_tasks.SCHEME):
+        return Benchmark(text, text, reward, workflow=verifiers_tasks.AGENT)
     name, _, path = text.rpartition("=")
     if name and "/" not in name:  # a/b=c.jsonl is a path
         reward = BENCHMARKS[name].reward if name in BENCHMARKS else reward

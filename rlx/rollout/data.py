@@ -24,7 +24,7 @@ import numpy as np
 
 from rlx.base import UserError, install, nearest
 from rlx.cli import user_code
-from rlx.environments import reasoning_tasks
+from rlx.environments import reasoning_tasks, verifiers_tasks
 from rlx.rollout import arithmetic
 
 Row = dict[str, Any]
@@ -34,7 +34,10 @@ _NONE: Mapping[str, str] = {}
 _NO_SHARES: Mapping[str, float] = {}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _CODE = re.compile(r".+\.py:\w+|[\w.]+:\w+")
-_SCHEMES = {"reasoning_gym:": lambda names: functools.partial(reasoning_tasks.rows, names)}
+_SCHEMES = {
+    "reasoning_gym:": lambda names: functools.partial(reasoning_tasks.rows, names),
+    verifiers_tasks.SCHEME: lambda name: functools.partial(verifiers_tasks.rows, name),
+}
 GENERATED = {"arithmetic": arithmetic.problems}
 
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?P<options>(:[\w.+\[\]%-]+){0,2})")
@@ -53,8 +56,8 @@ def load(
     """Return the rows of a file, a hub data set or a user's code; `answer` holds `answer_key`.
 
     A source is a path, `owner/name`, `owner/name:split`, `owner/name:config:split`, FILE.py:name,
-    module:name or reasoning_gym:TASK. Files are .csv, .parquet, else .jsonl or a JSON array.
-    UserError for a missing file, a bad row, an unreachable or unknown data set.
+    module:name, reasoning_gym:TASK or verifiers:ENV. Files are .csv, .parquet, else .jsonl or a
+    JSON array. UserError for a missing file, a bad row, an unreachable or unknown data set.
     """
     options = {question_key: "data.question_key", answer_key: "data.answer_key", **texts}
     wanted = dict.fromkeys([*filter(None, options), *needed])

@@ -200,14 +200,14 @@ class _Model:
         judge = judge_of(config) if found.reward == JUDGE else None
         pool = pool_of(config, {} if judge else found.reward, config.reward.workers)
         sandbox = SandboxOptions(**config.sandbox)
-        named = NamedWorkflow(
-            asked.workflow, asked.workflow_kwargs, self.prompts, Sampling(), 1, sandbox
-        )
+        name = found.workflow or asked.workflow
+        kwargs = {} if found.workflow else asked.workflow_kwargs
+        named = NamedWorkflow(name, kwargs, self.prompts, Sampling(), 1, sandbox)
         workflow = named.build(pool, replace(agents_of(config), question_key="question"))
         named.try_out(rows[0])
         if judge:  # no verdict is needed twice: samples are kept with theirs
             workflow = JudgeRewarded(workflow, *judge)
-        graded = named_workflow.uses_rewards(asked.workflow)
+        graded = named_workflow.uses_rewards(name)
         return _Set(found.name, rows, samples, path, workflow, pool if graded else None)
 
     def servers(self, token: str | None) -> LocalServers | RunningServers:

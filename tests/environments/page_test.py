@@ -13,6 +13,7 @@ SECTIONS = sections("docs/environments.md")
 RECORDED = {
     "MCP tools": ("mcp", "tools/calls"),
     "reasoning-gym": ("reasoning_gym", "reward/reasoning_gym"),
+    "verifiers": ("verifiers", "reward/exact"),
 }
 
 
