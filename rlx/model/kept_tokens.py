@@ -78,7 +78,7 @@ def masks(kept: np.ndarray, kept_sizes: np.ndarray, vocab: int) -> np.ndarray:
 
 
 def batch_arrays(
-    kept: np.ndarray, kept_sizes: np.ndarray, index_BT: np.ndarray, vocab: int, least: int = 1
+    kept: np.ndarray, kept_sizes: np.ndarray, index_BT: np.ndarray, vocab: int
 ) -> dict[str, np.ndarray]:
     """Return the inputs of the model for the sets of rows' tokens.
 
@@ -87,15 +87,15 @@ def batch_arrays(
 
     Returns:
       kept_ids, kept_at [B, E] int32: an id, and the place in the row of the token that lists it, 0
-      at padding; kept_excluded [B, T] bool. E is T times a power of two, at least `least`.
+      at padding; kept_excluded [B, T] bool. E is T times a power of two, the least that holds all.
     """
     (rows, length), index = index_BT.shape, np.minimum(index_BT.ravel(), len(kept_sizes))
     size = np.append(kept_sizes, 0).astype(np.int64)
     codes = kept[_spread((np.cumsum(size) - size)[index], size[index])]
     ids, owners, excluded = expand(codes, size[index], vocab)
     row, counts = owners // length, np.bincount(owners // length, minlength=rows)
-    times = 1 << (-(-counts.max(initial=1) // length) - 1).item().bit_length()
-    wide = length * max(least, times)
+    # By these rows alone: an update that depends on earlier batches differs after a resume.
+    wide = length << (-(-counts.max(initial=1) // length) - 1).item().bit_length()
     column = _spread(0 * counts, counts)
     listed, places = np.zeros((2, rows, wide), np.int32)
     listed[row, column], places[row, column] = ids, owners % length

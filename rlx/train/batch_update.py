@@ -46,7 +46,6 @@ class BatchUpdate:
         self._tree_cost = 0.0  # as of `prefix_trees.plan`
         self._shares = "off"  # of `prefix_trees.MODES`
         self._fork_once = False  # as of `prefix_trees.plan`
-        self._kept_times = 1  # ids of sampling masks in a row, times its length
         self._reference: Any = None  # the frozen one; None with LoRA: the base without adapters
 
     def _share_prefixes(self, obstacle: str) -> None:
@@ -100,10 +99,7 @@ class BatchUpdate:
             plan, parts = trees, prefix_trees.microbatches(flat, ids, trees)
         for part in parts if flat.masks else ():
             own, vocab = part["flat_index"], self.model.vocab_size
-            least = self._kept_times
-            part |= kept_tokens.batch_arrays(**flat.masks, index_BT=own, vocab=vocab, least=least)
-            # It never shrinks: each new shape compiles the train step again.
-            self._kept_times = part["kept_ids"].shape[1] // own.shape[1]
+            part |= kept_tokens.batch_arrays(**flat.masks, index_BT=own, vocab=vocab)
         return plan, [self._put_rows(part) for part in parts]
 
     def _cost(self, plan: packing.PackPlan, sizes: np.ndarray) -> float:

@@ -118,6 +118,28 @@ def test_the_first_loss_is_the_papers_with_ratios_over_the_kept_tokens(make, mod
         assert metrics["actor_loss"] == pytest.approx(loss / count, abs=2e-5)
 
 
+def test_earlier_batches_do_not_change_the_inputs_of_the_model(make, monkeypatch):
+    """A run that resumes has seen other batches, and its updates are bitwise the same."""
+    (trainer, state), _ = make()
+    put, shapes = trainer._put_rows, []
+
+    def shapes_of(share):
+        shapes.clear()
+        made = [
+            Group(g.group_id, tuple(masked(t, masks_of(t, 0, share)) for t in g.trajectories))
+            for g in groups()
+        ]
+        trainer.logprobs(state, made)
+        return shapes.copy()
+
+    monkeypatch.setattr(
+        trainer, "_put_rows", lambda part: shapes.append(part["kept_ids"].shape) or put(part)
+    )
+    few, many = shapes_of(0.02), shapes_of(0.3)
+    assert few != many
+    assert shapes_of(0.02) == few
+
+
 EVERYTHING = {
     "algorithm.entropy_coefficient": 0.05, "algorithm.kl_placement": "loss",
     "algorithm.kl_coefficient": 0.1, "train.minibatches": 2, "model.logprob_chunk": 16,
