@@ -94,7 +94,7 @@ def batch_arrays(
     codes = kept[_spread((np.cumsum(size) - size)[index], size[index])]
     ids, owners, excluded = expand(codes, size[index], vocab)
     row, counts = owners // length, np.bincount(owners // length, minlength=rows)
-    # By these rows alone: an update that depends on earlier batches differs after a resume.
+    # Depends on these rows only: a run that resumes has not seen the batches before them.
     wide = length << (-(-counts.max(initial=1) // length) - 1).item().bit_length()
     column = _spread(0 * counts, counts)
     listed, places = np.zeros((2, rows, wide), np.int32)
