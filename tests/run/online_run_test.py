@@ -179,6 +179,8 @@ def test_no_rating_is_lost_whatever_is_killed(tmp_path, port):
         "rollout.max_concurrent_rollouts": 16, "sampling.max_new_tokens": 24, "fleet.slots": 8,
         "train.row_buckets": "(96,)", "eval.num_questions": 2, "gate.enabled": False,
         "online.port": port, "observe.writers": "()", "model.compute_dtype": "float32",
+        # Users of the killed run do not come back. Their sessions may hold the last places.
+        "online.idle_seconds": 60,
     }  # fmt: skip
     command = [
         *RLX_MAIN, "--config=configs/arithmetic_online.py", f"--workdir={workdir}",
