@@ -66,7 +66,7 @@ def rows(benchmark: Benchmark, limit: int = 0) -> list[dict[str, Any]]:
     if not benchmark.source:
         found = data.GENERATED[benchmark.name](0, "held_out", limit or 200)
     else:
-        graders = [name for name in (benchmark.reward,) if name != rewards.JUDGE]
+        graders = [] if benchmark.reward == rewards.JUDGE else [benchmark.reward]
         answer_key = rewards.answer_key(graders, benchmark.answer_key)
         most, keys = max(limit, 0) or None, (benchmark.question_key, answer_key)
         found = data.load(benchmark.source, *keys, split="test", most=most)

@@ -76,5 +76,5 @@ def _timed(run: Callable[[], Any]) -> tuple[float, float]:
 
 
 def choose(native: bool, float32: float, bfloat16: float) -> str:
-    """Return the dtype by native bfloat16 and the seconds of a product in each, 0: not measured."""
+    """Return the dtype by native bfloat16 and a product's processor seconds in each; 0: unknown."""
     return "bfloat16" if native and float32 >= GAIN * bfloat16 else "float32"

@@ -316,8 +316,10 @@ class Hosts:
             sign = (self._sign, self._place().encode())
             try:
                 threading.Thread(target=self._send_all, args=sign, daemon=True).start()
-            except RuntimeError:  # the interpreter is ending
-                return
+            except RuntimeError:
+                if threading.main_thread().is_alive():
+                    raise
+                return  # the interpreter is ending
 
     def _place(self) -> str:
         """Return the innermost frames of the call, at most three: `file.py:12 function > …`."""

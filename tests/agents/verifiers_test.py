@@ -19,6 +19,7 @@ from rlx.rollout import data
 from rlx.rollout.attempts import Patience, RolloutError
 from rlx.system.jsonl import read_jsonl
 from tests.fixtures.commands import FLOAT32, RLX_MAIN, without_torch
+from tests.fixtures.evaluator_fleet import Fleet
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = Path(__file__).with_name("verifiers_packages")
@@ -107,38 +108,15 @@ def test_a_mistake_is_one_line(load, name, message):
     assert "\n" not in str(error.value)
 
 
-class Fleet:
-    """A fleet and its server, as an evaluator connects to them."""
-
-    def __init__(self, agents, engine):
-        self._agents, self._engine = agents, engine
-
-    async def connect(self):
-        self._whole = self._agents.fleet(self._engine)
-        self._fleet, _ = await self._whole.__aenter__()
-        self.generate, self.context = self._fleet.generate, self._fleet.context
-        return self
-
-    async def close(self):
-        await self._whole.__aexit__(None, None, None)
-
-
-def evaluator(agents, reply=None, timeout=120.0, **options):
-    """An evaluator of episodes whose engine answers by `reply`; nothing is retried."""
-    workflow = AgentWorkflow(
-        verifiers_tasks.AGENT, agents.tokenizer(), agents.sampling, 1,
-        options=AgentOptions(**options),
-    )  # fmt: skip
-    engine = agents.engine(reply)
-    connect = Fleet(agents, engine).connect
-    return Evaluator(connect, workflow, patience=Patience(attempts=1), timeout=timeout), engine
-
-
 @pytest.fixture(scope="module")
 def shared(agents, package):
-    """Evaluates by one worker, which takes seconds to start; yields it and its engine."""
-    run, engine = evaluator(agents)
-    with run:
+    """Evaluates episodes by one worker, which takes seconds to start; yields it and its engine."""
+    workflow = AgentWorkflow(
+        verifiers_tasks.AGENT, agents.tokenizer(), agents.sampling, 1, options=AgentOptions()
+    )
+    engine = agents.engine()
+    connect = Fleet(agents, engine).connect
+    with Evaluator(connect, workflow, patience=Patience(attempts=1), timeout=120.0) as run:
         yield run, engine
 
 

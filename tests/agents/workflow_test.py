@@ -24,24 +24,9 @@ from rlx.rollout.workflows import Task
 from rlx.system.process_supervisor import descendants
 from rlx.workers.worker_pool import Evicted, WorkerError, WorkerPool
 from rlx.workers.worker_process import WorkerLimits
+from tests.fixtures.evaluator_fleet import Fleet
 
 ROWS = [{"question": f"what is {k}?", "answer": str(k)} for k in range(16)]
-
-
-class Fleet:
-    """A fleet and its server, as an evaluator connects to them."""
-
-    def __init__(self, agents, engine):
-        self._agents, self._engine = agents, engine
-
-    async def connect(self):
-        self._whole = self._agents.fleet(self._engine)
-        self._fleet, _ = await self._whole.__aenter__()
-        self.generate, self.context = self._fleet.generate, self._fleet.context
-        return self
-
-    async def close(self):
-        await self._whole.__aexit__(None, None, None)
 
 
 @pytest.fixture(scope="module")

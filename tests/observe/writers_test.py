@@ -1,4 +1,4 @@
-"""What boards get is read back: files of TensorBoard, W&B, trackio and MLflow."""
+"""Read back what TensorBoard, W&B, trackio and MLflow have received, from their files."""
 
 import importlib.util
 import json

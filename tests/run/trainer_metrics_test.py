@@ -51,7 +51,7 @@ def numbers(text):
 
 @pytest.fixture
 def parts(tmp_path, monkeypatch):
-    """What a run's metrics read of its parts: one step, and two servers, one of them lost."""
+    """Parts of a run with one finished step and two servers, one of which is lost."""
     monkeypatch.setattr(trainer_metrics.memory, "state", lambda sizes: {"parameters": 5, "more": 2})
     monkeypatch.setattr(trainer_metrics.memory, "exported", lambda sizes: 3)
     workdir = tmp_path / "one"
