@@ -1,7 +1,9 @@
-"""Predict runs of the embedded task from one of them, and compare with their measured seconds.
+"""Predict runs of one task from one of them, and compare with their measured seconds.
 
-    python experiments/2026-12-planner/embedded.py DIRECTORY --run   # 15 minutes on two cores
-    python experiments/2026-12-planner/embedded.py DIRECTORY         # compares runs that are there
+    python experiments/2026-12-planner/two_cores.py DIRECTORY --run   # 8 minutes on two cores
+    python experiments/2026-12-planner/two_cores.py DIRECTORY         # compares runs that are there
+
+`--run=3.7M` runs the benchmarks' random model of 3.7M parameters instead of the embedded task.
 
 The run with one server and max_staleness 2 gives lengths and speeds. The others are predicted.
 """
@@ -12,12 +14,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+from experiments.bench import workload
 from rlx.plan import search
 from rlx.run.plan_run import PlanRequest
 
 GRID = [(servers, eta) for servers in (1, 2) for eta in (2, 0, 4, 1)]
 FLAGS = [
-    "--config=configs/arithmetic.py", "--config.total_steps=16", "--config.eval.num_questions=0",
+    "--config.eval.num_questions=0",
     "--config.gate.enabled=False", "--config.observe.writers=()",
     "--config.fleet.threads=1",  # the planner counts cores of one's own
 ]  # fmt: skip
@@ -28,12 +31,17 @@ def workdir(root: Path, servers: int, eta: int) -> Path:
     return root / f"s{servers}-eta{eta}"
 
 
-def run(root: Path) -> None:
-    """Make all runs, one after the other."""
-    for servers, eta in GRID:
+def run(root: Path, small: bool) -> None:
+    """Make all runs, one after the other; the first one only to compile."""
+    flags = ["--config=configs/arithmetic.py", "--config.total_steps=64"]
+    if small:
+        config = f"experiments/bench/workload.py:{workload.make(root)}"
+        flags = [f"--config={config}", "--config.total_steps=24"]
+    for servers, eta in ((1, -1), *GRID):
         command = [
-            sys.executable, "-m", "rlx.main", *FLAGS, f"--config.rollout.max_staleness={eta}",
-            f"--config.fleet.num_servers={servers}", f"--workdir={workdir(root, servers, eta)}",
+            sys.executable, "-m", "rlx.main", *flags, *FLAGS,
+            f"--config.rollout.max_staleness={abs(eta)}", f"--config.fleet.num_servers={servers}",
+            f"--workdir={workdir(root, servers, eta)}",
         ]  # fmt: skip
         subprocess.run(command, check=True)
 
@@ -48,8 +56,8 @@ def measured(asked: PlanRequest) -> dict[str, float]:
 def main() -> None:
     """Print a table of Markdown."""
     root, values = Path(sys.argv[1]), SimpleNamespace(gpu="", gpus="")
-    if "--run" in sys.argv:
-        run(root)
+    if flag := [a for a in sys.argv if a.startswith("--run")]:
+        run(root, small=flag == ["--run=3.7M"])
     first = PlanRequest.of(None, values, workdir(root, *GRID[0]))
     work = first.workload({})
     work = search.refit(work, first.own(work), measured(first))
