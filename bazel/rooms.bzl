@@ -43,6 +43,7 @@ COMMANDS = [
     "debug_workflow",
     "gateway",
     "cluster",
+    "k8s",
     "keys",
     "configs",
     "sweep",

@@ -13,6 +13,7 @@ from rlx.cli import command
 COMMANDS = {  # module, what it does
     "train": ("rlx.main", "train or resume: --config=FILE or --config=rlx:NAME"),
     "serve": ("rlx.serve", "start one rollout server"),
+    "k8s": ("rlx.k8s", "print a run's manifests for Kubernetes"),
     "cluster": ("rlx.cluster", "start servers on machines with ssh"),
     "gateway": ("rlx.gateway", "serve the HTTP APIs of OpenAI and Anthropic"),
     "evaluate": ("rlx.evaluate", "score models, without a trainer"),

@@ -203,6 +203,8 @@ SECTIONS = {
         pre_commands=option((), "lines of bash before each process, in its container"),
         template=option("", "a file in place of rlx/launch/slurm_job.sh"),
         wait_seconds=option(60.0, "with Ray, wait for resources in use or new nodes", "(0, inf)"),
+        grace_seconds=option(120, "with Slurm and Kubernetes, from the signal to save until the "
+                                  "kill; at least a step and a save", "1"),
     ),
     "fleet": _section(
         "The servers that generate.",

@@ -6,7 +6,7 @@
 #SBATCH --output=/dev/null
 #SBATCH --open-mode=append
 #SBATCH --requeue
-#SBATCH --signal=B:TERM@120
+#SBATCH --signal=B:TERM@<<grace>>
 root=<<root>>
 attempt=<<attempt>>${SLURM_RESTART_COUNT:+.$SLURM_RESTART_COUNT}
 script=<<attempt>>/job.sh

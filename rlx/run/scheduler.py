@@ -113,6 +113,7 @@ def processes_of(
     port: int,
     python: str = sys.executable,
     weights: bool = True,  # whether to download the weights of a hub model
+    model: Path | str = "",  # what servers load; "": found on this machine
 ) -> tuple[Process, ...]:
     """Return the processes of a run, the trainer's first; UserError if they do not fit the hosts.
 
@@ -127,8 +128,9 @@ def processes_of(
         trainer=config.trainer,
         allocation=parsed,
     )
-    model: Path | str = workdir / INITIAL
-    if not config.model.random_init:
+    if config.model.random_init:
+        model = workdir / INITIAL
+    elif not model:
         found = resolve(config.model.path, weights=weights).resolve()
         # Without weights here a server downloads them: a dry run's script can be submitted.
         model = found if weights or list(found.glob("*.safetensors")) else config.model.path

@@ -139,6 +139,7 @@ def _write(
             "id": token_hex(8),
             "python": shlex.quote(python),
             "restarts": str(config.fleet.max_restarts),
+            "grace": str(s.grace_seconds),
             "pre_commands": "\n  ".join(s.pre_commands),
             "processes": "\n".join(tasks),
             "addresses": slurm.quoted(addresses(plan), places) or "''",

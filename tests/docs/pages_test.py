@@ -49,6 +49,7 @@ RUN = {  # page → the tests that run its blocks, all of them
 # What a command of another page has → the test or the script that runs it, or one like it; or why
 # none does. The first that fits counts.
 READ = {
+    "rlx.k8s": "tests/run/kubernetes_test.py",
     "rlx sweep": "tests/run/run_grid_test.py",
     "observe/monitoring": "tests/observe/monitoring_test.py",
     "prometheus --config.file": "tests/run/trainer_metrics_test.py",

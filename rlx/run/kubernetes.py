@@ -1,0 +1,186 @@
+"""Write a run's manifests for Kubernetes from the plan that Slurm's jobs have too. Pure.
+
+    Service  without an address of its own: its pods are found as NAME-0.NAME, NAME-1.NAME, …
+    Job      indexed: pod i is host i of the plan, and starts that host's processes
+
+All pods see one volume. Pod 0 writes the servers' token and certificate there, and the other pods
+wait for them. The pods end with the trainer. Kubernetes restarts what fails, and the trainer then
+resumes its last checkpoint.
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+import yaml
+from ml_collections import ConfigDict
+
+from rlx.fleet import wire
+from rlx.launch.processes import Process, addresses
+from rlx.launch.run_secrets import TOKEN
+from rlx.run.scheduler import ADDRESSES, processes_of
+
+_PORT = 20_000
+_INDEX = "JOB_COMPLETION_INDEX"  # of a pod, which Kubernetes sets
+Manifest = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Pods:
+    """Settings that all pods of a run share."""
+
+    name: str  # of the run
+    image: str
+    claim: str  # PersistentVolumeClaim of the volume that all see
+    path: str  # where they see it
+
+    def spec(self, gpus: int, **container: Any) -> Manifest:
+        """Return the spec of a pod with one container."""
+        container |= {
+            "name": "rlx", "image": self.image, "workingDir": self.path,
+            # HF_TOKEN, WANDB_API_KEY and the like
+            "envFrom": [{"secretRef": {"name": "rlx", "optional": True}}],
+            "volumeMounts": [{"name": "shared", "mountPath": self.path},
+                             {"name": "memory", "mountPath": "/dev/shm"}],
+        }  # fmt: skip
+        if gpus:
+            container["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
+        volumes = [
+            {"name": "shared", "persistentVolumeClaim": {"claimName": self.claim}},
+            {"name": "memory", "emptyDir": {"medium": "Memory"}},  # of NCCL and torch
+        ]
+        return {"containers": [container], "volumes": volumes}
+
+
+def manifests(
+    config: ConfigDict,  # after `apply_allocation` and `check`
+    workdir: Path,
+    flags: Sequence[str],  # the user's, of rlx.main
+    pods: Pods,
+) -> list[Manifest]:
+    """Return the Service and the Job of a run; UserError if its processes do not fit."""
+    s, name = config.scheduler, pods.name
+    labels, root = {"app": "rlx", "run": name}, workdir / "k8s" / token_hex(4)
+    hosts = {f"{name}-{i}.{name}": [*map(str, range(s.gpus_per_node))] for i in range(s.nodes)}
+    path = config.model.path  # a name is for the pods to resolve
+    model = Path(path).absolute() if Path(path).is_dir() else path
+    given = workdir, flags, hosts, root, _PORT, "python3", False, model
+    plan = processes_of(config, *given)
+    script = _script(plan, list(hosts), root, config)
+    retries = 3 if s.retries < 0 else s.retries
+    pod = pods.spec(s.gpus_per_node, command=["bash", "-c", script]) | {
+        "subdomain": name, "restartPolicy": "OnFailure",
+        "terminationGracePeriodSeconds": s.grace_seconds,
+    }  # fmt: skip
+    job = {
+        "completions": s.nodes, "parallelism": s.nodes, "completionMode": "Indexed",
+        "backoffLimit": (retries + 1) * s.nodes,
+        "template": {"metadata": {"labels": labels}, "spec": pod},
+    }  # fmt: skip
+    # Pods look each other up before they are ready.
+    service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels}
+    about = {"name": name, "labels": labels}
+    return [
+        {"apiVersion": "v1", "kind": "Service", "metadata": about, "spec": service},
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": about, "spec": job},
+    ]
+
+
+def ray_job(config: ConfigDict, workdir: Path, flags: Sequence[str], pods: Pods) -> list[Manifest]:
+    """Return KubeRay's RayJob of a run: a Ray cluster that lives as long as its command."""
+    s = config.scheduler
+    command = ("python3", "-m", "rlx.main", *flags, f"--workdir={workdir}",
+               "--config.scheduler.type=ray")  # fmt: skip
+
+    group = {"rayStartParams": {}, "template": {"spec": pods.spec(s.gpus_per_node)}}
+    cluster: Manifest = {"headGroupSpec": group}
+    if s.nodes > 1:
+        more = {"groupName": "workers", "replicas": s.nodes - 1}
+        cluster["workerGroupSpecs"] = [more | group]
+    spec = {
+        "entrypoint": shlex.join(command), "shutdownAfterJobFinishes": True,
+        "backoffLimit": 0,  # the command retries by itself
+        "rayClusterSpec": cluster,
+    }  # fmt: skip
+    about = {"name": pods.name}
+    return [{"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": about, "spec": spec}]
+
+
+def text(found: Sequence[Manifest]) -> str:
+    """Return manifests as YAML, scripts as blocks of lines."""
+    return yaml.dump_all(found, Dumper=_Dumper, sort_keys=False, width=1 << 16)
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, word: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", word, style="|" if "\n" in word else None
+    ),
+)
+
+
+def _script(plan: Sequence[Process], hosts: Sequence[str], root: Path, config: ConfigDict) -> str:
+    """Return the script of bash that all pods run, each with its own index."""
+    started = dict[str, list[str]]()
+    for p in plan:
+        words = [*(f"{k}={v}" for k, v in p.env.items()), *p.argv]
+        run = f"  {'' if p.role == 'trainer' else 'again '}env {shlex.join(words)} &"
+        found = f"  {p.role}s+=({'' if p.role == 'trainer' else '-'}$!)"
+        started.setdefault(p.host, []).append(f"{run}\n{found}")
+    cases = ("\n".join((f"{i})", *started.get(host, ()), "  ;;")) for i, host in enumerate(hosts))
+    lines = "".join(f"{line}\n" for line in config.scheduler.pre_commands)
+    return _SCRIPT.format(
+        root=shlex.quote(str(root)), index=_INDEX, token=TOKEN, list=ADDRESSES,
+        variable=wire.TOKEN_VARIABLE, restarts=config.fleet.max_restarts, pre_commands=lines,
+        hosts=shlex.join(hosts), addresses=shlex.join(addresses(plan)) or "''",
+        processes="\n".join(cases),
+    )  # fmt: skip
+
+
+_SCRIPT = """\
+set -m # each process has a group of its own: a server is ended with what restarts it
+root={root} over={root}/over trainers=() servers=()
+mkdir -p "$root"
+{pre_commands}if [ "${index}" = 0 ] && [ ! -e "$root/{list}" ]; then
+  python3 -m rlx.launch.run_secrets "$root" {hosts} || exit 1
+  printf '%s\\n' {addresses} > "$root/.{list}" && mv "$root/.{list}" "$root/{list}"
+fi
+until [ -e "$root/{list}" ]; do sleep 1; done # pod 0 has written the secrets before
+export {variable}="$(cat "$root/{token}")" PYTHONUNBUFFERED=1
+again() {{ # start what ends badly again, some times
+  for pause in $(seq {restarts}); do "$@" && exit 0; sleep "$pause"; done
+  exec "$@"
+}}
+end() {{ # the trainer saves its step
+  kill -TERM "${{trainers[@]}}" 2> /dev/null || kill -TERM -- "${{servers[@]}}"
+}}
+trap end TERM
+case ${index} in
+{processes}
+esac
+status=0
+for pid in "${{trainers[@]}}"; do
+  wait "$pid"; code=$?
+  while kill -0 "$pid" 2> /dev/null; do wait "$pid"; code=$?; done # TERM ends a wait
+  [ "$code" = 0 ] || status=$code
+done
+if [ "${{#trainers[@]}}" = 0 ]; then
+  until [ -e "$over" ]; do
+    sleep 1 & wait $!
+    kill -0 -- "${{servers[@]}}" 2> /dev/null || exit 1
+  done
+elif [ "$status" = 0 ]; then
+  touch "$over" # the pods of servers end too
+fi
+[ "${{#servers[@]}}" = 0 ] || kill -TERM -- "${{servers[@]}}" 2> /dev/null
+wait
+exit "$status"
+"""
