@@ -18,6 +18,8 @@ def main() -> int:
     p.add_argument("axis", nargs="+", help="KEY=VALUE,VALUE; values in (…) may have commas")
     p.add_argument("--jobs", type=int, default=1, help="runs at a time, which share cores and GPUs")
     p.add_argument("--random", type=int, default=0, metavar="N", help="N combinations; 0: all")
+    halve = "stop the worse half at 2^-N of the steps, and after each doubling"
+    p.add_argument("--halve", type=int, default=0, metavar="N", help=halve)
     p.add_argument("--workdir", type=Path, help="of all runs; default: under runs/, by the flags")
     given = [word for word in sys.argv[1:] if word.startswith("--config")]
     a = p.parse_args([word for word in sys.argv[1:] if word not in given])
@@ -32,7 +34,12 @@ def main() -> int:
     left, free = run_grid.unfinished(runs, workdir), run_grid.slots(a.jobs)
     command.say(f"{workdir}: {len(left)} of {len(runs)} runs to do")
     try:
-        return run_grid.run_all(left, workdir, free)
+        status, kept = run_grid.halve(runs, workdir, free, a.halve)
+        if status == command.INTERRUPTED:
+            return status
+        return (
+            run_grid.run_all({n: f for n, f in left.items() if n in kept}, workdir, free) or status
+        )
     finally:
         rows = [summary(workdir / n, default().to_dict()) for n in runs if (workdir / n).is_dir()]
         command.say("\n".join(table(rows)))

@@ -3,6 +3,7 @@
 Nothing is changed. A damaged or half-written directory gives a row too.
 """
 
+import math
 import os
 import re
 import shlex
@@ -52,8 +53,7 @@ def summary(path: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
     file, changed = _given(str(lookup(newest, "environment.command") or ""))
     last = read_last(path / "metrics.jsonl")
     evals = [*filter(has_step, read_jsonl(path / "eval.jsonl"))]
-    key, metric = next(iter(present(HELD_OUT, evals).items()), ("", ""))
-    scores = [(value, e["step"]) for e in evals if (value := finite(e.get(key))) is not None]
+    key, metric, scores = _held_out(evals)
     best = (min if "loss" in key else max)(scores, default=(None, None), key=lambda pair: pair[0])
     damage = "config.json is missing or damaged" * (not read_json(path / "config.json"))
     times = [v for e in (last, *evals[-1:]) if (v := finite(e.get("elapsed_seconds")))]
@@ -66,6 +66,32 @@ def summary(path: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
         "minutes": max(times) / 60 if times else None,
         "note": "; ".join(filter(None, (note, damage))),
     }  # fmt: skip
+
+
+def _held_out(evals: Sequence[Mapping[str, Any]]) -> tuple[str, str, list[tuple[float, int]]]:
+    """Return the key and the name of the held-out metric, "" without any; its values and steps."""
+    key, metric = next(iter(present(HELD_OUT, evals).items()), ("", ""))
+    scores = [(value, e["step"]) for e in evals if (value := finite(e.get(key))) is not None]
+    return key, metric, scores
+
+
+def score(path: Path, step: int) -> float:
+    """Return how good a run is at a step: the last held-out value, higher is better.
+
+    Without one it is the mean reward of the last quarter of the steps; −inf without that.
+    """
+
+    def until(name: str) -> list[dict[str, Any]]:
+        return [r for r in read_jsonl(path / name) if has_step(r) and r["step"] <= step]
+
+    key, _, scores = _held_out(until("eval.jsonl"))
+    if scores:
+        return scores[-1][0] * (-1 if "loss" in key else 1)
+    found = [
+        finite(r.get("task_reward")) for r in until("metrics.jsonl") if r["step"] > 0.75 * step
+    ]
+    rewards = [value for value in found if value is not None]
+    return sum(rewards) / len(rewards) if rewards else -math.inf
 
 
 def ordered(rows: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:

@@ -18,14 +18,16 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Event
 
+from ml_collections import ConfigDict
+
 from rlx.base import UserError
 from rlx.cli.command import INTERRUPTED, say
 from rlx.config import check
 from rlx.observe.metrics import STARTS
-from rlx.observe.run_table import OUTPUT, summary
+from rlx.observe.run_table import OUTPUT, score, summary
 from rlx.run import flags, resume
 from rlx.run.allocate import VISIBLE, apply_allocation, gpus
-from rlx.run.scheduler import FAILED
+from rlx.run.scheduler import FAILED, steps_in
 from rlx.run.trainers import PARENT
 from rlx.system import exit_reason
 from rlx.system.jsonl import append_jsonl
@@ -76,19 +78,52 @@ def unfinished(runs: Mapping[str, Sequence[str]], workdir: Path) -> dict[str, Se
     """Return the runs that are not finished in `workdir`/NAME; UserError for a wrong setting."""
     left = {}
     for name, given in runs.items():
-        config = apply_allocation(flags.parse(["rlx.sweep", *given])[0])
+        config = _config(given)
         check(config)
         if not resume.finished(config, workdir / name):
             left[name] = given
     return left
 
 
-def run_all(runs: Mapping[str, Sequence[str]], workdir: Path, free: list[Slot]) -> int:
+def halve(
+    runs: Mapping[str, Sequence[str]], workdir: Path, free: list[Slot], rounds: int
+) -> tuple[int, dict[str, Sequence[str]]]:
+    """Run all up to 2^-rounds of their steps, keep the better half, and so on.
+
+    Only what runs have recorded up to there decides, so that the same command decides again alike.
+    Returns `run_all`'s status, and the runs that are left to finish.
+
+    References: Jamieson and Talwalkar 2016, https://arxiv.org/abs/1502.07943.
+    """
+    left, status = dict(runs), 0
+    for n in range(rounds, 0, -1):
+        steps = {name: max(1, _config(given).total_steps >> n) for name, given in left.items()}
+        status = run_all(left, workdir, free, steps) or status
+        if status == INTERRUPTED:
+            break
+        scores = {name: score(workdir / name, steps[name]) for name in left}
+        order = sorted(left, key=lambda name: -scores[name])  # equal ones stay in their order
+        for name in order[(len(order) + 1) // 2 :]:
+            del left[name]
+            say(f"{name}: ends at step {steps[name]} with {scores[name]:.3g}")
+    return status, left
+
+
+def _config(given: Sequence[str]) -> ConfigDict:
+    return apply_allocation(flags.parse(["rlx.sweep", *given])[0])
+
+
+def run_all(
+    runs: Mapping[str, Sequence[str]], workdir: Path, free: list[Slot],
+    steps: Mapping[str, int] | None = None,
+) -> int:  # fmt: skip
     """Run all in `workdir`/NAME, one for each slot at a time; return an exit status.
 
-    The first Ctrl-C lets each run finish its step and save, the second ends it at once.
+    The first Ctrl-C lets each run finish its step and save, the second ends it at once. With
+    `steps` each run is stopped so after that many.
     """
-    todo, status, stop = deque(runs), 0, Event()
+    status, stop, until = 0, Event(), steps or {}
+    todo = deque(n for n in runs if n not in until or steps_in(workdir / n) < until[n])
     running: dict[subprocess.Popen[bytes], tuple[str, Slot]] = {}
     with interrupts(stop.set):
         try:
@@ -100,11 +135,16 @@ def run_all(runs: Mapping[str, Sequence[str]], workdir: Path, free: list[Slot]) 
                 if stop.is_set() and status != INTERRUPTED:
                     status = INTERRUPTED
                     _interrupt(running)
+                for process, (name, _) in running.items():
+                    if name in until and steps_in(workdir / name) >= until[name]:
+                        process.send_signal(signal.SIGINT)
+                        until = {k: v for k, v in until.items() if k != name}
                 for process in [each for each in running if each.poll() is not None]:
                     name, slot = running.pop(process)
                     free.append(slot)
                     say(f"{name}: {_end(workdir / name, process.returncode)}")
-                    status = status or FAILED * (process.returncode != 0)
+                    failed = process.returncode not in (0, *[INTERRUPTED] * bool(steps))
+                    status = status or FAILED * failed
                 time.sleep(_LOOK_SECONDS)
         finally:
             _interrupt(running)

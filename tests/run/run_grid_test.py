@@ -124,3 +124,24 @@ def test_ctrl_c_ends_the_runs_and_the_same_command_goes_on(tmp_path):
     assert process.returncode == 0, out
     assert states(tmp_path) == {"seed=0": "finished", "seed=1": "finished"}
     assert [json.loads(line)["start"] for line in steps.read_text().splitlines()][-1] == 2
+
+
+@pytest.mark.slow
+def test_halving_finishes_the_better_half_and_decides_again_alike(tmp_path):
+    given = [f"--workdir={tmp_path}", "--config.total_steps=16", "--config.eval.every_steps=2",
+             "optimizer.learning_rate=1e-9,3e-4,1e-3", "--halve=2"]  # fmt: skip
+    process = begin(*given)
+    out, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, out
+    ends = states(tmp_path)
+    assert ends["optimizer.learning_rate=1e-9"] == "stopped", out
+    assert sorted(ends.values()) == ["finished", "stopped", "stopped"], out
+    rows = {path.name: summary(path, {}) for path in find([tmp_path])}
+    steps = sorted(row["step"] for row in rows.values())
+    assert 4 <= steps[0] < 8 <= steps[1] < 16 == steps[2], steps
+    process = begin(*given)
+    again, _ = process.communicate(timeout=100)
+    assert ": starts" not in again, again
+    left = [line for line in out.splitlines() if ": ends at step " in line]
+    assert left == [line for line in again.splitlines() if ": ends at step " in line]
+    assert len(left) == 2
