@@ -36,6 +36,7 @@ COMMANDS = [
     "main",
     "serve",
     "convert",
+    "push",
     "replay",
     "report",
     "compare",

@@ -19,6 +19,7 @@ COMMANDS = {  # module, what it does
     "evaluate": ("rlx.evaluate", "score models, without a trainer"),
     "compare": ("rlx.compare", "compare an engine's logprobs with the trainer's and transformers'"),
     "convert": ("rlx.convert", "convert a checkpoint to an HF directory, or back"),
+    "push": ("rlx.push", "upload a run's weights to the Hugging Face hub, with a model card"),
     "areal": ("rlx.areal", "translate AReaL's YAML file to a config"),
     "keys": ("rlx.keys", "list every key of a config with default, values and meaning"),
     "configs": ("rlx.configs", "list the configs that come with rlx, for --config=rlx:NAME"),

@@ -53,7 +53,7 @@ def summary(path: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
     file, changed = _given(str(lookup(newest, "environment.command") or ""))
     last = read_last(path / "metrics.jsonl")
     evals = [*filter(has_step, read_jsonl(path / "eval.jsonl"))]
-    key, metric, scores = _held_out(evals)
+    key, metric, scores = held_out(evals)
     best = (min if "loss" in key else max)(scores, default=(None, None), key=lambda pair: pair[0])
     damage = "config.json is missing or damaged" * (not read_json(path / "config.json"))
     times = [v for e in (last, *evals[-1:]) if (v := finite(e.get("elapsed_seconds")))]
@@ -68,7 +68,7 @@ def summary(path: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _held_out(evals: Sequence[Mapping[str, Any]]) -> tuple[str, str, list[tuple[float, int]]]:
+def held_out(evals: Sequence[Mapping[str, Any]]) -> tuple[str, str, list[tuple[float, int]]]:
     """Return the key and the name of the held-out metric, "" without any; its values and steps."""
     key, metric = next(iter(present(HELD_OUT, evals).items()), ("", ""))
     scores = [(value, e["step"]) for e in evals if (value := finite(e.get(key))) is not None]
@@ -84,7 +84,7 @@ def score(path: Path, step: int) -> float:
     def until(name: str) -> list[dict[str, Any]]:
         return [r for r in read_jsonl(path / name) if has_step(r) and r["step"] <= step]
 
-    key, _, scores = _held_out(until("eval.jsonl"))
+    key, _, scores = held_out(until("eval.jsonl"))
     if scores:
         return scores[-1][0] * (-1 if "loss" in key else 1)
     found = [

@@ -50,6 +50,7 @@ RUN = {  # page → the tests that run its blocks, all of them
 # none does. The first that fits counts.
 READ = {
     "rlx.k8s": "tests/run/kubernetes_test.py",
+    "rlx push": "tests/push_test.py",
     "rlx sweep": "tests/run/run_grid_test.py",
     "observe/monitoring": "tests/observe/monitoring_test.py",
     "prometheus --config.file": "tests/run/trainer_metrics_test.py",
