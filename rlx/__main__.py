@@ -8,7 +8,7 @@ import sys
 
 from rlx import __version__
 from rlx.base import unknown
-from rlx.cli import command
+from rlx.cli import command, completion
 
 COMMANDS = {  # module, what it does
     "train": ("rlx.main", "train or resume: --config=FILE or --config=rlx:NAME"),
@@ -45,6 +45,10 @@ def main() -> None:
 def _answer() -> None:
     given = sys.argv[1] if len(sys.argv) > 1 else "--help"
     answers = {"--version": f"rlx {__version__}"} | dict.fromkeys(("--help", "-h"), _usage())
+    if given == "completion":  # eval "$(rlx completion)" in bash
+        from rlx.config import OPTIONS
+
+        answers[given] = completion.script((*COMMANDS, given), OPTIONS)
     if given not in answers:
         raise unknown("command", given, COMMANDS)
     command.say(answers[given])

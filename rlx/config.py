@@ -351,7 +351,7 @@ def _rules(config: ConfigDict, trains: bool) -> tuple[tuple[object, str], ...]:
     prompt, answer = config.data.max_prompt_tokens, sampling.max_new_tokens
     longest, served = prompt + answer, prompt + max(answer, config.eval.max_new_tokens)
     one_device = "context" not in train.mesh  # else model.mesh.check_rows knows
-    others = fleet.addresses or fleet.join
+    others, sleeps = fleet.addresses or fleet.join, trains and fleet.sleep != "off"
     return (
         (config.trainer == "torch" and config.model.dtype != "float32",
          f"trainer=torch does not take model.dtype={config.model.dtype!r}; set it to 'float32', or "
@@ -373,6 +373,18 @@ def _rules(config: ConfigDict, trains: bool) -> tuple[tuple[object, str], ...]:
         (fleet.tensor_parallel > 1 and fleet.engine != "vllm",
          f"fleet.tensor_parallel={fleet.tensor_parallel} with fleet.engine={fleet.engine}: only "
          "vLLM cuts a model over GPUs; set fleet.engine=vllm, or 1"),
+        (sleeps and others,
+         f"fleet.sleep={fleet.sleep} with fleet.addresses or fleet.join: servers elsewhere have "
+         "devices of their own; set it to off"),
+        (sleeps and config.trainer == "torch",
+         f"fleet.sleep={fleet.sleep} with trainer=torch, which gives no memory back between its "
+         "steps; set trainer=jax, or fleet.sleep=off"),
+        (sleeps and "+" in config.allocation_mode,
+         f"fleet.sleep={fleet.sleep} with allocation_mode={config.allocation_mode}, which gives "
+         "servers and trainer their own GPUs; write | for +, or fleet.sleep=off"),
+        (sleeps and fleet.num_servers != 1 and not config.allocation_mode,
+         f"fleet.sleep={fleet.sleep} with fleet.num_servers={fleet.num_servers}: without "
+         "allocation_mode all share one device; set fleet.num_servers=1, or fleet.sleep=off"),
         (sampling.temperature <= 0,
          f"sampling.temperature={sampling.temperature} must be above 0: the loss divides logits by "
          "it; evaluation is greedy by itself"),

@@ -7,6 +7,9 @@ from typing import Protocol
 from rlx.fleet.requests import KV_POLICIES, Chunk, EngineStatus, Request, ScoreRequest, Scores
 from rlx.option import option
 
+SLEEPS = ("off", "cache", "weights")  # the last two are levels 1 and 2 of a pause
+NO_WEIGHTS = "the server sleeps without weights; publish some before it resumes"
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -25,6 +28,10 @@ class EngineOptions:
         "such as max_num_batched_tokens=16384;quantization=fp8",
     )  # fmt: skip
     kv_on_update: str = option("keep", "caches after an update; abort: send again", KV_POLICIES)
+    sleep: str = option(
+        "off", "what servers free while the trainer computes, in turns with them on one device: "
+        "their cache, or the weights too", SLEEPS,
+    )  # fmt: skip
 
 
 class EngineStopped(RuntimeError):
@@ -58,11 +65,19 @@ class Engine(Protocol):
         ValueError as `generate`.
         """
 
-    async def pause(self) -> None:
-        """Return once no decode step is running; keep running requests."""
+    async def pause(self, level: int = 0) -> None:
+        """Return once no decode step is running; keep running requests.
+
+        Args:
+          level: device memory to free, if it is held. 1: the cache, 2: the weights as well, which
+            `load` has to bring before `resume`.
+        """
 
     async def resume(self) -> None:
-        """Continue decoding."""
+        """Continue decoding; caches that were freed are computed again by the current weights.
+
+        ValueError without weights. Any other error ends the engine.
+        """
 
     async def load(self, path: str, version: int, kv: str = "keep") -> int:
         """Replace the weights by a safetensors file with HF names, paused or decoding.

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlx.base import UserError
 from rlx.cli import command
-from rlx.engines.engine import EngineOptions
+from rlx.engines.engine import SLEEPS, EngineOptions
 from rlx.fleet import tls, wire
 
 _SHARED_MEMORY = "/dev/shm"
@@ -26,7 +26,7 @@ def _engine(module: str, name: str, options: str, args: argparse.Namespace) -> A
 
 _COMMON, _VLLM = (
     "seed slots max_model_len dtype",
-    "tensor_parallel gpu_memory engine_args hang_seconds",
+    "tensor_parallel gpu_memory engine_args hang_seconds sleep",
 )
 ENGINES: Mapping[str, Callable[[argparse.Namespace], Any]] = {
     "jax": partial(_engine, "rlx.engines.jax.jax_engine", "JaxEngine", "decode_steps"),
@@ -92,4 +92,5 @@ def server_options(args: argparse.Namespace) -> dict[str, Any]:
         "weight_roots": args.weight_root or ([_SHARED_MEMORY] if local else []),
         "model_dir": args.model,
         "kv": args.kv_on_update,
+        "asleep": args.sleep != SLEEPS[0],
     }

@@ -66,6 +66,7 @@ class Server:
         tls: transport.Tls | None = None,  # with a CA, callers must have certificates of it
         metrics_host: str = "127.0.0.1",  # address for Prometheus
         metrics_port: int = 0,  # 0: none
+        asleep: bool = False,  # start without a cache, until the first Resume
         **service: Any,  # options of RolloutService
     ):
         transport.check_host(host, token, tls)
@@ -74,7 +75,7 @@ class Server:
         credentials = transport.server_credentials(tls) if tls else None
         self.meters = server_metrics.Meters()
         self._listener: WSGIServer | None = None
-        self._make_engine, self._service = engine, service
+        self._make_engine, self._service, self._asleep = engine, service, asleep
         self._engine: Engine | None = None
         self._rollouts: RolloutService | None = None
         self._grpc = grpc.aio.server(
@@ -108,6 +109,8 @@ class Server:
         """Start the engine and the service."""
         self._engine = self._make_engine()
         await self._engine.start()
+        if self._asleep:
+            await self._engine.pause(1)
         self._rollouts = RolloutService(self._engine, meters=self.meters, **self._service)
         self.meters.watch(self._rollouts.look)
         rpc.add_RolloutServicer_to_server(self._rollouts, self._grpc)

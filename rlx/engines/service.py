@@ -198,16 +198,23 @@ class RolloutService(rpc.RolloutServicer):
         if not 0 < seconds <= MAX_PAUSE_SECONDS:
             message = f"lease_seconds={seconds} is not in (0, {MAX_PAUSE_SECONDS:g}]"
             await _refuse(context, _Code.INVALID_ARGUMENT, ValueError(message))
+        if request.freed not in pb.Freed.values():
+            message = f"freed={request.freed} is unknown; update the server's rlx"
+            await _refuse(context, _Code.INVALID_ARGUMENT, ValueError(message))
         async with self._changing:
             self._end_lease()
-            self._lease = asyncio.create_task(self._resume_after(seconds))
-            await self.engine.pause()
+            if not request.freed:  # what was freed is in use by others, for as long as they need it
+                self._lease = asyncio.create_task(self._resume_after(seconds))
+            await self.engine.pause(request.freed)
         return pb.PauseReply()
 
     async def Resume(self, request, context):
         async with self._changing:
             self._end_lease()
-            await self.engine.resume()
+            try:
+                await self.engine.resume()
+            except ValueError as error:
+                await _refuse(context, _Code.FAILED_PRECONDITION, error)
         return pb.ResumeReply()
 
     def _end_lease(self) -> None:
@@ -218,7 +225,7 @@ class RolloutService(rpc.RolloutServicer):
     async def _resume_after(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
         async with self._changing:
-            with suppress(EngineStopped):  # found by `Server.watch`
+            with suppress(EngineStopped, ValueError):  # found by `Server.watch`; or no weights
                 await self.engine.resume()
         self.say(f"paused for {seconds:g} s and not asked to resume; continuing")
 

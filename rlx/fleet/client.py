@@ -78,7 +78,10 @@ class Fleet:
         # Directory of more servers, read continually; servers that cannot be reached, or that
         # refuse us, are reported and ignored.
         joining: Joining | None = None,
+        sleep: int
+        | None = None,  # level at which servers sleep until `set_sleep`; None: they do not
     ):
+        self._sleep = sleep
         self._limits = limits or Timeouts()
         self._publish_dir = publish_dir
         self.say = on_message or (lambda text: None)
@@ -104,6 +107,7 @@ class Fleet:
                 silent=self._balancer.silent,
                 restart=restart,
                 kv=wire.KV_NUMBERS[kv_on_update],
+                sleep=lambda: self._sleep,
             )
 
         self._member = member
@@ -331,6 +335,15 @@ class Fleet:
             found = await asyncio.gather(*(self._answers(member, calls) for member in live))
             if any(found):
                 return {m.address: a for m, a in zip(live, found, strict=True) if a}
+
+    async def set_sleep(self, level: int) -> None:
+        """Let every server sleep, as Engine.pause does at this level, or wake at 0.
+
+        A server that does not is lost; one that returns, sleeps or wakes before it gets requests.
+        """
+        self._sleep = level
+        live = [member for member in self._members if member.live]
+        await asyncio.gather(*(m.sleep_or_wake() for m in live), return_exceptions=True)
 
     async def publish(self, version: int, source: Any, method: str = "path") -> PublishReport:
         """Send `version` to every live server; a server that refuses gets no requests.

@@ -89,6 +89,8 @@ class Member:
         token: str | None = None,
         tls: transport.Tls | None = None,
         kv: int = pb.SERVER_DEFAULT,
+        # Level of sleep that it should have; None: nobody lets it sleep.
+        sleep: Callable[[], int | None] = lambda: None,
         joined: bool = False,  # from a directory, where a wrong address is no error of the user's
         silent: Callable[["Member"], float] = lambda member: 0.0,  # seconds its next token is late
         # Gets the address and seconds without an answer, infinity if it answers and sends no token.
@@ -108,7 +110,8 @@ class Member:
         self._sent = 0
         self._limits, self._wanted, self._changed, self._say = limits, wanted, changed, say
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        self._kv, self._tls = kv, tls
+        self._kv, self._tls, self._sleep = kv, tls, sleep
+        self._level: int | None = None  # its level of sleep, 0 if awake, None if unknown
         self._silent, self._restart = silent, restart
         self._mute = ""  # instance that sent no token
         self._unanswered = 0.0  # seconds since its last status
@@ -173,6 +176,25 @@ class Member:
                 if _cancelled_by_caller():
                     raise
                 raise Lost(self.reason) from None
+            finally:
+                self.waits = self.waits.updated(time.monotonic())
+
+    async def sleep_or_wake(self) -> None:
+        """Let the server sleep, or wake, as it should; one that does not is lost."""
+        while (level := self._sleep()) not in (None, self._level):
+            how = {"timeout": self._limits.publish_seconds(0), "metadata": self._metadata}
+            try:
+                if level:
+                    pause = pb.PauseRequest(freed=level)  # type: ignore[arg-type]
+                    await self._stub.Pause(pause, **how)
+                else:
+                    await self._stub.Resume(pb.ResumeRequest(), **how)
+                self._level = level
+            except grpc.aio.AioRpcError as error:
+                reason = f"does not {'sleep' if level else 'wake'} ({wire.describe(error)})"
+                self._has = None  # it may have no weights
+                self.fail(reason)
+                raise Lost(reason) from error
             finally:
                 self.waits = self.waits.updated(time.monotonic())
 
@@ -310,7 +332,11 @@ class Member:
             await self.probe()
             if self._mute == self.status.instance:
                 await self._try_out()
+            self._level = None
+            if self._sleep():  # before weights take memory
+                await self.sleep_or_wake()
             await self.update()
+            await self.sleep_or_wake()
             was_live = self.live = True
             self._serves = self._serves or (self.status.version, self.status.weights_crc32)
             self._changed()

@@ -20,6 +20,12 @@ class KvPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     KEEP: _ClassVar[KvPolicy]
     RECOMPUTE: _ClassVar[KvPolicy]
     ABORT_AND_RESEND: _ClassVar[KvPolicy]
+
+class Freed(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NOTHING: _ClassVar[Freed]
+    CACHE: _ClassVar[Freed]
+    CACHE_AND_WEIGHTS: _ClassVar[Freed]
 RUNNING: StopReason
 STOP: StopReason
 LENGTH: StopReason
@@ -28,6 +34,9 @@ SERVER_DEFAULT: KvPolicy
 KEEP: KvPolicy
 RECOMPUTE: KvPolicy
 ABORT_AND_RESEND: KvPolicy
+NOTHING: Freed
+CACHE: Freed
+CACHE_AND_WEIGHTS: Freed
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "stop", "stop_token_ids", "seed", "guide", "top_logprobs", "unscored", "return_masks")
@@ -196,10 +205,12 @@ class PublishReply(_message.Message):
     def __init__(self, version: _Optional[int] = ..., paused_ns: _Optional[int] = ..., replaced_version: _Optional[int] = ..., replaced_crc32: _Optional[int] = ...) -> None: ...
 
 class PauseRequest(_message.Message):
-    __slots__ = ("lease_seconds",)
+    __slots__ = ("lease_seconds", "freed")
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FREED_FIELD_NUMBER: _ClassVar[int]
     lease_seconds: float
-    def __init__(self, lease_seconds: _Optional[float] = ...) -> None: ...
+    freed: Freed
+    def __init__(self, lease_seconds: _Optional[float] = ..., freed: _Optional[_Union[Freed, str]] = ...) -> None: ...
 
 class PauseReply(_message.Message):
     __slots__ = ()

@@ -94,6 +94,7 @@ class RolloutServicer:
 
     def Pause(self, request, context):
         """No token is decoded between Pause and Resume, or the lease's end; running requests are kept.
+        A pause that frees memory has no lease. FAILED_PRECONDITION: Resume without weights.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -11,13 +11,14 @@ from ml_collections import ConfigDict
 from rlx.base import UserError
 from rlx.config import default
 from rlx.doctor import machine
+from rlx.engines.engine import SLEEPS
 from rlx.launch import allocation
 from rlx.system.jsonl import read_json
 from rlx.train.hosts import Cluster
 from rlx.train.train_options import AUTO
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_JAX_MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_JAX_MEMORY, _JAX_ALLOCATOR = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR"
 
 
 class GpuShares(NamedTuple):
@@ -128,7 +129,9 @@ def gpu_environment(config: ConfigDict) -> Iterator[tuple[tuple[str, ...], ...]]
     shares, changed = share(config, gpus(), count), {}
     if shares:
         changed[VISIBLE] = ",".join(shares.trainer)
-        if set(shares.trainer) & {gpu for ids in shares.servers for gpu in ids}:
+        if config.fleet.sleep != SLEEPS[0]:
+            changed[_JAX_ALLOCATOR] = "platform"  # which gives freed memory back
+        elif set(shares.trainer) & {gpu for ids in shares.servers for gpu in ids}:
             # The memory that servers leave, less a tenth.
             changed[_JAX_MEMORY] = f"{max(0.9 - config.fleet.gpu_memory, 0.05):g}"
     with changed_environment(changed):  # before JAX or torch look for devices, which they do once

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlx.doctor import memory
+from rlx.doctor import gpu_cards, memory
 from rlx.doctor.machine import Devices
 from rlx.doctor.memory import RunSizes
 from rlx.launch import xla_flags
@@ -59,6 +59,8 @@ def devices() -> Devices:
     first, platform = jax.devices()[0], jax.default_backend()
     capability = str(getattr(first, "compute_capability", ""))
     limit = (first.memory_stats() or {}).get("bytes_limit", 0)
+    if not limit and (card := gpu_cards.named(first.device_kind)):  # an allocator without one
+        limit = int(gpu_cards.LARGEST_SHARE * card.memory)
     return Devices(platform, first.device_kind, jax.device_count(), limit, capability)
 
 

@@ -32,6 +32,7 @@ from rlx.cli.command import say
 from rlx.cli.user_code import forget_edited
 from rlx.config import check, with_environment
 from rlx.doctor import failures
+from rlx.engines.engine import SLEEPS
 from rlx.fleet.client import Fleet, NoFleet
 from rlx.mismatch.gate import sentence
 from rlx.observe import environment, writers
@@ -43,6 +44,7 @@ from rlx.run.inputs import prepare
 from rlx.run.parts import Parts, build, early_servers
 from rlx.run.room_options import sizes_of
 from rlx.run.saves import Saves
+from rlx.run.turns import CACHE
 from rlx.run.watchdog import watchdog
 from rlx.system.jsonl import jsonable, read_jsonl
 from rlx.system.process_settings import keep_freed_memory
@@ -158,6 +160,7 @@ class _Loop:
         self.seconds: dict[str, float] = {}  # of each phase since the last record
         self.published: dict[str, float] = {}  # metrics of the last publish
         self.publishing: Future | None = None
+        self.turns = parts.turns
         # The dispatched step without a record, its groups, and its metrics.
         self.under_way: tuple[int, list[Group], Future[Mapping[str, Any]]] | None = None
         self.device, self.saves = ThreadPoolExecutor(1, "device"), Saves(parts, step, self._phase)
@@ -188,6 +191,7 @@ class _Loop:
         self.held_out.begin(self.step, self.executor)
         if self.saves.due("export", self.now):  # the last process was killed before this export
             self._export()
+        self._give_turn()
         while self.step < self.config.total_steps and not self.parts.stop.is_set():
             self._check_newcomers()
             groups = self._collect()
@@ -199,6 +203,25 @@ class _Loop:
                 self._save_if_it_fits()
             if self.saves.due("export", self.now):
                 self._export()
+            self._give_turn()
+
+    def _take_turn(self, level: int = CACHE) -> None:
+        """Let servers on the trainer's device sleep."""
+        if self.turns:
+            with self._phase("sleep"):
+                self.turns.take(level)
+
+    def _give_turn(self) -> None:
+        """Wake servers on the trainer's device when it has computed and published its step."""
+        if not self.turns:
+            return
+        self._record()
+        if publishing := self.publishing:
+            with self._phase("publish", version=self.step):
+                publishing.result()
+            self.publishing = None
+        with self._phase("wake"):
+            self.state = self.turns.give(self.state, published=publishing is not None)
 
     def _collect(self) -> list[Group] | None:
         """Return the next batch; None after a signal, or when no useful prompt is left."""
@@ -232,6 +255,7 @@ class _Loop:
 
     def train(self, groups: list[Group]) -> None:
         """Dispatch one batch, record the step before it, publish the new weights."""
+        self._take_turn(SLEEPS.index(self.config.fleet.sleep))
         begun = time.monotonic()
         with (
             self._phase("train", step=self.step + 1),
@@ -441,7 +465,9 @@ class _Loop:
     def finish(self) -> tuple[int, bool]:
         """Save, evaluate and report; return completed steps, and whether the run is complete."""
         self.executor.stop_admitting()
+        self._take_turn()
         self._save()
+        self._give_turn()
         self.saves.end_or_fail()
         self.parts.journal.check()
         self.saves.end_export()

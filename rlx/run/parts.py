@@ -36,7 +36,7 @@ from rlx.journal import journal as journals
 from rlx.journal.history import Recovered
 from rlx.journal.journal import Journal
 from rlx.launch import teacher
-from rlx.launch.local import CpuPlan, cpu_plan, servers_of, start_early
+from rlx.launch.local import CpuPlan, LocalServers, cpu_plan, servers_of, start_early
 from rlx.mismatch import measure
 from rlx.mismatch.gate import Gate
 from rlx.model import directory
@@ -56,6 +56,7 @@ from rlx.run.frequency import Position, from_host
 from rlx.run.inputs import INITIAL, Inputs
 from rlx.run.precision import Precision, decide
 from rlx.run.room_options import RunOptions, as_json, joining_of, limits_of, sizes_of
+from rlx.run.turns import CACHE, Turns, in_turns, rests
 from rlx.system import available_memory
 from rlx.system.jsonl import append_jsonl, read_json, read_jsonl
 from rlx.system.loop_thread import CLOSE_SECONDS, LoopThread
@@ -95,6 +96,7 @@ class Parts:
     teacher_fleet: Fleet | None = None  # of the teacher that scores rollouts
     fleets: Mapping[str, Fleet] = field(init=False)  # policy, teacher, reward model: those it has
     gate: Gate | None = None
+    turns: Turns | None = None  # where trainer and servers share a device in turns
     begun: Position = field(init=False)  # at the start
     last: Mapping[str, Position] = field(init=False)  # by kind of `frequency.KINDS`
 
@@ -130,6 +132,8 @@ def build(
     begun_in = begun_in if checkpoint.checkpoints(workdir / "checkpoints") else {}
     fit = fitting.decide(config, sizes, library.devices(), library.planned, begun_in)
     config.update_from_flattened_dict(fit.keys)
+    if turns := in_turns(config, hosts.count, library.devices()):
+        config.fleet.kv_on_update = "recompute"  # as servers do after a sleep, for replays
     parts.sizes = sizes = sizes_of(config, inputs.model_config)
     found = {"remat": sizes.train.remat, "token_budget": sizes.train.token_budget}
     decided = {**precision.dtypes, **found}
@@ -180,9 +184,11 @@ def build(
     if options.served:
         servers = servers_of(
             config.fleet.addresses, model_dir, plan=own_plan, gpus=gpus,
-            joining=joining_of(config), early=early, **started,
+            joining=joining_of(config), early=early, **{**started, "sleep": config.fleet.sleep},
         )  # fmt: skip
         stack.enter_context(servers)
+        if turns and isinstance(servers, LocalServers) and library.devices().platform == "gpu":
+            servers.wait()  # asleep: they measure free memory at their start
     stack.callback(inputs.reward_pool.close)
     if options.served:
         inputs.reward_pool.start()
@@ -244,14 +250,20 @@ def build(
     parts.fleet = NoFleet()
     parts.laps["records"] = time.monotonic_ns()
     if options.served:
-        kept = config.fleet.kv_on_update
-        parts.fleet = servers.fleet(limits=options.limits, kv_on_update=kept, on_message=say)
+        kept, level = config.fleet.kv_on_update, CACHE if turns else None
+        parts.fleet = servers.fleet(
+            limits=options.limits, kv_on_update=kept, on_message=say, sleep=level
+        )
     fleet = parts.fleet
     fleets = {
         name: teacher.fleet(found, options.limits, say, name) for name, found in scoring.items()
     }
     parts.teacher_fleet = fleets.get(options.teacher.name)
     parts.loop = loop = LoopThread("executor")
+    if turns and isinstance(fleet, Fleet):
+        leaves = rests(update.state_bytes, library.devices(), config.fleet.gpu_memory)
+        rest = getattr(update, "rest", None)  # of JAX, the only one that takes turns
+        parts.turns = Turns(fleet, loop, rest if leaves else None)
     longest = min(inputs.train.row_budget, max(inputs.train.row_buckets))
     reward_fleet = fleets.get(options.reward_model.name)
     parts.executor = executor = _executor(parts, reward_fleet, longest, note_skip)

@@ -71,7 +71,7 @@ class RunOptions:
                               outage=rollout.outage_seconds),
             limits=read_options(Timeouts, fleet, request=rollout.request_timeout_seconds),
             servers={
-                **asdict(read_options(EngineOptions, fleet, max_model_len=context)),
+                **asdict(read_options(EngineOptions, fleet, max_model_len=context, sleep="off")),
                 "engine": fleet.engine,
                 "dtype": config.model.publish_dtype.replace(AUTO, "float32"),
                 "seed": config.seed,

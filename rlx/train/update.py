@@ -33,6 +33,7 @@ from rlx.train.batch_update import BatchUpdate
 from rlx.train.learner import Batch, Critic, Learner, Stats, TrainState, float32, make_optimizer
 from rlx.train.train_options import TrainOptions
 
+RESTING = "pinned_host"  # memory of a state that rests
 ParamsSource = Callable[[Params], Params]  # sharding of each parameter → all parameters, so placed
 
 
@@ -121,6 +122,8 @@ class JaxUpdate(BatchUpdate):
         policy, critic, everywhere = places, None, self._everywhere()
         # Committed to the device as restored arrays are: a resumed run finds the same programs.
         home = SingleDeviceSharding(sharding.target_device()) if places is None else places
+        self._home: Any = home
+        self._params_home: Any = home if places is None else places.params
         if places is not None:
             policy, critic = places.replace(critic=None), places.critic
         self._init = jax.jit(self.first_state, donate_argnums=(0, 1), out_shardings=home)
@@ -350,6 +353,20 @@ class JaxUpdate(BatchUpdate):
             params = self._valued(params)
         return self._init(params, critic)
 
+    def rest(self, state: TrainState) -> TrainState:
+        """Return `state`, which is donated, in the host's memory; all calls take it there too."""
+        places = jax.tree.map(lambda leaf: leaf.sharding.with_memory_kind(RESTING), state)
+        resting = jax.block_until_ready(jax.device_put(state, places))
+        for leaf, moved in zip(jax.tree.leaves(state), jax.tree.leaves(resting), strict=True):
+            if moved is not leaf:
+                leaf.delete()  # others may still refer to it
+        return resting
+
+    def _here(self, tree: Any, places: Any) -> Any:
+        """Return `tree` on the devices, a copy if it rests."""
+        rests = jax.tree.leaves(tree)[0].sharding.memory_kind == RESTING
+        return jax.device_put(tree, places) if rests else tree
+
     def _valued(self, params: Params) -> Params:
         valued, model = parameters.with_value_head(params, self._base)
         return jax.device_put(valued, self._places(model))
@@ -357,11 +374,14 @@ class JaxUpdate(BatchUpdate):
     def weights(self, state: TrainState, adapters: bool = False) -> Buckets:
         assert self.lora or not adapters, "a run without adapters has none to give"
         if self.lora and not adapters:
-            rows, merge = parameters.table(self._base), Merge(state.params, self.lora)
+            rows = parameters.table(self._base)
+            merge = Merge(self._here(state.params, self._params_home), self.lora)
             dtype = self._options.publish_dtype
             return export(self._frozen, rows, dtype, merge=merge, mesh=self._mesh)
         dtype = "float32" if adapters else self._options.publish_dtype
-        return export(state.params, self._rows, dtype, mesh=self._mesh)
+        return export(
+            self._here(state.params, self._params_home), self._rows, dtype, mesh=self._mesh
+        )
 
     # The state as a whole.
 
@@ -372,6 +392,9 @@ class JaxUpdate(BatchUpdate):
         return state_files.begin(path, state)
 
     # One batch.
+
+    def update(self, state: TrainState, groups: Any) -> tuple[TrainState, Any]:
+        return super().update(self._here(state, self._home), groups)
 
     _to_host = staticmethod(jax.device_get)
 
@@ -386,7 +409,7 @@ class JaxUpdate(BatchUpdate):
         return self._device_put(microbatch, sharding.BATCH)
 
     def _policy(self, state: TrainState) -> Params:
-        return state.params
+        return self._here(state.params, self._params_home)
 
     def _logprobs_of(self, policy: Any, batch: Any) -> Any:
         return self._logprob_step(policy, self._frozen, _model_inputs(batch))

@@ -66,7 +66,7 @@ class ScriptedEngine:
     async def close(self):
         pass
 
-    async def pause(self):
+    async def pause(self, level=0):
         pass
 
     async def resume(self):

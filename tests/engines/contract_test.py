@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from rlx.fleet import rollout_pb2 as pb
 from rlx.model import hf, kept_tokens
 from tests.fixtures.served import (
+    LONG,
     LONG_ATOL,
     MAX_LEN,
     Served,
@@ -516,5 +517,56 @@ def test_pause_holds_over_an_update(changing, original):
         await changing.stub.Resume(pb.ResumeRequest(), timeout=30)
         await task
         assert {v for sample in out.values() for v in sample.versions} == {3}
+
+    changing.do(scenario())
+
+
+@pytest.mark.parametrize("freed", [pb.CACHE, pb.CACHE_AND_WEIGHTS])
+def test_requests_go_on_after_a_sleep(changing, original, changed, model, freed):
+    """Their tokens before it have the old version, those after it the new one's logprobs."""
+    prompt, path = prompt_of(23), changed(factor=0.8)
+
+    async def scenario():
+        out = {}
+        task = long_group(changing, prompt, out)
+        await until(changing, out, 40)
+        await changing.stub.Pause(pb.PauseRequest(freed=freed), timeout=60)
+        waiting = asyncio.create_task(changing.collect(prompt_of(24), max_new_tokens=4))
+        await asyncio.sleep(0.8)  # what was decoded before it has come
+        before = {index: len(sample.tokens) for index, sample in out.items()}
+        assert (await changing.status()).paused
+        if freed == pb.CACHE_AND_WEIGHTS:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await changing.stub.Resume(pb.ResumeRequest(), timeout=60)
+            assert refused.value.code() is CODE.FAILED_PRECONDITION
+            assert "sleeps without weights" in refused.value.details()
+        await changing.load(path, 1, pb.RECOMPUTE)
+        await asyncio.sleep(0.3)
+        assert {index: len(sample.tokens) for index, sample in out.items()} == before
+        await changing.stub.Pause(pb.PauseRequest(freed=pb.CACHE), timeout=60)  # it sleeps already
+        await changing.stub.Resume(pb.ResumeRequest(), timeout=60)
+        await task
+        assert {len(sample.tokens) for sample in out.values()} == {LONG}
+        assert set((await waiting)[0].versions) == {1}
+        return out
+
+    scored = {0: model, 1: with_weights(model, path)}
+    for sample in changing.do(scenario()).values():
+        versions = np.array(sample.versions)
+        assert set(sample.versions) == {0, 1}
+        assert (np.diff(versions) >= 0).all()
+        for version in (0, 1):
+            wanted, here = teacher(scored[version], prompt, sample.tokens), versions == version
+            np.testing.assert_allclose(
+                np.array(sample.logprobs)[here], wanted[here], atol=LONG_ATOL
+            )
+
+
+def test_an_unknown_sleep_is_refused(changing):
+    async def scenario():
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await changing.stub.Pause(pb.PauseRequest(freed=9), timeout=60)
+        assert refused.value.code() is CODE.INVALID_ARGUMENT
+        assert not (await changing.status()).paused
 
     changing.do(scenario())

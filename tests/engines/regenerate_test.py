@@ -17,6 +17,7 @@ from tests.fixtures.served import prompt_of
 
 STEPS, COUNT, LOST = 4, 6, 5  # decode steps; samples; the one whose server is lost
 OPTIONS = {"slots": COUNT, "max_model_len": 128, "decode_steps": STEPS}
+LEVELS = {"sleep": 1, "sleep without weights": 2}
 SAMPLING = Sampling(min_new_tokens=70, max_new_tokens=90, top_k=20, seed=3)
 
 
@@ -32,10 +33,10 @@ def weights(tiny_model_dir, path, version):
 class Slowed(JaxEngine):
     """An engine that decodes slowly while weights are read, so that samples outlast it."""
 
-    pause = 0.005
+    slow = 0.005
 
     def _tick(self):
-        time.sleep(self.pause)
+        time.sleep(self.slow)
         super()._tick()
 
 
@@ -62,9 +63,14 @@ async def recorded(model, files, kv):
         for version, length in ((1, 8), (2, 20)):
             while samples[0].length < length:
                 await asyncio.sleep(0.001)
-            engine.pause = 0.1
-            await engine.load(files[version], version, kv)
-            engine.pause = 0.005
+            engine.slow = 0.1
+            if level := LEVELS.get(kv, 0):  # as a server in turns with its trainer
+                await engine.pause(level)
+                await engine.load(files[version], version)
+                await engine.resume()
+            else:
+                await engine.load(files[version], version, kv)
+            engine.slow = 0.005
 
     *found, _ = await asyncio.gather(*map(sample, range(COUNT)), change())
     await engine.close()
@@ -75,7 +81,7 @@ def bits(made):
     return made.tokens.tolist(), np.float32(made.logprobs).tobytes(), made.versions.tolist()
 
 
-@pytest.mark.parametrize("kv", ["keep", "recompute", "abort"])
+@pytest.mark.parametrize("kv", ["keep", "recompute", "abort", *LEVELS])
 def test_samples_are_made_again_across_weights_and_requests(tiny_model_dir, tmp_path, kv):
     files = {v: weights(tiny_model_dir, tmp_path / f"{v}.safetensors", v) for v in (1, 2)}
     files[0] = str(tiny_model_dir)

@@ -414,6 +414,37 @@ def test_nothing_recompiles_after_warm_up(trainer, params, make_groups, compilat
     assert not compilations
 
 
+@pytest.mark.parametrize("options", [{}, {"algorithm.preset": "ppo"}], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("mesh", ["", "fsdp:1"])
+def test_a_state_that_rested_trains_to_the_same_bits(
+    trainer, params, make_groups, tmp_path, compilations, mesh, options
+):
+    """In the host's memory between steps; weights, scores and checkpoints are made from there."""
+    batches = [make_groups(seed) for seed in range(3)]
+    resting = trainer(**options, **{"train.mesh": mesh})
+    plain, _ = run(resting, params, batches)
+    state = resting.rest(resting.init(params))
+    for number, groups in enumerate(batches):
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(state)} == {"pinned_host"}
+        before, (state, _) = state, resting.update(state, groups)
+        kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state)}
+        assert kinds == {jax.devices()[0].default_memory().kind}
+        scores, weights = resting.logprobs(state, groups), resting.weights(state).arrays()
+        before, state = state, resting.rest(state)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+        for own, wanted in zip(resting.logprobs(state, groups), scores, strict=True):
+            np.testing.assert_array_equal(own, wanted)
+        for name, tensor in resting.weights(state).arrays().items():
+            np.testing.assert_array_equal(tensor, weights[name])
+        if number == 1:
+            compilations.clear()
+    assert not compilations, "a state that rested has the programs of one that did not"
+    assert same_bits(state, plain)
+    assert same_bits(resting.rest(state), plain), "it rests already"
+    resting.save(tmp_path, state).result()
+    assert same_bits(resting.restore(tmp_path), plain)
+
+
 def test_metrics_wait_for_nobody_until_read(trainer, params, make_groups):
     _, metrics = run(trainer(), params, [make_groups()])
     assert "not read yet" in repr(metrics)

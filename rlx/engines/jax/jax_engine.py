@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx.base import UserError
-from rlx.engines.engine import EngineOptions
+from rlx.engines.engine import NO_WEIGHTS, EngineOptions
 from rlx.engines.jax.programs import Programs
 from rlx.engines.jax.scoring import ScoreJob, Scoring
 from rlx.engines.jax.serving_params import ServingParams, serving_params
@@ -66,6 +66,8 @@ class JaxEngine(ModelEngine):
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._live: set[LiveRequest] = set()  # the event loop's
         self._scores: set[ScoreJob] = set()  # the event loop's
+        self._params: Any = None  # while they sleep, and before the start
+        self._cache: Any = None
         self._closing = False
         self._dirty = False  # whether the cache may have non-finite numbers
         self._thread: threading.Thread | None = None
@@ -120,13 +122,15 @@ class JaxEngine(ModelEngine):
         finally:
             self._scores.discard(job)
 
-    async def pause(self) -> None:
-        """See Engine.pause."""
-        await self._ask(lambda: setattr(self, "_paused", True))
+    async def pause(self, level: int = 0) -> None:
+        """See Engine.pause; level 1 keeps the weights where they are."""
+        await self._ask(lambda: self._sleep(level))
 
     async def resume(self) -> None:
         """See Engine.resume."""
-        await self._ask(lambda: setattr(self, "_paused", False))
+        if self._params is None:
+            raise ValueError(NO_WEIGHTS)
+        await self._ask(self._wake, fatal=True)
 
     async def load(self, path: str, version: int, kv: str = "keep") -> int:
         """See Engine.load."""
@@ -337,15 +341,36 @@ class JaxEngine(ModelEngine):
         if kv == "abort":
             for live in self._slots.clear():
                 self._call_loop(live.sink.put_nowait, [])
-        elif kv == "recompute":
-            running = [(slot, s) for slot, s in enumerate(self._slots.samples) if s]
-            self._prefill([[slot] for slot, _ in running])
-            for _, sample in running:
-                sample.prompt_version = version
-            jax.block_until_ready(self._cache)
+        elif kv == "recompute" and self._cache is not None:  # else `_wake` does
+            self._recompute()
         end = self._clock()
         self._spans.append(("swap weights", start, end))
         return end - start
+
+    def _recompute(self) -> None:
+        """Compute the caches of running samples by the current weights."""
+        running = [(slot, s) for slot, s in enumerate(self._slots.samples) if s]
+        self._prefill([[slot] for slot, _ in running])
+        for _, sample in running:
+            sample.prompt_version = self._version
+        jax.block_until_ready(self._cache)
+
+    def _sleep(self, level: int) -> None:
+        self._paused = True
+        if level > 1:
+            self._params = None
+        if level:
+            jax.block_until_ready(self._cache)  # what is in use would be freed later
+            self._cache, self._dirty = None, False
+            self._scoring.restart()
+
+    def _wake(self) -> None:
+        if self._cache is None:
+            start = self._clock()
+            self._cache = self._programs.new_cache()
+            self._recompute()
+            self._spans.append(("prefill", start, self._clock()))
+        self._paused = False
 
     def _call_loop(self, function: Callable, *args: Any) -> None:
         try:

@@ -80,12 +80,12 @@ class Programs:
         """Compile the programs that are always needed; return a cache."""
         if self._config.value_head:  # only scores
             self._get("score")
-            return ()
+            return self.new_cache()
         for key in (self.full, ("append", self.plan.slots), ("prefill", 1), ("prefill", PROMPTS)):
             self._get(key)
         self._get("take"), self._get("insert")
         self._agreed |= {self.full: TRIALS, self.full._replace(masked=True): TRIALS}
-        cache = self._new_cache()
+        cache = self.new_cache()
         return self._check_prefill(params, cache) if on_cpu() else cache
 
     def _check_prefill(self, params, cache: kv_cache.Cache) -> kv_cache.Cache:
@@ -116,7 +116,10 @@ class Programs:
         """Shape of all slots and positions."""
         return Shape(self.plan.slots, self.plan.length)
 
-    def _new_cache(self) -> kv_cache.Cache:
+    def new_cache(self) -> kv_cache.Cache:
+        """Return an empty cache, for a model that generates."""
+        if self._config.value_head:
+            return ()
         return kv_cache.init_cache(self._config, self.plan.slots, self.plan.length, self._dtype)
 
     def prefill(
@@ -256,7 +259,7 @@ class Programs:
     def program(self, key: Any) -> tuple[Callable, tuple[int, ...], tuple]:
         """Return the function of a Shape or a case below, donated arguments, argument shapes."""
         config, plan, steps, params = self._config, self.plan, self._steps, self._params
-        cache = jax.eval_shape(self._new_cache)
+        cache = jax.eval_shape(self.new_cache)
         pairs, count = _ints(plan.slots, 2), _ints()
         if isinstance(key, Shape):
             inputs = idle_inputs(key.slots, steps)

@@ -23,7 +23,7 @@ import numpy as np
 
 from rlx.base import UserError
 from rlx.cli.user_code import words
-from rlx.engines.engine import EngineOptions, EngineStopped
+from rlx.engines.engine import NO_WEIGHTS, EngineOptions, EngineStopped
 from rlx.engines.model_engine import ModelEngine
 from rlx.engines.stop_strings import StopStrings
 from rlx.engines.vllm.vllm_start import on_cpu, start_llm
@@ -63,6 +63,7 @@ class VllmEngine(ModelEngine):
         self._busy = (0, 0)  # start and last step of the current span, ns
         self._flushing, self._flushes = False, 0
         self._changing = asyncio.Lock()
+        self._asleep = 0  # level of `pause`; 1 once new weights have come
         self._watcher: asyncio.Task | None = None
         self._cpu = on_cpu()
         self.llm: Any = None  # vLLM's AsyncLLM, once started
@@ -152,19 +153,41 @@ class VllmEngine(ModelEngine):
                 return Scores(logprobs[request.first - 1 :], sample.versions[0])
         raise RuntimeError(f"EngineCore aborted the sequence {_SCORE_ATTEMPTS} times")
 
-    async def pause(self) -> None:
+    async def pause(self, level: int = 0) -> None:
+        """See Engine.pause; level 1 moves the weights to the host's memory."""
         async with self._changing:
-            await self._core(self.llm.engine_core.pause_scheduler_async("keep", clear_cache=False))
+            if level and not self._asleep:  # EngineCore computes kept requests again
+                await self._core(self.llm.sleep(level, mode="keep"))
+                self._asleep = level
+            elif not level:
+                core = self.llm.engine_core
+                await self._core(core.pause_scheduler_async("keep", clear_cache=False))
             self._paused = True
 
     async def resume(self) -> None:
         async with self._changing:
-            await self._core(self.llm.engine_core.resume_scheduler_async())
+            if self._asleep > 1:
+                raise ValueError(NO_WEIGHTS)
+            if self._asleep:
+                await self._wake(None)
+                self._asleep = 0
+            else:
+                await self._core(self.llm.engine_core.resume_scheduler_async())
             self._paused = False
+
+    async def _wake(self, tags: list[str] | None) -> None:
+        """Take back memory that was freed, all for None; then EngineCore continues by itself."""
+        try:
+            await self._core(self.llm.wake_up(tags))
+        except BaseException as error:  # it may have a part
+            self._fail(error)
+            raise
 
     async def load(self, path: str, version: int, kv: str = "keep") -> int:
         async with self._changing:
             start = self._clock()
+            if self._asleep:
+                await self._wake(["weights"])
             await self._call("rlx_stage", path)
             while None in (refusals := await self._call("rlx_staged")):
                 await asyncio.sleep(_STAGE_POLL_SECONDS)
@@ -177,7 +200,7 @@ class VllmEngine(ModelEngine):
             try:
                 await self._call("rlx_exchange")
                 await self._core(self.llm.update_weight_version(str(version)))
-                self._version = version
+                self._version, self._asleep = version, min(self._asleep, 1)
                 if kv == "abort":
                     samples = list(self._samples.values())
                     await self._abort(samples)

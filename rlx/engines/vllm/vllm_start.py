@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from rlx.base import UserError, unknown
 from rlx.cli.user_code import words
+from rlx.engines.engine import SLEEPS
 from rlx.engines.kv_memory import token_bytes, vllm_advice
 from rlx.model.model_config import ModelConfig
 
@@ -41,6 +42,7 @@ def start_llm(
     tensor_parallel: int = 1,  # workers, each with a slice of every layer and its own GPU or cores
     gpu_memory: float = 0.0,  # share of each GPU; 0: vLLM's default
     engine_args: str = "",  # further arguments of vLLM, as in EngineOptions
+    sleep: str = SLEEPS[0],  # as in EngineOptions
 ) -> Any:
     """Return vLLM's AsyncLLM, started; raise UserError if it cannot serve the model."""
     cpu = on_cpu()
@@ -82,6 +84,7 @@ def start_llm(
         "logprobs_mode": "raw_logprobs",  # from TemperedSampler
         "structured_outputs_config": _GUIDES,
         "enable_prefix_caching": True,
+        "enable_sleep_mode": not cpu and sleep != SLEEPS[0],  # no CPU has it
         "scheduling_policy": "priority",
         "disable_log_stats": True,
         "worker_extension_cls": _WORKER,

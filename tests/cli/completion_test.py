@@ -1,11 +1,12 @@
-"""Bash completes commands and keys by the script that `rlx keys --bash` prints."""
+"""Bash completes commands and keys by the script that `rlx completion` prints."""
 
 import subprocess
 
 import pytest
 
-from rlx import keys
 from rlx.__main__ import COMMANDS
+from rlx.cli import completion
+from rlx.config import OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,7 @@ from rlx.__main__ import COMMANDS
 )
 def test_bash_completes_what_was_begun(words, found, tmp_path):
     (tmp_path / "README.md").touch()
-    script = f"""{keys.completion()}
+    script = f"""{completion.script(COMMANDS, OPTIONS)}
 COMP_WORDS=(rlx {" ".join(words)}) COMP_CWORD={len(words)}
 _rlx
 printf '%s\\n' "${{COMPREPLY[@]}}"
