@@ -30,6 +30,7 @@ ROOMS = [
     "config",
     "areal",
     "run",
+    "tinker",
 ]
 FILES = ["base", "config", "option"]  # rooms of one file of the package //rlx
 COMMANDS = [
@@ -83,7 +84,7 @@ def commands():
     )
     for name, main in [("rlx", "__main__.py")] + [(each, each + ".py") for each in COMMANDS]:
         _program(name, main)
-    for each in ["doctor", "areal"]:  # `doctor` and `areal` are directories of rooms
+    for each in ["doctor", "areal", "tinker"]:  # directories of rooms
         _program(each + "_command", "//rlx/" + each + ":__main__.py")
 
 def _program(name, main):

@@ -16,6 +16,7 @@ COMMANDS = {  # module, what it does
     "k8s": ("rlx.k8s", "print a run's manifests for Kubernetes"),
     "cluster": ("rlx.cluster", "start servers on machines with ssh"),
     "gateway": ("rlx.gateway", "serve the HTTP APIs of OpenAI and Anthropic"),
+    "tinker": ("rlx.tinker", "serve Tinker's API: training and sampling of LoRA adapters"),
     "evaluate": ("rlx.evaluate", "score models, without a trainer"),
     "compare": ("rlx.compare", "compare an engine's logprobs with the trainer's and transformers'"),
     "convert": ("rlx.convert", "convert a checkpoint to an HF directory, or back"),

@@ -106,8 +106,7 @@ class Gateway:
         self._template_own = set(inspect.signature(tokenizer.apply_chat_template).parameters)
         self._dialects: dict[str, type[Reply]] = {}  # by route
         self._created = int(time.time())
-        self._runner: web.AppRunner | None = None
-        self._listener = HttpListener()
+        self._listener, self._started = HttpListener(), False
         self._threads = DaemonThreads(2)
 
     async def start(self) -> None:
@@ -128,30 +127,16 @@ class Gateway:
                 app.router.add_post(f"{prefix}{route}", partial(self._answer, dialect))
             if self.online:
                 online_routes.add(app.router, prefix, self.online)
-        # `handler_cancellation`: a disconnected client's request is cancelled down to the engine.
-        runner = web.AppRunner(
-            app, access_log=None, logger=http_listener.LOGGER, handle_signals=False,
-            handler_cancellation=True, shutdown_timeout=1.0,
-        )  # fmt: skip
-        await runner.setup()
-        assert runner.server is not None
-        try:
-            self.port = self._listener.open(runner.server, self.host, self.port, self._tls)
-        except OSError as error:
-            await runner.cleanup()
-            raise UserError(
-                f"cannot listen at {self.host}:{self.port}: {error.strerror}; choose another port"
-            ) from None
-        self._runner = runner
+        self.port = await self._listener.open(app, self.host, self.port, self._tls)
+        self._started = True
         if self.online:
             self._sweeping.add(asyncio.create_task(self.online.run()))
 
     async def stop(self) -> None:
         """Close all connections and cancel their requests."""
-        if self._runner:
+        if self._started:
             await self._listener.close()
-            await self._runner.cleanup()
-            self._runner = None
+            self._started = False
         for task in self._sweeping:
             task.cancel()
         await asyncio.gather(*self._sweeping, return_exceptions=True)

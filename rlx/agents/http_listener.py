@@ -16,6 +16,8 @@ from contextlib import suppress
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from rlx.base import UserError
+
 CLIENTS = (HttpProcessingError, web.RequestPayloadError)  # malformed requests, status 400
 LOGGER = logging.getLogger("aiohttp.server.rlx")
 _BACKLOG = 4096  # connections that may wait in the kernel
@@ -55,21 +57,37 @@ class HttpListener:
             del self._requests[connection]
             self._since[connection] = authorized, time.monotonic()
 
-    def open(self, server: web.Server, host: str, port: int, tls: ssl.SSLContext | None) -> int:
-        """Start accepting connections; return the port or raise OSError."""
+    async def open(
+        self, app: web.Application, host: str, port: int, tls: ssl.SSLContext | None
+    ) -> int:
+        """Start serving an application; return the port, or raise UserError if it is taken."""
+        # `handler_cancellation`: a disconnected client's request is cancelled down to the engine.
+        self._runner = web.AppRunner(
+            app, access_log=None, logger=LOGGER, handle_signals=False, handler_cancellation=True,
+            shutdown_timeout=1.0,
+        )  # fmt: skip
+        await self._runner.setup()
+        assert self._runner.server is not None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        try:
+            self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            await self._runner.cleanup()
+            raise UserError(
+                f"cannot listen at {host}:{port}: {error.strerror}; choose another port"
+            ) from None
         self._socket.setblocking(False)
-        self._server, self._tls = server, tls
+        self._server, self._tls = self._runner.server, tls
         self._looking = asyncio.create_task(self._look())
         return self._socket.getsockname()[1]
 
     async def close(self) -> None:
-        """Stop accepting; accepted connections stay open."""
+        """Stop accepting, close all connections and cancel their requests."""
         self._looking.cancel()
         asyncio.get_running_loop().remove_reader(self._socket)
         await asyncio.gather(self._looking, *self._opening, return_exceptions=True)
         self._socket.close()
+        await self._runner.cleanup()
 
     async def _look(self) -> None:
         while True:

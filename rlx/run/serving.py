@@ -30,6 +30,15 @@ def read_keys(path: str) -> tuple[str, ...]:
     return keys
 
 
+def require_guarded(host: str, guarded: bool) -> None:
+    """Raise UserError for a host beyond this machine, unless keys and TLS guard it."""
+    if not guarded and not fleet_tls.is_loopback(host):
+        raise UserError(
+            f"--host={host} listens beyond this machine; give --keys=FILE, --tls-cert and "
+            "--tls-key, or listen at 127.0.0.1"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class GatewayServer:
     """A gateway's address, API keys and TLS; UserError for a public host without keys and TLS."""
@@ -43,17 +52,11 @@ class GatewayServer:
     directory: str = "rlx-sessions"  # of their database
 
     def __post_init__(self) -> None:
-        if fleet_tls.is_loopback(self.host) or ((self.keys or self.online) and self.tls):
-            return
-        raise UserError(
-            f"--host={self.host} listens beyond this machine; give --keys=FILE, --tls-cert and "
-            "--tls-key, or listen at 127.0.0.1"
-        )
+        require_guarded(self.host, bool((self.keys or self.online) and self.tls))
 
     async def serve(self, fleet: Fleet, tokenizer: Any, name: str) -> None:
         """Connect `fleet`, answer until SIGINT or SIGTERM; UserError if a server or port fails."""
-        make = gateway_class()
-        stop, online = asyncio.Event(), None
+        make, online = gateway_class(), None
         async with AsyncExitStack() as stack:
             stack.push_async_callback(fleet.close)
             await fleet.connect()
@@ -69,7 +72,13 @@ class GatewayServer:
             for key in self.keys or (() if online else ("",)):
                 gateway.sessions.open(untrained, key, endless=True)
             await gateway.start()
-            for number in (signal.SIGINT, signal.SIGTERM):
-                asyncio.get_running_loop().add_signal_handler(number, stop.set)
-            command.say(json.dumps({"base_url": gateway.base_url(), "pid": os.getpid()}))
-            await stop.wait()
+            await until_signal(gateway.base_url())
+
+
+async def until_signal(base_url: str) -> None:
+    """Print the address of a server that answers now; wait for SIGINT or SIGTERM."""
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    command.say(json.dumps({"base_url": base_url, "pid": os.getpid()}))
+    await stop.wait()

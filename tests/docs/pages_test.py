@@ -76,6 +76,8 @@ READ = {
     "--config=… ": "tests/run/elastic_test.py",
     "rlx.doctor": "tests/run/config_checks_test.py",
     "rlx.plan": "tests/plan/search_test.py",
+    "rlx.tinker": "tests/tinker/client_test.py",
+    "TINKER_": "tests/tinker/client_test.py",
     "rlx.debug_workflow": "tests/debugger/docs_test.py",
     "experiments.bench": "wants an idle machine",
     "experiments.gpu": "tests/experiments_gpu_test.py",
@@ -147,7 +149,7 @@ def read(monkeypatch):
     monkeypatch.chdir(ROOT)
 
     def parse(module, given):
-        room = module in ("rlx.doctor", "rlx.areal", "rlx.plan")
+        room = module in ("rlx.doctor", "rlx.areal", "rlx.plan", "rlx.tinker")
         program = importlib.import_module(f"{module}.__main__" if room else module)
         monkeypatch.setattr(sys, "argv", [module, *given])
         taken = inspect.signature(program.main).parameters.values()

@@ -47,6 +47,7 @@ def script_of(job):
     return job["spec"]["template"]["spec"]["containers"][0]["command"][2]
 
 
+@pytest.mark.witnesses
 def test_manifests_are_valid_for_kubernetes():
     schemas = pytest.importorskip("kubernetes_validate")
     plain = manifests(*FLAGS, *POD, "--workdir=/shared/a")

@@ -1,0 +1,1 @@
+"""Server of Tinker's API: clients train LoRA adapters of one base model, and sample from them."""

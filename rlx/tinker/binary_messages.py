@@ -1,0 +1,89 @@
+"""Bytes of Tinker's binary messages ⇄ numpy arrays; tinker_messages.proto has their schema."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from rlx.agents.dialects import ApiError
+from rlx.base import UserError
+from rlx.fleet.sample import Completion
+from rlx.tinker import tinker_messages_pb2 as pb
+from rlx.tinker.target_rows import TargetDatum
+
+_DTYPES = {pb.FLOAT32: np.float32, pb.INT64: np.int64, pb.INT32: np.int32}
+
+
+def request_of(body: bytes) -> pb.ForwardBackwardRequest:
+    """Return a request's message; ApiError (400) if the bytes are none."""
+    try:
+        return pb.ForwardBackwardRequest.FromString(body)
+    except DecodeError:
+        raise ApiError(400, "the body is not a ForwardBackwardRequest; use `tinker`") from None
+
+
+def options_of(message: pb.ForwardBackwardRequest) -> dict[str, Any]:
+    """Return the loss's options: name → number or text."""
+    given = message.loss_fn_config_v2.items()
+    return {k: v.number if v.HasField("number") else v.text for k, v in given}
+
+
+def data_of(message: pb.ForwardBackwardRequest) -> list[TargetDatum]:
+    """Return the data of a request; UserError for images, sound or a malformed tensor."""
+    found = []
+    for index, datum in enumerate(message.data):
+        if any(chunk.WhichOneof("chunk") != "encoded_text" for chunk in datum.model_input):
+            raise UserError(f"datum {index} has images or sound, which cannot be read; give text")
+        tokens = b"".join(chunk.encoded_text.tokens for chunk in datum.model_input)
+        try:
+            inputs = {name: _array(tensor) for name, tensor in datum.loss_fn_inputs.items()}
+            targets = inputs.pop("target_tokens").astype(np.int32)
+            numbers = {name: values.astype(np.float32) for name, values in inputs.items()}
+            found.append(TargetDatum(np.frombuffer(tokens, np.int32), targets, numbers))
+        except (KeyError, ValueError, IndexError) as error:
+            raise UserError(
+                f"datum {index} lacks or garbles a tensor: {error!r}; resend it"
+            ) from None
+    return found
+
+
+def _array(tensor: pb.Tensor) -> np.ndarray:
+    dtype, shape, sparse = _DTYPES[tensor.dtype], tuple(tensor.shape), tensor.sparse_csr
+    if not tensor.HasField("sparse_csr"):
+        return np.frombuffer(tensor.dense, dtype).reshape(shape or -1)
+    dense = np.zeros(shape, dtype)
+    ends, columns = (np.frombuffer(x, np.int64) for x in (sparse.crow_indices, sparse.col_indices))
+    rows = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
+    dense[rows, columns] = np.frombuffer(sparse.values, dtype)
+    return dense
+
+
+def losses_reply(logprobs: Sequence[np.ndarray], losses: Sequence[np.ndarray]) -> bytes:
+    """Return a ForwardBackwardOutput with a record for each datum; arrays are float32."""
+    reply = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    reply.metrics["loss:sum"] = sum(float(x.sum(dtype=np.float64)) for x in losses)
+    for pair in zip(logprobs, losses, strict=True):
+        record = reply.loss_fn_outputs.add(num_datums=1)
+        for name, array in zip(("logprobs", "elementwise_loss"), pair, strict=True):
+            field, ends = record.fields[name], np.array([0, array.nbytes], np.int64)
+            field.data, field.offsets, field.dtype = array.tobytes(), ends.tobytes(), pb.FLOAT32
+            field.trailing_shape.extend(array.shape[1:])
+    return reply.SerializeToString()
+
+
+def sample_reply(completions: Sequence[Completion], prompt: np.ndarray | None, top: int) -> bytes:
+    """Return a SampleResponse; `prompt` has its tokens' log-probabilities, NaN where unknown.
+
+    `top` is the number of the most likely tokens that come with each sampled one.
+    """
+    reply = pb.SampleResponse(prompt_logprobs=None if prompt is None else prompt.tobytes())
+    for c in completions:
+        stop = pb.LENGTH if c.stop_reason == "length" else pb.STOP
+        tokens, logprobs = c.tokens.tobytes(), c.logprobs.tobytes()
+        sequence = reply.sequences.add(stop_reason=stop, tokens=tokens, logprobs=logprobs)
+        if top and c.top_tokens is not None and c.top_logprobs is not None:
+            likely = sequence.topk_sampled_logprobs
+            likely.token_ids, likely.k, likely.length = c.top_tokens.tobytes(), top, len(c.tokens)
+            likely.logprobs = c.top_logprobs.tobytes()
+    return reply.SerializeToString()

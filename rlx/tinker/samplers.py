@@ -1,0 +1,110 @@
+"""Sampling from many clients' adapters by one fleet, which serves those of one at a time."""
+
+import asyncio
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlx.fleet.client import Fleet
+from rlx.fleet.publish import Adapter
+from rlx.fleet.requests import Sampling
+from rlx.fleet.sample import Completion
+from rlx.model import peft
+from rlx.model.tensors import open_tensors
+from rlx.system.threads import in_thread
+
+
+@dataclass
+class WeightTurns:
+    """Requests for several weights, of which a fleet serves one at a time. Pure.
+
+    Requests for the served weights begin at once, until one for others waits. When those that run
+    have ended, all begin that wait for the weights which were asked for first.
+    """
+
+    served: Hashable = None
+    running: int = 0
+    waiting: dict[Hashable, list[Any]] = field(default_factory=dict)
+
+    def add(self, weights: Hashable, request: Any) -> list[Any]:
+        """Return the requests that begin now, all for `served`."""
+        self.waiting.setdefault(weights, []).append(request)
+        if [*self.waiting] == [self.served]:
+            self.running += 1
+            return self.waiting.pop(self.served)
+        return self._next()
+
+    def end(self) -> list[Any]:
+        """Note that a request has ended; return those that begin now, all for `served`."""
+        self.running -= 1
+        return self._next()
+
+    def _next(self) -> list[Any]:
+        if self.running or not self.waiting:
+            return []
+        self.served = next(iter(self.waiting))
+        begin = self.waiting.pop(self.served)
+        self.running = len(begin)
+        return begin
+
+
+class Samplers:
+    """Samples and scores by the base model, or by it with the adapter in a PEFT directory.
+
+    Args:
+      fleet: connected; its servers have the base with the digest `base`.
+      dtype: of the sum of base and adapter, on the servers.
+    """
+
+    def __init__(self, fleet: Fleet, base: bytes, dtype: str):
+        self._fleet, self._base, self._dtype = fleet, base, dtype
+        self._turns, self._version = WeightTurns(), 0
+        self._published: tuple[Hashable, asyncio.Future] | None = None
+
+    async def sample(
+        self, adapter: Path | None, prompt: Sequence[int], sampling: Sampling, n: int, scored: int
+    ) -> tuple[list[Completion], np.ndarray | None]:
+        """Return `n` completions, and log-probabilities of the prompt's last `scored` tokens.
+
+        They are [P] float32, NaN at other tokens and at the first; None if `scored` is 0.
+        """
+        turn, given = asyncio.get_running_loop().create_future(), np.asarray(prompt, np.int32)
+        weights = adapter and (adapter, (adapter / peft.WEIGHTS).stat().st_mtime_ns)
+        self._begin(self._turns.add(weights, turn))
+        try:
+            await asyncio.shield(await turn)
+            completions = await self._fleet.generate(given, sampling, n)
+            logprobs, first = np.full(len(given), np.nan, np.float32), max(len(given) - scored, 1)
+            if scored and len(given) > 1:
+                logprobs[first:] = (await self._fleet.score(given, first))[first:]
+            return completions, logprobs if scored else None
+        finally:
+            self._begin(self._turns.end())
+
+    def _begin(self, turns: list[Any]) -> None:
+        """Let requests for the same weights begin, after these are published."""
+        served = self._turns.served
+        if turns and (not self._published or self._published[0] != served):
+            self._published = served, asyncio.ensure_future(self._publish(served))
+        for turn in turns:
+            turn.set_result(self._published and self._published[1])
+
+    async def _publish(self, weights: Any) -> None:
+        try:
+            self._version += 1
+            made = await in_thread(self._made, weights and weights[0])
+            await self._fleet.publish(self._version, made, "adapter")
+        except BaseException:
+            self._published = None  # the next request tries again
+            raise
+
+    def _made(self, adapter: Path | None) -> Adapter:
+        if adapter is None:  # the base, plus nothing
+            return Adapter({}, 1.0, self._dtype, self._base)
+        with open_tensors(adapter / peft.WEIGHTS) as saved:
+            tensors = {name: np.array(saved[name]) for name in saved}
+        scale = peft.load_config(adapter).scale
+        return Adapter(tensors, scale, self._dtype, self._base)

@@ -1,0 +1,104 @@
+"""Data of a request, checked, and packed into rows for the decoder. Numpy only.
+
+Shapes: N tokens of a datum, K targets a token, B rows of a microbatch, T tokens of a row.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlx.base import UserError, unknown
+from rlx.model.model_config import ModelConfig
+from rlx.tinker.token_losses import DEFAULTS, LOSSES
+from rlx.train import packing
+
+NO_TARGET = -1  # in `targets`, where there is none
+
+
+@dataclass(frozen=True, eq=False)
+class TargetDatum:
+    """A sequence that the model reads, what should follow each token, and inputs of the loss."""
+
+    tokens: np.ndarray  # [N] int32
+    targets: np.ndarray  # [N] or [N, K] int32; the client has shifted them
+    inputs: Mapping[str, np.ndarray]  # float32, each of the targets' shape
+
+    def mistake(self, loss: str, model: ModelConfig) -> str:
+        """Return why this cannot be computed, or ""."""
+        size, names, ids = len(self.tokens), LOSSES[loss][1], self.targets
+        if not 0 < size <= model.max_position:
+            return f"{size} tokens, and the model takes 1 to {model.max_position}"
+        if ids.ndim not in (1, 2) or len(ids) != size or not ids.size:
+            return f"target_tokens of shape {ids.shape} for {size} tokens"
+        if min(ids.min(), self.tokens.min()) < 0 or max(
+            ids.max(), self.tokens.max()
+        ) >= model.vocab_size:  # fmt: skip
+            return f"a token out of the vocabulary of {model.vocab_size}"
+        if wrong := (set(self.inputs) ^ set(names)) - (set(DEFAULTS) & set(names)):
+            return f"unknown or missing {min(wrong)}; {loss} reads {', '.join(names)}"
+        for name, values in self.inputs.items():
+            if values.shape != ids.shape or not np.isfinite(values).all():
+                return f"{name} of shape {values.shape} for {ids.shape}, or not finite numbers"
+        return ""
+
+
+@dataclass(frozen=True, eq=False)
+class TargetRows:
+    """Microbatches of some data, and the place of each datum in them."""
+
+    # [B, T] int32 tokens, positions, segment_ids (0 is padding); [B, T, K] int32 targets, float32
+    # inputs of the loss
+    batches: list[dict[str, np.ndarray]]
+    places: list[tuple[int, Any, tuple[int, ...]]]  # of each datum: microbatch, index, shape
+
+    def of_data(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return [B, T, K] arrays of the microbatches as arrays of the data's own shapes."""
+        return [np.array(parts[i][at]).reshape(shape) for i, at, shape in self.places]
+
+
+def pack(
+    data: Sequence[TargetDatum], loss: str, options: Mapping[str, Any], model: ModelConfig,
+    budget: int,
+) -> TargetRows:  # fmt: skip
+    """Pack data into microbatches of at most `budget` tokens, or those of the longest datum.
+
+    UserError for a loss, an option of it, or data that cannot be computed.
+    """
+    if loss not in LOSSES:
+        raise unknown("loss_fn", loss, LOSSES)
+    names = LOSSES[loss][1]
+    for name, value in options.items():
+        if name not in names or name not in DEFAULTS or not isinstance(value, float):
+            raise UserError(f"loss_fn_config of {loss} has no {name}={value!r}; leave it out")
+    for index, datum in enumerate(data):
+        if wrong := datum.mistake(loss, model):
+            raise UserError(f"datum {index} has {wrong}; correct it and send it again")
+    if not data:
+        raise UserError("the request has no data; give at least one datum")
+    sizes = np.array([len(d.tokens) for d in data])
+    budget = max(budget, int(sizes.max()))
+    plan = packing.plan(sizes, budget, [64 << n for n in range(20) if 64 << n <= budget])
+    width = packing.power_of_two(max(d.targets.size // len(d.tokens) for d in data), 1)
+    batches = []
+    for shape in plan.shapes:
+        batch = {k: np.zeros(shape, np.int32) for k in ("tokens", "positions", "segment_ids")}
+        batch["targets"] = np.full((*shape, width), NO_TARGET, np.int32)
+        fills = {**DEFAULTS, **options}
+        batch |= {k: np.full((*shape, width), fills.get(k, 0.0), np.float32) for k in names}
+        batches.append(batch)
+    rows = [(part, row) for part, (count, _) in enumerate(plan.shapes) for row in range(count)]
+    used, places = np.zeros((2, len(rows)), int), []  # tokens and segments of each row
+    for datum, size, number in zip(data, sizes, plan.rows, strict=True):
+        (part, row), (start, _) = rows[number], used[:, number]
+        used[:, number] += size, 1
+        at: tuple = row, slice(start, start + size)
+        batch = batches[part]
+        batch["tokens"][at], batch["positions"][at] = datum.tokens, np.arange(size)
+        batch["segment_ids"][at] = used[1, number]
+        at = (*at, slice(datum.targets.size // size))
+        for name, values in (("targets", datum.targets), *datum.inputs.items()):
+            batch[name][at] = values.reshape(size, -1)
+        places.append((part, at, datum.targets.shape))
+    return TargetRows(batches, places)

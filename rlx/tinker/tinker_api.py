@@ -1,0 +1,378 @@
+"""Tinker's API over HTTP, /api/v1/…, for unmodified clients of `tinker`. Imports aiohttp.
+
+    forward_backward, optim_step, save… ─▶ the model's order ─▶ one thread ─▶ the trainer
+    asample ─▶ Samplers ─▶ fleet
+    both answer {"request_id": …} at once; retrieve_future waits for the result
+
+Other paths have status 501. A request that cannot be computed fails its future, not its arrival, so
+that the order of a model has no gap.
+"""
+
+import asyncio
+import hashlib
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from rlx.agents import dialects, http_listener, online_routes
+from rlx.agents.dialects import ApiError
+from rlx.agents.http_listener import HttpListener
+from rlx.base import UserError
+from rlx.fleet import adapter
+from rlx.fleet import tls as fleet_tls
+from rlx.fleet.client import Fleet
+from rlx.fleet.requests import Sampling
+from rlx.fleet.tls import Tls
+from rlx.model.lora_config import LoraConfig
+from rlx.run import serving
+from rlx.system.host_port import bracketed
+from rlx.system.threads import DaemonThreads, in_thread
+from rlx.tinker import binary_messages
+from rlx.tinker.jax_lora import ADAM, ADAPTER, JaxLora, LoraState
+from rlx.tinker.samplers import Samplers
+from rlx.tinker.target_rows import pack
+from rlx.tinker.tenants import UNNAMED, Tenant, TrainedModel, utc
+
+ALPHA = 32.0  # Tinker's adapters are scaled by 32 / rank
+MAX_BODY = 64 << 20  # bytes of a request
+HOLD_SECONDS = 20.0  # of retrieve_future; the client waits 45
+_LINK_SECONDS = 3600.0  # of a download
+_NOT_HERE = ("topk_prompt_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
+_CHECKPOINT = "tinker://{run}/{kind}/{name}"
+_Json = Mapping[str, Any]
+
+
+@dataclass(eq=False)
+class TinkerApi:
+    """Handlers on the running loop; those of JSON take a tenant, and body and path in one."""
+
+    trainer: JaxLora
+    samplers: Samplers
+    names: tuple[str, ...]  # of the base for clients; the first is in answers
+    tokenizer: str  # directory or hub name for clients
+    keys: tuple[str, ...]  # API keys of clients; (): any, each with a tenant of its own
+    directory: Path  # of checkpoints
+    budget: int  # tokens of a microbatch
+    _tenants: dict[str, Tenant] = field(default_factory=dict)
+    _links: dict[str, tuple[Path, float]] = field(default_factory=dict)  # directory and end
+    _device: DaemonThreads = field(default_factory=lambda: DaemonThreads(1))
+
+    def __post_init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes; the last one refuses what no other takes."""
+        run, checkpoint = "training_runs/{run}", "training_runs/{run}/checkpoints/{kind}/{name}"
+        handlers: dict[str, Callable[[Tenant, _Json], Any]] = {
+            "POST client/config": lambda tenant, given: {},
+            "POST client/dynamic_config": lambda tenant, given: {},
+            "POST telemetry": lambda tenant, given: {"status": "accepted"},
+            "GET healthz": lambda tenant, given: {"status": "ok"},
+            "GET get_server_capabilities": self._capabilities,
+            "POST create_session": lambda tenant, given: {"session_id": tenant.open()},
+            "POST session_heartbeat": lambda tenant, given: {"_": tenant.beat(given["session_id"])},
+            "POST sessions/{session}/finish": lambda tenant, given: tenant.end(given["session"]),
+            "POST create_model": self._create_model, "POST get_info": self._info,
+            "POST optim_step": self._optim_step, "POST load_weights": self._load,
+            "POST save_weights": partial(self._save, "weights"),
+            "POST save_weights_external": partial(self._save, "external_weights"),
+            "POST save_weights_for_sampler": partial(self._save, "sampler_weights"),
+            "POST weights_info": lambda tenant, given: tenant.checkpoint(given["tinker_path"])[1],
+            f"GET {run}": self._run, f"GET {run}/checkpoints": self._list,
+            "GET checkpoints": self._list, f"DELETE {checkpoint}": self._delete,
+            f"GET {checkpoint}/external_weights_urls": self._link,
+            "POST create_sampling_session": self._create_sampler,
+            "GET samplers/{sampler}": self._sampler, "POST asample": self._sample,
+        }  # fmt: skip
+
+        def route(name: str, handler: Callable[[Tenant, _Json], Any]) -> web.RouteDef:
+            method, path = name.split()
+            return web.route(method, f"/api/v1/{path}", partial(self._json, handler))
+
+        return [
+            *(route(*each) for each in handlers.items()),
+            web.post("/api/v1/forward_backward", self._forward_backward),
+            web.post("/api/v1/retrieve_future", self._retrieve),
+            web.get("/download/{link}/{file}", self._download),
+            web.route("*", "/{_:.*}", _not_here),
+        ]
+
+    def _tenant(self, request: web.Request) -> Tenant:
+        key = online_routes.header_key(request)
+        if not key or (self.keys and key not in self.keys):
+            raise online_routes.unauthorized(key)
+        name = hashlib.sha256(key.encode()).hexdigest()[:16]
+        if name not in self._tenants:
+            self._tenants[name] = Tenant(self.directory / name)
+        return self._tenants[name]
+
+    async def _json(self, handler: Callable[[Tenant, _Json], Any], request: web.Request) -> Any:
+        tenant, given = self._tenant(request), dialects.parse(await request.read() or b"{}")
+        if not isinstance(given, dict):
+            raise dialects.invalid("the body", given, "a JSON object")
+        path = {**request.match_info, "origin": str(request.url.origin())}
+        return web.json_response(handler(tenant, {**given, **path}))
+
+    # Requests with a future.
+
+    def _submit(self, tenant: Tenant, given: _Json, work: Callable[[TrainedModel], Any]) -> _Json:
+        """Promise the result of `work`, which runs when it is the turn of the request's number."""
+        model, number = tenant.find("models", given.get("model_id")), given.get("seq_id")
+        name, future = f"{model.id}:{number}", Future[Any]()
+        if name not in tenant.futures:  # else a client sends it again
+            if not isinstance(number, int) or number < model.order.next:
+                raise ApiError(
+                    410, f"request {name:.80} is long past or has no number; send a new one"
+                )
+            tenant.futures[name] = future
+            for each in model.order.add(number, (future, work)):
+                self._device.submit(_settle, model, *each)
+        return {"request_id": name, "model_id": model.id}
+
+    async def _retrieve(self, request: web.Request) -> web.Response:
+        tenant, name = self._tenant(request), dialects.parse(await request.read())["request_id"]
+        future = asyncio.wrap_future(tenant.find("futures", name))
+        future.add_done_callback(asyncio.Future.exception)  # else asyncio reports it later
+        if not (await asyncio.wait([future], timeout=HOLD_SECONDS))[0]:
+            again = {"type": "try_again", "request_id": name, "queue_state": "active"}
+            return web.json_response(again)
+        tenant.fetched(name)
+        if error := future.exception():
+            mistake = isinstance(error, UserError | ApiError | ValueError)
+            if not mistake:
+                http_listener.LOGGER.error("request %s failed", name, exc_info=error)
+            why = " ".join(str(error).split()) or type(error).__name__
+            return web.json_response({"error": why, "category": "user" if mistake else "server"})
+        if isinstance(future.result(), bytes):
+            return web.Response(body=future.result(), content_type="application/x-protobuf")
+        return web.json_response(future.result())
+
+    # Models and their training.
+
+    def _capabilities(self, tenant: Tenant, given: _Json) -> _Json:
+        model = {"max_context_length": self.trainer.config.max_position, "trainable": True}
+        model |= {"sampleable": True}
+        return {"supported_models": [{"model_name": name, **model} for name in self.names]}
+
+    def _require_base(self, name: Any) -> None:
+        if name not in self.names:
+            known = ", ".join(self.names)
+            raise ApiError(404, f"there is no base model {name!r:.80}; this server has {known}")
+
+    def _create_model(self, tenant: Tenant, given: _Json) -> _Json:
+        self._require_base(given.get("base_model"))
+        asked = {"rank": 32, "train_attn": True, "train_mlp": True}
+        asked |= given.get("lora_config") or {}
+        record = {f"train_{name}": bool(asked[f"train_{name}"]) for name in ("attn", "mlp")}
+        targets = ("q", "k", "v", "o") * record["train_attn"]
+        targets += ("gate", "up", "down") * record["train_mlp"]
+        seed = secrets.randbits(31) if asked.get("seed") is None else asked["seed"]
+
+        def work(model: TrainedModel) -> None:
+            model.state = self.trainer.fresh(LoraConfig(asked["rank"], ALPHA, targets), seed)
+
+        return self._new_model(tenant, given, {**record, "lora_rank": asked["rank"]}, work)
+
+    def _new_model(
+        self, tenant: Tenant, given: _Json, record: _Json, work: Callable[[TrainedModel], None]
+    ) -> _Json:
+        if (given.get("optimizer_config") or {"type": "adamw"}).get("type") != "adamw":
+            raise ApiError(400, "optimizer_config.type is not adamw, the only one here")
+        name = f"{tenant.beat(given.get('session_id'))}:train:{given.get('model_seq_id')}"
+        own = {"base_model": self.names[0], "is_lora": True, "train_unembed": False}
+        own |= {"user_metadata": given.get("user_metadata")}
+        tenant.models.setdefault(name, TrainedModel(name, {**record, **own}))
+        return self._submit(tenant, {"model_id": name, "seq_id": 0}, work)
+
+    def _info(self, tenant: Tenant, given: _Json) -> _Json:
+        model = tenant.find("models", given.get("model_id"))
+        data = {"model_name": self.names[0], "tokenizer_id": self.tokenizer}
+        return {"model_id": model.id, "model_data": data, **model.record}
+
+    async def _forward_backward(self, request: web.Request) -> web.Response:
+        tenant, asked = self._tenant(request), binary_messages.request_of(await request.read())
+
+        def work(model: TrainedModel) -> bytes:
+            data, options = binary_messages.data_of(asked), binary_messages.options_of(asked)
+            rows = pack(data, asked.loss_fn, options, self.trainer.config, self.budget)
+            given = model.trained(), asked.loss_fn, rows, not asked.forward_only
+            parts = zip(*self.trainer.run(*given), strict=True)
+            return binary_messages.losses_reply(*map(rows.of_data, parts))
+
+        promise = self._submit(tenant, {"model_id": asked.model_id, "seq_id": asked.seq_id}, work)
+        return web.json_response(promise)
+
+    def _optim_step(self, tenant: Tenant, given: _Json) -> _Json:
+        def work(model: TrainedModel) -> _Json:
+            adam = given.get("adam_params")
+            if not isinstance(adam, dict) or set(adam) - set(ADAM):
+                raise UserError("optim_step has other parameters than Adam's; give AdamParams")
+            return {"metrics": {"grad_norm": model.trained().step(adam)}}
+
+        return self._submit(tenant, given, work)
+
+    # Checkpoints.
+
+    def _save(self, kind: str, tenant: Tenant, given: _Json) -> _Json:
+        def work(model: TrainedModel) -> _Json:
+            if given.get("age_encryption_recipients"):
+                raise UserError("files cannot be encrypted here; drop age_encryption_recipients")
+            state, session = model.trained(), model.id.partition(":")[0]
+            number = given.get("sampling_session_seq_id")
+            sampler = f"{session}:sample:{number}"
+            place = f"{kind}/{given['path']}" if given.get("path") else f"{UNNAMED}/{number}"
+            path = f"tinker://{model.id}/{place}"
+            end = given.get("ttl_seconds") and time.time() + given["ttl_seconds"]
+            own = {"checkpoint_metadata": given.get("user_metadata"), "expires": end}
+            record = {**model.record, **own, "updates": int(state.moments.count)}
+            write = partial(state.save, config=self.trainer.config, base=self.tokenizer)
+            write = partial(write, moments=kind == "weights")
+            saved = tenant.save(path, record, write, bool(given.get("overwrite")))
+            if given.get("path"):
+                return saved
+            tenant.samplers[sampler] = path
+            return {"sampling_session_id": sampler}
+
+        return self._submit(tenant, given, work)
+
+    def _load(self, tenant: Tenant, given: _Json) -> _Json:
+        where, record = tenant.checkpoint(given.get("path"))
+        updates = record["updates"] if given.get("optimizer") else 0
+        if updates and where.parent.name != "weights":
+            raise ApiError(400, "a sampler's weights have no optimizer; load a saved state")
+
+        def work(model: TrainedModel) -> None:
+            model.state = LoraState.load(where, self.trainer.config, updates)
+
+        if given.get("session_id"):
+            return self._new_model(tenant, given, record, work)
+        return self._submit(tenant, given, work)
+
+    def _list(self, tenant: Tenant, given: _Json) -> _Json:
+        found = [*tenant.listed(given.get("run", "*"))]
+        cursor = {"offset": 0, "limit": len(found), "total_count": len(found)}
+        return {"checkpoints": found, "cursor": cursor}
+
+    def _run(self, tenant: Tenant, given: _Json) -> _Json:
+        if not (saved := [*tenant.listed(given["run"])]):
+            raise ApiError(404, f"run {given['run']!r:.80} has no checkpoint; save one first")
+        last = {"last_request_time": saved[-1]["time"], "model_owner": "you"}
+        record = tenant.checkpoint(saved[-1]["tinker_path"])[1]
+        return {"training_run_id": given["run"], **last, **record}
+
+    def _delete(self, tenant: Tenant, given: _Json) -> None:
+        shutil.rmtree(tenant.checkpoint(_CHECKPOINT.format(**given))[0], ignore_errors=True)
+
+    def _link(self, tenant: Tenant, given: _Json) -> _Json:
+        where, end = tenant.checkpoint(_CHECKPOINT.format(**given))[0], time.time() + _LINK_SECONDS
+        link = secrets.token_urlsafe(24)
+        self._links[link] = where / ADAPTER, end
+        files, url = (where / ADAPTER).iterdir(), f"{given['origin']}/download/{link}"
+        return {"urls": {f.name: f"{url}/{f.name}" for f in files}, "expires": utc(end)}
+
+    async def _download(self, request: web.Request) -> web.FileResponse:
+        where, end = self._links.get(request.match_info["link"], (Path(), 0.0))
+        file = where / Path(request.match_info["file"]).name
+        if time.time() > end or not file.is_file():
+            raise ApiError(404, "the link or its checkpoint is gone; fetch new URLs")
+        return web.FileResponse(file)
+
+    # Sampling.
+
+    def _create_sampler(self, tenant: Tenant, given: _Json) -> _Json:
+        if path := given.get("model_path"):
+            tenant.checkpoint(path)
+        else:
+            self._require_base(given.get("base_model"))
+        number = given.get("sampling_session_seq_id")
+        name = f"{tenant.beat(given.get('session_id'))}:sample:{number}"
+        tenant.samplers[name] = path
+        return {"sampling_session_id": name}
+
+    def _sampler(self, tenant: Tenant, given: _Json) -> _Json:
+        path, name = tenant.find("samplers", given["sampler"]), given["sampler"]
+        return {"sampler_id": name, "base_model": self.names[0], "model_path": path}
+
+    def _sample(self, tenant: Tenant, given: _Json) -> _Json:
+        sampler = given.get("sampling_session_id")
+        path, name = tenant.find("samplers", sampler), f"{sampler}:{given.get('seq_id')}"
+        if name not in tenant.futures:  # else a client sends it again
+            work = self._generate(path and tenant.checkpoint(path)[0] / ADAPTER, given)
+            tenant.futures[name] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        ids = [f"{name}:{index}" for index in range(given["num_samples"])]
+        return {"request_id": name, "sample_sequence_ids": ids}
+
+    async def _generate(self, adapter: Path | None, given: _Json) -> bytes:
+        chunks, asked = given["prompt"]["chunks"], given["sampling_params"]
+        prompt = [token for chunk in chunks for token in chunk.get("tokens", ())]
+        room, stop = self.trainer.config.max_position - len(prompt), asked.get("stop")
+        refused = [name for name in _NOT_HERE if given.get(name)]
+        refused += [f"a chunk of {c['type']}" for c in chunks if c["type"] != "encoded_text"]
+        refused += ["stop=[], as the model's end always stops"] * (stop == [])
+        refused += [f"a prompt of {len(prompt)} tokens"] * (not prompt or room < 1)
+        if refused:
+            raise UserError(f"{refused[0]} is not supported here; leave it out")
+        stops, top = [stop] if isinstance(stop, str) else stop or [], given["topk_sample_logprobs"]
+        sampling = Sampling(
+            temperature=asked["temperature"], top_p=asked["top_p"], top_k=max(asked["top_k"], 0),
+            max_new_tokens=min(asked.get("max_tokens") or room, room), seed=asked.get("seed"),
+            stop=tuple(s for s in stops if isinstance(s, str)), top_logprobs=top,
+            stop_token_ids=tuple(s for s in stops if not isinstance(s, str)),
+        )  # fmt: skip
+        scored = given.get("prompt_logprobs_last_n") or len(prompt)
+        scored *= bool(given.get("prompt_logprobs"))
+        found = await self.samplers.sample(adapter, prompt, sampling, given["num_samples"], scored)
+        return binary_messages.sample_reply(*found, top)
+
+
+def _settle(model: TrainedModel, future: Future, work: Callable[[TrainedModel], Any]) -> None:
+    try:
+        future.set_result(work(model) or {"model_id": model.id})
+    except BaseException as error:
+        future.set_exception(error)
+
+
+async def _not_here(request: web.Request) -> web.Response:
+    what = f"{request.method} {request.path}"
+    raise ApiError(501, f"{what} is not part of this server; docs/tinker.md lists what is")
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Callable) -> web.StreamResponse:
+    """Answer errors by {"error": one line}."""
+    try:
+        return await handler(request)
+    except ApiError as refused:
+        status, why = refused.status, str(refused)
+    except (*http_listener.CLIENTS, KeyError, TypeError) as broken:
+        status, why = 400, f"the body cannot be read: {broken!r}"
+    except web.HTTPRequestEntityTooLarge:
+        status, why = 413, f"the body is larger than {MAX_BODY >> 20} MiB; send fewer data at once"
+    return web.json_response({"error": why}, status=status)
+
+
+async def serve(
+    fleet: Fleet, make: Callable[[JaxLora, Samplers], TinkerApi], model: Path, dtype: str,
+    host: str, port: int, tls: Tls | None,
+) -> None:  # fmt: skip
+    """Connect the fleet, load `model` in `dtype`, answer until a signal; UserError if one fails."""
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(fleet.close)
+        base, _ = await asyncio.gather(in_thread(adapter.digest, model), fleet.connect())
+        trainer = await in_thread(JaxLora, model, dtype, fleet.context)
+        api, listener = make(trainer, Samplers(fleet, base, dtype)), HttpListener()
+        around = (listener.watch, errors_as_json)
+        app = web.Application(middlewares=around, client_max_size=MAX_BODY)
+        app.add_routes(api.routes())
+        port = await listener.open(app, host, port, fleet_tls.https(tls) if tls else None)
+        stack.push_async_callback(listener.close)
+        await serving.until_signal(f"http{'s' if tls else ''}://{bracketed(host, port)}")
