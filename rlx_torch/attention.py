@@ -7,13 +7,16 @@ All rows of a microbatch are one sequence, [1, N] without padding. Its segments 
 import importlib.util
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import varlen as torch_varlen
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
@@ -21,6 +24,7 @@ from transformers import AttentionInterface
 from rlx.base import UserError
 
 BLOCK = 512  # queries whose scores exist at one time, where torch has no fused attention.
+MASK_BLOCK = 128  # tokens of a block that FlexAttention computes or skips
 # Longest segment, tokens, for which a CPU uses `_Products` in half precision. Torch's fused
 # attention has a slow backward pass there: for 96 tokens it took 3.3 times as long.
 SHORT = 512
@@ -81,20 +85,23 @@ class Blocks(NamedTuple):
         return cls(tuple(_block(part, device) for part in parts))
 
 
-class Trees(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Trees:
     """Trees of N tokens, depth first, end to end; the arrays are [N] int64 on the device."""
 
     sizes: tuple[int, ...]
     ends: Tensor  # where in N the subtree of each token ends
     positions: Tensor
+    made: dict[int | None, BlockMask] = field(default_factory=dict)
 
     @classmethod
     def of(cls, ends: np.ndarray, positions: np.ndarray, device: str) -> "Trees":
         """Return the trees of tokens whose roots have position 0."""
         roots = np.flatnonzero(positions == 0)
         ends = np.maximum(ends, np.arange(len(ends)) + 1)  # padding sees itself
-        arrays = (torch.from_numpy(x.astype(np.int64)).to(device) for x in (ends, positions))
-        return cls(tuple(np.diff(roots, append=len(ends)).tolist()), *arrays)
+        sizes = tuple(np.diff(roots, append=len(ends)).tolist())
+        both = (torch.from_numpy(x.astype(np.int64)).to(device) for x in (ends, positions))
+        return cls(sizes, next(both), next(both))
 
     def masks(self, window: int | None) -> Iterator[Tensor]:
         """Yield for each tree which of its S tokens see which, [S, S] bool."""
@@ -108,6 +115,38 @@ class Trees(NamedTuple):
                 mask &= behind < window
             yield mask
             start += size
+
+    def block_mask(self, window: int | None) -> BlockMask:
+        """Return FlexAttention's mask of all N tokens, which is made once for each window."""
+        if window not in self.made:
+            self.made[window] = self._block_mask(window)
+        return self.made[window]
+
+    def _block_mask(self, window: int | None) -> BlockMask:
+        ends, positions, size = self.ends, self.positions, MASK_BLOCK
+
+        def sees(_, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            found = (query >= key) & (query < ends[key])
+            return found & (positions[query] - positions[key] < window) if window else found
+
+        padding = (0, -len(ends) % size)
+        blocks = nn.functional.pad(ends, padding).view(-1, size)
+        at = torch.arange(len(blocks), device=ends.device)[:, None]
+        some = (at >= at.T) & (blocks.amax(1) > at * size)
+        every = (at > at.T) & (blocks.amin(1) >= (at + 1) * size)
+        if window:
+            places = nn.functional.pad(positions, padding).view(-1, size)
+            first, last = places.amin(1), places.amax(1)
+            some &= first[:, None] - last < window
+            every &= last[:, None] - first < window
+
+        def listed(mask: Tensor) -> tuple[Tensor, Tensor]:
+            order = mask.int().argsort(dim=1, descending=True, stable=True)
+            return mask.sum(1, dtype=torch.int32)[None, None], order.int()[None, None]
+
+        return BlockMask.from_kv_blocks(
+            *listed(some & ~every), *listed(every), size, sees, (len(ends), len(ends))
+        )
 
 
 def _block(sizes: list[int], device: str) -> Block:
@@ -151,9 +190,50 @@ class _Collect(torch.autograd.Function):
         return wide, None
 
 
+@cache
+def _compiled_flex_attention() -> Callable[..., Any]:
+    return torch.compile(flex_attention, dynamic=True)
+
+
+@torch.compiler.disable(recursive=False)
+def over_trees(
+    query: Tensor, key: Tensor, value: Tensor, trees: Trees, window: int | None, scale: float | None
+) -> Tensor:
+    """Attend by FlexAttention, without pairs of blocks that see nothing of each other.
+
+    Args and result are as of `segments`.
+    """
+    found = _compiled_flex_attention()(
+        query, key, value, block_mask=trees.block_mask(window), scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return found.transpose(1, 2)
+
+
+def tree_error(heads: int, kv_heads: int, width: int, device: str, dtype: torch.dtype) -> float:
+    """Return how far `over_trees` is from attention by masks, forward and backward.
+
+    The larger of ‖x − masks‖ / ‖masks‖ of the output and of the gradients of query, key and value.
+    """
+    runs, leaves = ((0, 200), (150, 280), (50, 100)), (np.arange(230), np.arange(180, 230))
+    positions = np.concatenate([*(np.arange(*run) for run in runs), *leaves])
+    ends = np.repeat([380, 330, 200, 330, 380, 660, 610, 660], [50, 100, 50, 130, 50, 180, 50, 50])
+    trees, chance = Trees.of(ends, positions, device), torch.Generator(device).manual_seed(0)
+    rows = [torch.randn(1, n, len(ends), width, generator=chance, device=device, dtype=dtype,
+                        requires_grad=True) for n in (heads, kv_heads, kv_heads)]  # fmt: skip
+    ways = (
+        over_trees(*rows, trees, None, None),
+        segments(nn.Identity(), *rows, None, blocks=trees)[0],
+    )
+    pull = torch.randn(ways[0].shape, generator=chance, device=device, dtype=dtype)
+    both = [(out, *torch.autograd.grad(out, rows, pull)) for out in ways]
+    apart = [(a.float() - b.float()).norm() / b.float().norm() for a, b in zip(*both, strict=True)]
+    return float(max(apart))
+
+
 @torch.compiler.disable  # else one program for each number of blocks
 def segments(
-    module: torch.nn.Module,
+    module: nn.Module,
     query: Tensor,  # [1, heads, N, H]; key and value may have fewer heads
     key: Tensor,
     value: Tensor,
@@ -273,7 +353,7 @@ def _unfused(
 
 
 def varlen(
-    module: torch.nn.Module,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -283,16 +363,20 @@ def varlen(
     cu_seq_lens_q: Tensor,
     max_length_q: int,
     sliding_window: int | None = None,
+    blocks: Blocks | Trees | None = None,
     **more,
 ) -> tuple[Tensor, None]:
-    """Attend within each segment by torch's varlen kernel; CUDA, half precision."""
+    """Attend within each segment by torch's varlen kernel, or over trees; CUDA, half precision."""
     if more.get("softcap") or more.get("s_aux") is not None:
         return segments(
             module, query, key, value, attention_mask, scaling, sliding_window=sliding_window,
-            **more,
+            blocks=blocks, **more,
         )  # fmt: skip
     # Under autocast RoPE leaves queries and keys in float32, values in half precision.
-    q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    if isinstance(blocks, Trees):
+        return over_trees(query, key, value, blocks, sliding_window, scaling), None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
     window = ((sliding_window or 0) - 1, 0)
     out = torch_varlen.varlen_attn(

@@ -30,7 +30,7 @@ from rlx.train import objective
 from rlx.train.batch_update import BatchUpdate, require_same
 from rlx.train.packing import PackPlan
 from rlx.train.train_options import OPTIMIZERS, OptimizerOptions, TrainOptions, rate_at
-from rlx_torch import packed_model, sharding
+from rlx_torch import attention, packed_model, sharding
 from rlx_torch.optimizers import make_optimizer, step_offloaded
 from rlx_torch.packed_model import OtherAdapters, Valued
 from rlx_torch.sharding import Ranks
@@ -107,14 +107,22 @@ class TorchUpdate(BatchUpdate):
         frozen = self._algorithm.needs_reference and not options.reference_moves
         if frozen and not options.lora:
             self._reference = self._load()
-        half_on_gpu = self._device != "cpu" and options.compute_dtype != "float32"
-        self._share_prefixes(
-            "a GPU's fused attention has no trees: they need model.compute_dtype=float32"
-            if half_on_gpu else ""
-        )  # fmt: skip
+        self._share_prefixes(self._obstacle(model_config))
         self._tree_cost = parameters.attention_cost(model_config, self._device)
         self.state_bytes = self._count_bytes()
         self._writer = ThreadPoolExecutor(1)
+
+    def _obstacle(self, model: ModelConfig) -> str:
+        """Return why this device has no attention over trees; empty if it has."""
+        dtype, kind = self._options.compute_dtype, packed_model.known(self._directory).model_type
+        name = attention.kernel(self._device, dtype, kind)
+        if name == "rlx_segments":
+            return ""
+        if name != "rlx_varlen":
+            return f"{name} has no trees; PyTorch's FlexAttention, without that package, has"
+        shape = model.num_heads, model.num_kv_heads, model.head_dim
+        error = partial(attention.tree_error, *shape, self._device, getattr(torch, dtype))
+        return self._wrong_trees("FlexAttention", error)
 
     def _count_bytes(self) -> int:
         with torch.device("meta"):
@@ -234,7 +242,8 @@ class TorchUpdate(BatchUpdate):
         return _mapped(tree, _host)
 
     def _cost(self, plan: PackPlan, sizes: np.ndarray) -> float:
-        return float((sizes * (1 + self._tree_cost * sizes)).sum())  # of neither padding nor rows
+        tokens = float(sizes.sum() - plan.shared.sum())  # without padding
+        return tokens + self._tree_cost * plan.pairs(sizes)
 
     def _policy(self, state: TorchState) -> Any:
         return state.policy.model

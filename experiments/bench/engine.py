@@ -1,28 +1,35 @@
-"""Measure how fast the JAX engine generates in this process.
+"""Measure how fast the JAX engine generates in this process, or when first tokens come.
 
     python -m experiments.bench.engine --shape=tiny          # 3.7M parameters, fp32
     python -m experiments.bench.engine --shape=0.5b --slots=8 --rounds=1
     python -m experiments.bench.engine --model=DIR
     taskset -c 0 python -m experiments.bench.engine          # on one core
+    python -m experiments.bench.engine --first=512,2048 [--engine=vllm]
 
 Prints start time, tokens/s at several concurrencies, time of a prefill, and the stall of a weight
 update. Groups of 8 samples share a prompt; every sample makes all its new tokens. On a busy machine
 compare the figures with the speed of a matrix product of the model's shape, measured at the same
 time. The first round of a concurrency compiles and does not count.
+
+With `--first`, seconds until every sample has a token are measured, for prompts of these lengths: a
+request for one sample, one for a group, and the group's samples with a prompt each.
 """
 
 import argparse
 import asyncio
+import dataclasses
 import os
 import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlx.engines.engine import Engine
 from rlx.engines.jax.jax_engine import JaxEngine
 from rlx.fleet.requests import Request, Sampling
 from rlx.model import hf, params
@@ -51,6 +58,8 @@ def flags() -> argparse.Namespace:
     p.add_argument("--new", type=int, default=64, help="new tokens a sample")
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--first", default="", help="lengths of prompts, for first tokens")
+    p.add_argument("--engine", default="jax", choices=("jax", "vllm"), help="with --first")
     return p.parse_args()
 
 
@@ -135,6 +144,47 @@ def product_speed(config: ModelConfig, slots: int) -> float:
     return 2 * x.shape[0] * w.size / statistics.median(times) / 1e9
 
 
+async def first_tokens(engine: Engine, args: argparse.Namespace) -> None:
+    """Print seconds to first tokens with a prompt for one sample, for a group, and for each."""
+    rng = np.random.default_rng(0)
+
+    async def first(length: int, samples: int, name: str) -> None:
+        prompt = rng.integers(3, 250, length).astype(np.int32)
+        new, waiting = args.decode_steps, set(range(samples))
+        sampling = Sampling(max_new_tokens=new, min_new_tokens=new, seed=0)
+        async for chunk in engine.generate(Request(name, prompt, sampling, samples)):
+            waiting.discard(chunk.index)
+            if not waiting:
+                break
+
+    for length in map(int, args.first.split(",")):
+        taken: dict[str, list[float]] = {}
+        for turn in range(args.rounds + 2):  # the first ones compile
+            for what, prompts, samples in (
+                ("one sample", 1, 1), ("a group", 1, SAMPLES), ("other prompts", SAMPLES, 1),
+            ):  # fmt: skip
+                start = time.perf_counter()
+                names = [f"{length} {turn} {what} {i}" for i in range(prompts)]
+                await asyncio.gather(*(first(length, samples, name) for name in names))
+                taken.setdefault(what, []).append(time.perf_counter() - start)
+        found = ", ".join(f"{what} {statistics.median(t[2:]):.3f}" for what, t in taken.items())
+        print(f"{args.engine}, prompt {length}: seconds to first tokens: {found}")
+
+
+async def bench_first(model: str, args: argparse.Namespace) -> None:
+    kind: Any = JaxEngine
+    if args.engine == "vllm":
+        from rlx.engines.vllm.vllm_engine import VllmEngine as kind
+    length = max(map(int, args.first.split(","))) + args.new
+    options = {"decode_steps": args.decode_steps} if args.engine == "jax" else {}
+    engine = kind(model, slots=SAMPLES, max_model_len=length, dtype=args.dtype, **options)
+    await engine.start()
+    try:
+        await first_tokens(engine, args)
+    finally:
+        await engine.close()
+
+
 async def bench(model: str, args: argparse.Namespace) -> None:
     length = args.prompt + args.new
     options = {"slots": args.slots, "decode_steps": args.decode_steps, "dtype": args.dtype}
@@ -161,9 +211,10 @@ def main() -> None:
         model = args.model
         if not model:
             model = str(Path(directory) / "model")
-            config = SHAPES[args.shape]
-            hf.save(model, config, params.init(config, jax.random.key(0), args.dtype))
-        asyncio.run(bench(model, args))
+            config = dataclasses.replace(SHAPES[args.shape], max_position=4096)
+            weights = params.init(config, jax.random.key(0), args.dtype)
+            hf.save(model, config, weights, source=hf.resolve("rlx:arithmetic"))
+        asyncio.run((bench_first if args.first else bench)(model, args))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 The plain one is softmax(q·kᵀ + mask)·v by einsum in float32 at full precision, on the same bfloat16
 numbers (float32 on a CPU, which has no kernel). On a GPU the mask path is compared and timed too.
-Rows of trees that fork once (`train.share_prefixes=on`) are compared as rows of segments are.
+Rows of trees (`train.share_prefixes`) are compared as rows of segments are.
 Errors are ‖x − plain‖ / ‖plain‖ of the output and of the gradients of q, k and v, over real tokens.
 """
 

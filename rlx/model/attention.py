@@ -50,7 +50,6 @@ def attention(
       softcap: c where scores are c · tanh(q·k / √H / c); 0: not.
       tree: ends and positions, [B, T] int32 each, where rows hold trees depth first in place of
         segments: a token sees another that is not after it, and whose end is. None: segments.
-        Where `attention_kind` is packed, trees fork once.
 
     Returns:
       [B, T, N, H] in q's dtype.
@@ -78,6 +77,32 @@ def attention_kind(dtype: Any, head_dim: int, softcap: float = 0.0) -> str:
     if not half or not kernel_fits(head_dim, softcap) or not cuda_capability():
         return "blocks"
     return "packed" if cuda_capability() >= (9, 0) else "mask"
+
+
+def tree_error(heads: int, kv_heads: int, width: int, dtype: Any) -> float:
+    """Return how far this device's attention over trees is from that by blocks.
+
+    The larger of ‖x − blocks‖ / ‖blocks‖ of the output and of the gradients of q, k and v.
+    """
+    chains = ((0, 24), (16, 28), (8, 16), (0, 10), (4, 14))  # positions: two trees of 64 tokens
+    positions = jnp.concatenate([jnp.arange(*chain) for chain in chains])[None]
+    counts = jnp.array([8, 8, 8, 12, 8, 4, 6, 10])
+    ends = jnp.repeat(jnp.array([44, 36, 24, 36, 44, 64, 54, 64]), counts)[None]
+    sizes = jnp.array([[stop - start for start, stop in chains]], jnp.int32)
+    q, k, v, pull = (
+        jax.random.normal(jax.random.key(i), (1, 64, n, width), dtype)
+        for i, n in enumerate((heads, kv_heads, kv_heads, heads))
+    )
+
+    @jax.jit
+    def both_passes(sizes: Array | None) -> list[Array]:
+        attend = partial(attention, segment_ids=ends, segment_sizes=sizes, tree=(ends, positions))
+        out, back = jax.vjp(attend, q, k, v)
+        return [x.astype(jnp.float32) for x in (out, *back(pull))]
+
+    found, wanted = both_passes(sizes), both_passes(None)
+    norm = jnp.linalg.norm
+    return max(float(norm(a - b) / norm(b)) for a, b in zip(found, wanted, strict=True))
 
 
 def cuda_capability() -> tuple[int, ...]:

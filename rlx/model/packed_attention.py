@@ -4,7 +4,7 @@ Needs CUDA, half precision and a GPU of compute capability 9.0 (Hopper) or later
 API of the packed layout yet; only this file imports the private one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
@@ -62,7 +62,7 @@ def packed_attention(
     segment_sizes: Array,
     layout: Layout = ONE_DEVICE,  # layout, window: as of `attention.attention`
     window: int = 0,
-    # [B, T] int32, where rows hold trees that fork once, and segments are their chains: neighbours
+    # [B, T] int32, where rows hold trees depth first, and segments are their chains: neighbours
     # whose positions follow each other. They need window = 0.
     positions: Array | None = None,
 ) -> Array:
@@ -123,68 +123,108 @@ class Call(NamedTuple):
     key_starts: Array
 
 
-def _over_trees(q: Array, k: Array, v: Array, chain_sizes: Array, positions: Array) -> Array:
+def own_call(chain_sizes: Array) -> Call:
+    """Return the call in which each chain sees itself."""
     lengths, starts = segment_table(chain_sizes)
-    own = Call(lengths, lengths, starts, starts)
-    return _merged(q, k, v, (own, shared_call(chain_sizes, positions)))
+    return Call(lengths, lengths, starts, starts)
 
 
-def shared_call(chain_sizes: Array, positions: Array) -> Call:
-    """Return the call in which later chains of a tree see what they share with its first one."""
+def shared_call(chain_sizes: Array, positions: Array, seen: Array) -> tuple[Call, Array]:
+    """Return the call in which chains see the next tokens that their path shares with others.
+
+    Chains that share more than `seen` tokens follow each other, and the first one holds the next
+    tokens. All later ones see these, up to where one of them forks.
+
+    Args:
+      seen: [B, M] int32, how many first tokens of its path each chain saw in earlier calls.
+
+    Returns:
+      The call, and `seen` after it.
+    """
     chains, starts = chain_sizes > 0, segment_table(chain_sizes)[1][:, :-1]
-    first = jnp.take_along_axis(positions, jnp.maximum(starts, 0), axis=1)
-    roots = chains & (first == 0)
-    tree = jnp.cumsum(roots, axis=1)
-    later = roots[:, :, None] & (chains & ~roots)[:, None] & (tree[:, :, None] == tree[:, None])
+    first = _first_positions(chain_sizes, positions)
+    leads = chains & (first <= seen)
+    number = jnp.cumsum(leads, axis=1)
+    own = leads[:, :, None] & chains[:, None] & (number[:, :, None] == number[:, None])
+    later = own & ~leads[:, None]
     sizes = jnp.sum(jnp.where(later, chain_sizes[:, None], 0), axis=2)
-    shared = jnp.max(jnp.where(later, first[:, None], 0), axis=2)
-    begin = jnp.min(jnp.where(later, starts[:, None], positions.shape[1]), axis=2)
-    numbers = (
-        jnp.where(sizes > 0, x, -1).astype(jnp.int32) for x in (sizes, shared, begin, starts)
-    )
+    limit = positions.shape[1]
+    begin, until = (
+        jnp.min(jnp.where(later, x[:, None], limit), axis=2) for x in (starts, first)
+    )  # fmt: skip
+    known = (sizes, until - seen, begin, starts + seen - first)
+    numbers = (jnp.where(sizes > 0, x, -1).astype(jnp.int32) for x in known)
     sizes, shared, begin, starts = numbers
-    return Call(sizes, shared, *(jnp.pad(x, ((0, 0), (0, 1)), constant_values=-1)
-                                 for x in (begin, starts)))  # fmt: skip
+    table = (jnp.pad(x, ((0, 0), (0, 1)), constant_values=-1) for x in (begin, starts))
+    after = jnp.sum(jnp.where(own & (sizes > 0)[..., None], until[..., None], 0), axis=1)
+    return Call(sizes, shared, *table), jnp.maximum(seen, after)
+
+
+def _first_positions(chain_sizes: Array, positions: Array) -> Array:
+    """Return the position of each chain's first token, [B, M] int32; 0 where there is none."""
+    starts = segment_table(chain_sizes)[1][:, :-1]
+    first = jnp.take_along_axis(positions, jnp.maximum(starts, 0), axis=1)
+    return jnp.where(chain_sizes > 0, first, 0)
+
+
+def _over_calls(chain_sizes: Array, positions: Array, add: Callable[..., Any], sums: Any) -> Any:
+    """Return sums after `add` of the chains' call and of one for each level of the trees."""
+    first = _first_positions(chain_sizes, positions)
+
+    def step(carry: Any) -> Any:
+        call, seen = shared_call(chain_sizes, positions, carry[0])
+        return seen, add(call, False, carry[1])
+
+    start = jnp.zeros_like(first), add(own_call(chain_sizes), True, sums)
+    with jax.named_scope("trips_1"):  # expected ones, for who reads the program
+        return jax.lax.while_loop(lambda carry: jnp.any(carry[0] < first), step, start)[1]
 
 
 # The parts of softmax add up. Each call's result counts by its share of the common normaliser, and
 # its backward pass recomputes weights with that one (arXiv 2310.01889).
 @jax.custom_vjp
-def _merged(q: Array, k: Array, v: Array, calls: tuple[Call, Call]) -> Array:
-    return _merged_forward(q, k, v, calls)[0]
+def _over_trees(q: Array, k: Array, v: Array, chain_sizes: Array, positions: Array) -> Array:
+    return _over_trees_forward(q, k, v, chain_sizes, positions)[0]
 
 
-def _merged_forward(q, k, v, calls):
-    found = []
-    for causal, call in zip((True, False), calls, strict=True):
+def _over_trees_forward(q, k, v, chain_sizes, positions):
+    def add(call, causal, sums):
         mixed, stats = kernel("fwd", q, k, v, call, causal, is_training=True)
         number, place = _in_stats(call, q.shape[1])
         stats = stats.at[number, :, place].get(mode="fill", fill_value=NOTHING)
-        there = (number < call.query_sizes.size)[..., None]
-        found.append((jnp.where(there[..., None], mixed.astype(jnp.float32), 0), stats))
-    normaliser = jnp.logaddexp(found[0][1], found[1][1])
-    mixed = sum(jnp.exp(own - normaliser)[..., None] * part for part, own in found)
+        there = (number < call.query_sizes.size)[..., None, None]
+        whole = jnp.logaddexp(sums[1], stats)
+        old, new = (jnp.exp(part - whole)[..., None] for part in (sums[1], stats))
+        return sums[0] * old + jnp.where(there, mixed.astype(jnp.float32), 0) * new, whole
+
+    none = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:3], NOTHING, jnp.float32)
+    mixed, normaliser = _over_calls(chain_sizes, positions, add, none)
     mixed = checkpoint_name(mixed.astype(q.dtype), "attention")
     normaliser = checkpoint_name(normaliser, "attention")
-    return mixed, (q, k, v, calls, mixed, normaliser)
+    return mixed, (q, k, v, chain_sizes, positions, mixed, normaliser)
 
 
-def _merged_backward(kept, grad):
-    q, k, v, calls, mixed, normaliser = kept
-    sums = [jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
-    for causal, call in zip((True, False), calls, strict=True):
+def _over_trees_backward(kept, grad):
+    q, k, v, chain_sizes, positions, mixed, normaliser = kept
+
+    def add(call, causal, sums):
         number, place = _in_stats(call, q.shape[1])
         stats = jnp.zeros((call.query_sizes.size, q.shape[2], q.shape[1]), jnp.float32)
         stats = stats.at[number, :, place].set(normaliser, mode="drop")
         grads = kernel("bwd", q, k, v, call, causal, stats, mixed, grad)
         queries = number < call.query_sizes.size
         keys = jnp.any(_held(call.key_starts, call.key_sizes, q.shape[1]), axis=1)
-        for i, there in enumerate((queries, keys, keys)):
-            sums[i] += jnp.where(there[..., None, None], grads[i], 0)
-    return *(total.astype(q.dtype) for total in sums), None
+        return tuple(
+            total + jnp.where(there[..., None, None], new, 0)
+            for total, new, there in zip(sums, grads, (queries, keys, keys), strict=True)
+        )
+
+    sums = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
+    sums = _over_calls(chain_sizes, positions, add, sums)
+    return *(total.astype(q.dtype) for total in sums), None, None
 
 
-_merged.defvjp(_merged_forward, _merged_backward)
+_over_trees.defvjp(_over_trees_forward, _over_trees_backward)
 
 
 def kernel(

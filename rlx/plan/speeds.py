@@ -132,13 +132,14 @@ class TrainerSpeed:
     def _computed(self, lengths: np.ndarray) -> tuple[float, float]:
         """Return tokens that are computed, and their work for one without sharing.
 
-        As `train.share_prefixes=auto` decides, for one tree of a group and rows of one trajectory.
+        As `train.share_prefixes=auto` decides, for one tree of a group.
         """
-        own = lengths.reshape(-1, self.samples)
-        trees = np.maximum(own.sum(1) - (self.samples - 1) * self.shared, own.max(1))
+        known = np.minimum(lengths.reshape(-1, self.samples).min(1), self.shared)
+        known = np.repeat(known, self.samples - 1)
         cost = params.attention_cost(self.model, self.card.kind.lower())
-        work = (trees * (1 + cost * trees)).sum() / (lengths * (1 + cost * lengths)).sum()
-        return (trees.sum(), work) if work < GAIN else (lengths.sum(), 1.0)
+        saved, whole = ((n * (1 + cost * n)).sum() for n in (known, lengths))
+        work = 1 - saved / whole
+        return (lengths.sum() - known.sum(), work) if work < GAIN else (lengths.sum(), 1.0)
 
     def publish_seconds(self, servers: int) -> float:
         """Return seconds from a finished update to the last server's confirmation."""

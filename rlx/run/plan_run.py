@@ -122,9 +122,7 @@ class PlanRequest:
         A run has measured them: answers, and other groups, may begin alike too.
         """
         train, n = sizes.train, sizes.n_samples
-        by_default = self.card.kind == CPU.kind or train.compute_dtype == "float32"
-        shares = train.share_prefixes == "on" or (train.share_prefixes == "auto" and by_default)
-        if "context" in train.mesh or not shares:
+        if "context" in train.mesh or train.share_prefixes == "off":
             return 0.0
         steps = [*self.run.metrics.values()][-RECENT:] if self.run else []
         known = [s["n_shared_tokens"] / s["n_seqs"] for s in steps if "n_shared_tokens" in s]

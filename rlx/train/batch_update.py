@@ -44,8 +44,8 @@ class BatchUpdate:
         self._row_shards, self._token_budget = row_shards, options.token_budget * context
         self._attention_cost = 0.0  # as of `packing.plan`
         self._tree_cost = 0.0  # as of `prefix_trees.plan`
+        self._fork_cost = 0.0  # likewise
         self._shares = "off"  # of `prefix_trees.MODES`
-        self._fork_once = False  # as of `prefix_trees.plan`
         self._reference: Any = None  # the frozen one; None with LoRA: the base without adapters
 
     def _share_prefixes(self, obstacle: str) -> None:
@@ -53,6 +53,19 @@ class BatchUpdate:
         self._shares = "off" if obstacle else self._options.share_prefixes
         if obstacle and self._options.share_prefixes == "on":
             raise UserError(f"train.share_prefixes=on and {obstacle}; set it to auto or off")
+
+    def _wrong_trees(self, kernel: str, error: Callable[[], float]) -> str:
+        """Return an obstacle for `_share_prefixes` unless a kernel's error over trees is small."""
+        if self._options.share_prefixes == "off":
+            return ""
+        try:
+            found = error()
+        except Exception as problem:  # compilers raise errors of many kinds
+            text = (str(problem) or repr(problem)).splitlines()[0]
+            return f"{kernel} has no attention over trees on this device ({text})"
+        if found < prefix_trees.ERROR:
+            return ""
+        return f"{kernel}'s attention over trees is wrong by {found:.1%} on this device"
 
     # The primitives, which each trainer defines.
 
@@ -88,10 +101,10 @@ class BatchUpdate:
         plan = packing.plan(sizes, *given, **how)
         trees = None
         if self._shares != "off":
-            how |= {"tree_cost": self._tree_cost, "fork_once": self._fork_once}
+            how |= {"tree_cost": self._tree_cost, "fork_cost": self._fork_cost}
             trees = prefix_trees.plan(flat, ids, *given, **how)
             most = prefix_trees.GAIN * self._cost(plan, sizes)
-            if self._shares == "auto" and self._cost(trees, trees.sizes) > most:
+            if self._shares == "auto" and self._cost(trees, sizes) > most:
                 trees = None
         if trees is None:
             parts = packing.microbatches(flat, ids, plan)
@@ -103,8 +116,8 @@ class BatchUpdate:
         return plan, [self._put_rows(part) for part in parts]
 
     def _cost(self, plan: packing.PackPlan, sizes: np.ndarray) -> float:
-        """Return the work of a plan, of sequences or trees of these sizes, in tokens."""
-        return plan.cost(self._attention_cost)
+        """Return the work of a plan, of sequences of these sizes, in tokens."""
+        return plan.padded_tokens + self._tree_cost * plan.pairs(sizes)
 
     def _on_flat_axis(
         self, batches: Sequence[Arrays], size: int, count: int, function: Callable[[Arrays], tuple]

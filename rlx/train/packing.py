@@ -101,6 +101,10 @@ class PackPlan:
     def padded_tokens(self) -> int:
         return sum(rows * length for rows, length in self.shapes)
 
+    def pairs(self, sizes: np.ndarray) -> float:
+        """Return twice the pairs of tokens that see each other; sizes: [N], of the sequences."""
+        return float((sizes**2).sum() - (self.shared**2).sum())
+
     def cost(self, attention_cost: float) -> float:
         """Return Σ rows · T · (1 + attention_cost · T) over the microbatches."""
         return sum(n * length * (1 + attention_cost * length) for n, length in self.shapes)

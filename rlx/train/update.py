@@ -21,7 +21,7 @@ from rlx.base import UserError
 from rlx.model import decoder, sharding
 from rlx.model import lora as lora_lib
 from rlx.model import params as parameters
-from rlx.model.attention import attention_kind
+from rlx.model.attention import attention_kind, tree_error
 from rlx.model.buckets import Merge, export
 from rlx.model.experts import balance_loss
 from rlx.model.model_config import ModelConfig
@@ -33,7 +33,11 @@ from rlx.train.batch_update import BatchUpdate
 from rlx.train.learner import Batch, Critic, Learner, Stats, TrainState, float32, make_optimizer
 from rlx.train.train_options import TrainOptions
 
+# Of `prefix_trees.plan`, where attention has a call for each level of forks: of a step of 1.5B
+# each takes 1.7 % (experiments/2026-12-shared-prefixes).
+FORK_COST = 0.02
 RESTING = "pinned_host"  # memory of a state that rests
+
 ParamsSource = Callable[[Params], Params]  # sharding of each parameter → all parameters, so placed
 
 
@@ -92,10 +96,13 @@ class JaxUpdate(BatchUpdate):
                 "cuDNN's attention has trees from Hopper on and without sliding windows: others "
                 "need model.compute_dtype=float32"
             )
+        elif self._sizes_segments:
+            self._fork_cost, device = FORK_COST, sharding.target_device()
+            shape = model_config.num_heads, model_config.num_kv_heads, model_config.head_dim
+            if device.platform == "gpu" and device in jax.local_devices():
+                error = partial(tree_error, *shape, jnp.dtype(options.compute_dtype))
+                obstacle = self._wrong_trees("cuDNN", error)
         self._share_prefixes(obstacle)
-        self._fork_once = self._sizes_segments
-        if self._fork_once and self._shares == "auto":
-            self._shares = "off"  # until a GPU has shown that it is faster
         self._frozen: Any = None
         if self.lora:
             if source is None:

@@ -153,29 +153,52 @@ def tree_kernel(way, q, k, v, call, causal, *more, is_training=False):
     return put(q, rows, of_queries), put(k, keys, of_keys), put(v, keys, of_values)
 
 
-# Of each row of two: its trees as (shared tokens, tokens of the branches after them), depth first.
-FORKS = [[(6, (3, 1, 4)), (2, (5,))], [(1, (2, 2, 2, 2, 2)), (0, (7,)), (3, (0, 2, 1))]]
+# Of each row of two: its trees, depth first; a node is its tokens and then its children.
+FORKS = [
+    [(6, (3,), (1,), (4,)), (2, (5,))],
+    [(3, (2, (1,), (2, (2,), (3,))), (1,), (2, (1,), (1,))), (5,)],
+]
 
 
 def forked():
     """Ends, positions and counts of the rows of FORKS, [2, 24] each, with padding."""
     ends, positions = np.zeros((2, 24), np.int32), np.zeros((2, 24), np.int32)
+
+    def put(row, at, depth, tokens, *children):
+        stop = at + tokens
+        for child in children:
+            stop = put(row, stop, depth + tokens, *child)
+        ends[row, at : at + tokens] = stop
+        positions[row, at : at + tokens] = range(depth, depth + tokens)
+        return stop
+
     for row, trees in enumerate(FORKS):
         at = 0
-        for shared, branches in trees:
-            stop = at + shared + sum(branches)
-            ends[row, at : at + shared], positions[row, at : at + shared] = stop, range(shared)
-            at += shared
-            for size in branches:
-                ends[row, at : at + size] = at + size
-                positions[row, at : at + size] = range(shared, shared + size)
-                at += size
+        for tree in trees:
+            at = put(row, at, 0, *tree)
     return ends, positions
 
 
+def by_paths(q, k, v, pull, ends):
+    """Attention over trees in float64, and its gradients for q, k and v."""
+    groups, at = q.shape[2] // k.shape[2], np.arange(q.shape[1])
+    seen = ((at[:, None] >= at) & (at[:, None] < ends[:, None]))[:, None]
+    q, k, v, pull = (np.moveaxis(np.asarray(x, np.float64), 2, 1) for x in (q, k, v, pull))
+    k, v = (np.repeat(x, groups, axis=1) for x in (k, v))
+    scores = np.where(seen, np.exp(q @ k.swapaxes(2, 3) / q.shape[3] ** 0.5), 0)
+    weights = scores / np.maximum(scores.sum(3, keepdims=True), 1e-300)
+    of_weights = pull @ v.swapaxes(2, 3)
+    along = (of_weights * weights).sum(3, keepdims=True)
+    of_scores = weights * (of_weights - along) / q.shape[3] ** 0.5
+    of_keys, of_values = of_scores.swapaxes(2, 3) @ q, weights.swapaxes(2, 3) @ pull
+    shape = (len(q), -1, groups, *q.shape[2:])
+    grads = of_scores @ k, *(x.reshape(shape).sum(2) for x in (of_keys, of_values))
+    return [np.moveaxis(x, 1, 2) for x in (weights @ v, *grads)]
+
+
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (6, 1)])
-def test_trees_that_fork_once_are_attended_to_by_packed_segments(monkeypatch, heads, key_heads):
-    """Two calls of the kernel, merged, and their gradients, are attention over each path."""
+def test_trees_are_attended_to_by_packed_segments(monkeypatch, heads, key_heads):
+    """Calls of the kernel for chains and for each level of forks, merged, and their gradients."""
     monkeypatch.setattr(packed, "kernel", tree_kernel)
     ends, positions = forked()
     batch = {"tree_positions": positions, "tree_counts": (ends > 0).astype(np.int32)}
@@ -183,25 +206,43 @@ def test_trees_that_fork_once_are_attended_to_by_packed_segments(monkeypatch, he
     rng, there = np.random.default_rng(1), (ends > 0)[..., None, None]
     qkv = [jnp.asarray(rng.normal(size=(2, 24, n, 8)), jnp.float32)
            for n in (heads, key_heads, key_heads)]  # fmt: skip
-    weights = rng.normal(size=qkv[0].shape)
-    ends, positions = map(jnp.asarray, (ends, positions))
-
-    def loss(function, *qkv):
-        mixed = function(*qkv)
-        return jnp.sum(jnp.where(there, mixed, 0) * weights), mixed
-
-    of_packed = partial(packed.packed_attention, segment_sizes=sizes, positions=positions)
-    of_blocks = partial(attention, segment_ids=ends, tree=(ends, positions))
-    results = []
-    for function in (of_packed, of_blocks):
-        run = jax.jit(jax.value_and_grad(partial(loss, function), argnums=(0, 1, 2), has_aux=True))
-        (_, mixed), grads = run(*qkv)
-        results.append((mixed, *grads))
-    for ours, wanted in zip(*results, strict=True):
-        np.testing.assert_allclose(
-            np.where(there, ours, 0), np.where(there, wanted, 0), rtol=1e-5, atol=1e-5
-        )
+    pull = jnp.asarray(np.where(there, rng.normal(size=qkv[0].shape), 0), jnp.float32)
+    attend = partial(packed.packed_attention, segment_sizes=sizes, positions=jnp.asarray(positions))
+    out, back = jax.vjp(jax.jit(attend), *qkv)
+    wanted = by_paths(*qkv, pull, ends)
+    for ours, want in zip((out, *back(pull)), wanted, strict=True):
+        np.testing.assert_allclose(np.where(there, ours, 0), np.where(there, want, 0), atol=1e-5)
         assert not np.asarray(ours)[~there[..., 0, 0]].any(), "padding"
+
+
+def test_a_call_is_of_the_keys_of_one_level_of_forks():
+    """The second row of FORKS has three levels; each key is in one segment of a call at most."""
+    ends, positions = (x[1:] for x in forked())
+    batch = {"tree_positions": positions, "tree_counts": (ends > 0).astype(np.int32)}
+    sizes = jnp.asarray(packing.segment_sizes(prefix_trees.chains(batch)))
+    seen, calls = jnp.zeros_like(sizes), []
+    for _ in range(4):
+        call, seen = packed.shared_call(sizes, jnp.asarray(positions), seen)
+        columns = (call.key_starts, call.key_sizes, call.query_starts, call.query_sizes)
+        rows = zip(*(np.asarray(x)[0, : sizes.shape[1]].tolist() for x in columns), strict=True)
+        calls.append([row for row in rows if row[1] > 0])
+    assert calls == [
+        [(0, 3, 6, 12)],  # all later chains see the first three tokens
+        [(3, 2, 6, 7), (14, 2, 17, 1)],
+        [(6, 2, 10, 3)],
+        [],
+    ]
+
+
+@pytest.mark.parametrize("causal", ["only chains", "all"])
+def test_a_device_that_is_wrong_about_trees_is_found(monkeypatch, causal):
+    def kernel(way, q, k, v, call, is_causal, *more, **options):
+        return tree_kernel(way, q, k, v, call, is_causal or causal == "all", *more, **options)
+
+    monkeypatch.setattr(packed, "kernel", kernel)
+    monkeypatch.setattr(module, "attention_kind", lambda *_: "packed")
+    error = module.tree_error(4, 2, 8, jnp.float32)
+    assert (error < 1e-5) if causal == "only chains" else (error > 0.02)
 
 
 @pytest.mark.parametrize("window", [0, 5])

@@ -1,19 +1,23 @@
 """The trainer in PyTorch with trees: its plain update, and an oracle of each trajectory alone."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import flex_attention
 from transformers import AutoModelForCausalLM
 
 from rlx.algorithms.presets import PRESETS
+from rlx.base import UserError
 from rlx.config import default
 from rlx.model import hf
 from rlx.train.train_options import TrainOptions
 from rlx.train.update import JaxUpdate
-from rlx_torch.attention import Trees, segments
+from rlx_torch import attention, packed_model
+from rlx_torch.attention import Trees, over_trees, segments, tree_error
 from rlx_torch.update import TorchUpdate
-from tests.rlx_torch.update_test import of_a_kind
-from tests.train.prefix_trees_test import PACKED, branching
+from tests.train.prefix_trees_test import PACKED, branching, of_a_kind
 
 
 def options(preset, share, **overrides):
@@ -131,20 +135,36 @@ def test_a_step_is_the_one_of_each_trajectory_alone_in_float64(make, tiny_model_
             np.testing.assert_allclose(got[name], want, atol=2e-6, err_msg=name)
 
 
+@pytest.fixture
+def flex_on_cpu(monkeypatch):
+    """FlexAttention as PyTorch's reference computes it, with all pairs at one time."""
+    monkeypatch.setattr(
+        attention, "_compiled_flex_attention", lambda: flex_attention.flex_attention
+    )
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # Dynamo looks at it
+        yield
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_over_trees_is_that_over_each_path(softcap, window, dtype):
+def test_attention_over_trees_is_that_over_each_path(softcap, window, dtype, flex_on_cpu):
     """Two trees of one row: 0-1-2 and 0-1-3-4 by positions, and one of three tokens."""
     ends, positions = np.array([5, 5, 3, 5, 5, 8, 7, 8]), np.array([0, 1, 2, 2, 3, 0, 1, 1])
     paths = ([0, 1, 2], [0, 1, 3, 4], [5, 6], [5, 7])
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 4, 8, 16, generator=generator).to(dtype)
     k, v = (torch.randn(1, 2, 8, 16, generator=generator).to(dtype) for _ in range(2))
+    trees = Trees.of(ends, positions, "cpu")
     found = segments(
-        torch.nn.Identity(), q, k, v, None, blocks=Trees.of(ends, positions, "cpu"),
-        sliding_window=window, softcap=softcap,
+        torch.nn.Identity(), q, k, v, None, blocks=trees, sliding_window=window, softcap=softcap
     )[0][0]  # fmt: skip
+    if softcap is None:
+        by_mask = over_trees(q, k, v, trees, window, None)[0]
+        assert torch.allclose(by_mask, found, atol=1e-5 if dtype is torch.float32 else 3e-2)
     for path in paths:
         keys, values = (x[0, :, path].double().repeat_interleave(2, 0) for x in (k, v))
         scores = q[0, :, path].double() @ keys.transpose(-1, -2) / 4
@@ -154,3 +174,93 @@ def test_attention_over_trees_is_that_over_each_path(softcap, window, dtype):
         want = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ values
         near = 1e-5 if dtype is torch.float32 else 3e-2
         assert torch.allclose(found[path].double(), want.transpose(0, 1), atol=near)
+
+
+def test_flex_attention_is_that_by_masks_forward_and_backward(monkeypatch, flex_on_cpu):
+    assert tree_error(4, 2, 16, "cpu", torch.float32) < 1e-5
+    monkeypatch.setattr(Trees, "block_mask", lambda self, window: self._block_mask(100))
+    assert tree_error(4, 2, 16, "cpu", torch.float32) > 0.02, "a window that masks do not have"
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_blocks_are_skipped_that_see_nothing_and_whole_where_all_is_seen(window):
+    """Three trees in blocks of 128, against the mask of every pair."""
+    rng, positions, ends = np.random.default_rng(0), [], []
+    for prompt in (300, 20, 400):
+        sizes, begin = rng.integers(50, 300, 4), len(ends)
+        stop = begin + prompt + sizes.sum()
+        positions += [*range(prompt), *(prompt + i for size in sizes for i in range(size))]
+        leaves = begin + prompt + np.cumsum(sizes)
+        ends += [*np.repeat([stop, *leaves], [prompt, *sizes])]
+    trees = Trees.of(np.array(ends), np.array(positions), "cpu")
+    at, number = torch.arange(len(ends)), -(-len(ends) // 128)
+    every = torch.zeros(number * 128, number * 128, dtype=torch.bool)
+    every[: len(ends), : len(ends)] = (at[:, None] >= at) & (at[:, None] < trees.ends)
+    if window:
+        near = trees.positions[:, None] - trees.positions < window
+        every[: len(ends), : len(ends)] &= near
+    wanted = every.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).transpose(1, 2).flatten(2)
+    mask = trees.block_mask(window)
+    assert mask is trees.block_mask(window)
+
+    def listed(counts, order):
+        found = torch.zeros(number, number, dtype=torch.bool)
+        for row, count in enumerate(counts[0, 0]):
+            found[row, order[0, 0, row, :count].long()] = True
+        return found
+
+    some = listed(mask.kv_num_blocks, mask.kv_indices)
+    whole = listed(mask.full_kv_num_blocks, mask.full_kv_indices)
+    assert not (some & whole).any()
+    assert not (wanted.any(-1) & ~some & ~whole).any(), "a pair is skipped"
+    assert not (whole & ~wanted.all(-1)).any(), "a pair of a whole block is not seen"
+    assert number < (some | whole).sum() < number * (number + 1) / 2
+    if window is None:
+        assert whole.any()
+        assert torch.equal(some | whole, wanted.any(-1))
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_an_update_by_flex_attention_is_the_update_of_plain_rows(
+    remat, tiny_model_dir, monkeypatch, flex_on_cpu
+):
+    """As on a GPU in half precision, in float32."""
+    groups, more = branching(count=8), {"model.remat": remat}
+    want, plain, scores = updated(of_torch(options("gspo", "off", **more)), tiny_model_dir, groups)
+    calls = []
+
+    def counted(*given):
+        calls.append(given)
+        return over_trees(*given)
+
+    for module in (attention, packed_model):
+        monkeypatch.setattr(module, "kernel", lambda *_: "rlx_varlen")
+    monkeypatch.setattr(attention, "over_trees", counted)
+    got, metrics, found = updated(
+        of_torch(options("gspo", "on", **more)), tiny_model_dir, groups
+    )  # fmt: skip
+    assert calls
+    for name, tensor in want.items():
+        np.testing.assert_allclose(got[name], tensor, atol=2e-5, err_msg=name)
+    for one, other in zip(found, scores, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+    for name in set(metrics) - PACKED:
+        assert metrics[name] == pytest.approx(plain[name], rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("kernel", "error", "words"),
+    [
+        ("flash_attention_3", 0.0, "flash_attention_3 has no trees"),
+        ("rlx_varlen", 0.3, "FlexAttention's attention over trees is wrong by 30.0%"),
+    ],
+)
+def test_kernels_without_trees_are_refused_by_name(
+    kernel, error, words, tiny_model_dir, monkeypatch
+):
+    monkeypatch.setattr(attention, "kernel", lambda *_: kernel)
+    monkeypatch.setattr(attention, "tree_error", lambda *_: error)
+    for share in ("auto", "off"):
+        assert of_torch(options("gspo", share))(tiny_model_dir)._shares == "off"
+    with pytest.raises(UserError, match=words):
+        of_torch(options("gspo", "on"))(tiny_model_dir)

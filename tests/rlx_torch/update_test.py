@@ -23,6 +23,7 @@ from rlx.train.update import JaxUpdate
 from rlx_torch.optimizers import make_optimizer, step_offloaded
 from rlx_torch.update import TorchUpdate
 from tests.fixtures import rounding
+from tests.train.prefix_trees_test import of_a_kind
 
 
 def options(preset="grpo", **overrides):
@@ -76,21 +77,6 @@ OTHERS = {  # of the presets that are not in CASES, what is not their default
     },
     "dapo": {"algorithm.overlong_filter": True, "train.minibatches": 2},
 }  # fmt: skip
-
-
-def of_a_kind(batch, algorithm):
-    """Groups with what the algorithm asks for; some answers were cut off."""
-
-    def changed(i, t):
-        noise = np.random.default_rng(i).normal(-4.0, 0.3, len(t.tokens)).astype(np.float32)
-        teacher = np.where(t.loss_mask, noise, 0.0) if algorithm.kl_anchor == "teacher" else None
-        stop = "length" if i % 3 == 1 and algorithm.data == "rollouts" else "stop"
-        return replace(t, reference_logprobs=teacher, stop_reason=stop)
-
-    return [
-        replace(g, trajectories=tuple(changed(i, t) for i, t in enumerate(g.trajectories)))
-        for g in batch
-    ]
 
 
 @pytest.mark.slow

@@ -160,3 +160,42 @@ def test_a_decode_step_moves_the_weights_and_the_cache_once(tmp_path):
     [times] = re.findall(r"([\d.]+) × weights and cache", found)
     assert float(times) == pytest.approx(1.28, rel=0.06), found
     assert "limited by bandwidth" in found
+
+
+TREES = """
+import os
+from rlx.run import compile_for
+compile_for.set_up(os.environ)
+import jax, jax.numpy as jnp
+from rlx.doctor.gpu_cards import CARDS
+from rlx.model.attention import attention
+from rlx.train import device_programs
+
+def loss(q, k, v, ends, positions, sizes):
+    found = attention(q, k, v, ends, sizes, tree=(ends, positions))
+    return jnp.sum(found.astype(jnp.float32))
+
+tokens = 16_384
+with device_programs.gpus(CARDS["h100"].target(), 1, 1) as devices:
+    q, k, v = (jax.ShapeDtypeStruct((1, tokens, n, 128), jnp.bfloat16) for n in (12, 2, 2))
+    ends, sizes = (jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (tokens, 64))
+    grad = jax.grad(loss, argnums=(0, 1, 2))
+    program = device_programs.lower_on(devices[0], grad, (), (q, k, v, ends, ends, sizes))
+    compiled = program.compile()
+print(compiled.memory_analysis().temp_size_in_bytes)
+print(compiled.as_text())
+"""
+
+
+@pytest.mark.deviceless
+@pytest.mark.skipif(not HERE, reason="needs Python 3.12 and jax-cuda13-plugin")
+def test_attention_over_trees_is_two_kernels_and_no_scores_of_a_row_with_itself():
+    """One of chains, and one in a loop over the levels of forks; scores would take 6 GB a call."""
+    command = [sys.executable, "-c", TREES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    planned, text = done.stdout.split("\n", 1)
+    assert int(planned) < 1.5e9
+    for call in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):
+        assert text.count(f'custom_call_target="{call}"') == 2
+    assert "16384,16384" not in text

@@ -1,6 +1,7 @@
 """Trees of trajectories: each token sees its own path, and an update is the one of plain rows."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlx.algorithms.presets import PRESETS
 from rlx.base import Group, Trajectory, UserError
-from rlx.model import attention, packed_attention
+from rlx.model import attention, packed_attention, sharding
 from rlx.model import params as parameters
-from rlx.train import packing, prefix_trees, update
+from rlx.train import objective, packing, prefix_trees, update
 from rlx.train.train_options import TrainOptions
 from tests.model.attention_test import tree_kernel
 from tests.train.sharded_update import MIXTURE, OTHER, masks
@@ -39,12 +41,15 @@ def conversation(rng, tokens, turns, name, longest=6, vocab=32, **fields):
     return Trajectory(ids.astype(np.int32), sampled, logprobs, versions, **values), tokens
 
 
-def branching(seed=0, count=4, samples=5, masked=False, **fields):
-    """Groups whose trajectories share a prompt, and some of them sampled turns too."""
+def branching(seed=0, count=4, samples=5, masked=False, system=0, **fields):
+    """Groups whose trajectories share a prompt, and some of them sampled turns too.
+
+    All prompts begin with the same `system` tokens.
+    """
     rng = np.random.default_rng(seed)
-    groups = []
+    groups, first = [], [(int(x), False) for x in rng.integers(1, 32, system)]
     for g in range(count):
-        prompt = [(int(x), False) for x in rng.integers(1, 32, rng.integers(3, 12))]
+        prompt = first + [(int(x), False) for x in rng.integers(1, 32, rng.integers(3, 12))]
         own, stems = [], [prompt]
         for i in range(samples):
             stem = stems[rng.integers(len(stems))]
@@ -63,8 +68,8 @@ sequences = st.lists(
 
 @settings(deadline=None)
 @given(sequences, st.sampled_from([12, 16, 40]), st.sampled_from([1, 2]), st.sampled_from([0, 0.1]),
-       st.booleans())  # fmt: skip
-def test_a_token_sees_its_path_and_nothing_else(texts, budget, shards, cost, fork_once):
+       st.sampled_from([0.0, 0.3]))  # fmt: skip
+def test_a_token_sees_its_path_and_nothing_else(texts, budget, shards, cost, fork_cost):
     rng, whole, groups = np.random.default_rng(len(texts)), [], []
     for i, text in enumerate(texts):
         whole.append(np.array(text, np.int32))
@@ -76,7 +81,7 @@ def test_a_token_sees_its_path_and_nothing_else(texts, budget, shards, cost, for
         )  # fmt: skip
         groups.append(Group(i, (own,)))
     flat, ids = packing.flatten(groups), np.arange(len(whole))
-    how = {"tree_cost": cost, "shards": shards, "fork_once": fork_once}
+    how = {"tree_cost": cost, "shards": shards, "fork_cost": fork_cost}
     plan = prefix_trees.plan(flat, ids, budget, (8, 16), **how)
     seen, computed = [], 0
     for batch, shape in zip(prefix_trees.microbatches(flat, ids, plan), plan.shapes, strict=True):
@@ -85,13 +90,7 @@ def test_a_token_sees_its_path_and_nothing_else(texts, budget, shards, cost, for
         assert shape[0] % shards == 0
         assert shape[0] * shape[1] <= budget * shards
         computed += int((batch["tree_counts"] > 0).sum())
-        chains = prefix_trees.chains(batch)
         for row in range(shape[0]):
-            begins = np.flatnonzero(np.diff(chains[row], prepend=0) > 0)
-            firsts = batch["tree_positions"][row, begins]
-            trees = np.cumsum(firsts == 0)
-            forks = {(tree, first) for tree, first in zip(trees, firsts, strict=True) if first}
-            assert not fork_once or len(forks) == len({tree for tree, _ in forks})
             places, ends = np.arange(shape[1]), batch["tree_ends"][row]
             uses = np.zeros(shape[1], int)
             for segment in range(1, batch["segment_ids"][row].max() + 1):
@@ -126,10 +125,6 @@ def test_trees_stay_whole_where_they_fit_and_are_cut_where_not():
     parts = len(set(cut.rows))
     assert 1 < parts < 8
     assert flat.num_tokens - cut.shared.sum() == unique + 20 * (parts - 1)
-    for cost, some in ((0.0, True), (10.0, False)):  # a short prefix is not worth long rows
-        short = dataclasses.replace(flat, starts=flat.starts + 18, sizes=flat.sizes - 18)
-        planned = prefix_trees.plan(short, ids, 256, (256,), tree_cost=cost)
-        assert (planned.shared.sum() > 0) == some
     with pytest.raises(UserError, match=r"max_tokens_per_microbatch=16 .* below"):
         prefix_trees.plan(flat, ids, 16, (64,))
 
@@ -182,21 +177,36 @@ def require_same(one, other, shared=True):
     assert (metrics["model_flops"] < others["model_flops"]) == shared
 
 
+def of_a_kind(groups, algorithm):
+    """Groups with what the algorithm asks for; some answers were cut off."""
+
+    def changed(i, t):
+        noise = np.random.default_rng(i).normal(-4.0, 0.3, len(t.tokens)).astype(np.float32)
+        teacher = np.where(t.loss_mask, noise, 0.0) if algorithm.kl_anchor == "teacher" else None
+        stop = "length" if i % 3 == 1 and algorithm.data == "rollouts" else "stop"
+        return dataclasses.replace(t, reference_logprobs=teacher, stop_reason=stop)
+
+    return [
+        dataclasses.replace(
+            g, trajectories=tuple(changed(i, t) for i, t in enumerate(g.trajectories))
+        ) for g in groups
+    ]  # fmt: skip
+
+
 CASES = {
     "grpo": {"algorithm.entropy_coefficient": 0.05},
-    "gspo": {},
-    "gmpo": {},
     "ppo": {"algorithm.kl_placement": "loss", "algorithm.kl_coefficient": 0.1},
-    "sft": {},
-    "dpo": {},
-    "reward_model": {},
 }
 
 
-@pytest.mark.parametrize("preset", CASES)
-def test_an_update_with_trees_is_the_update_of_plain_rows(preset, model_config, make_config):
+@pytest.mark.parametrize("preset", PRESETS)
+def test_an_update_with_trees_is_the_update_of_plain_rows(
+    preset, model_config, make_config, monkeypatch
+):
     """Sampled tokens that two trajectories share are trained with the advantage of each."""
-    samples = 2 if preset in ("dpo", "reward_model") else 5
+    options = {"algorithm.preset": preset, **CASES.get(preset, {})}
+    algorithm = TrainOptions.of(make_config(**options)).algorithm
+    samples = 2 if algorithm.data == "pairs" else 5
     groups = branching(count=8 if samples == 2 else 4, samples=samples)
     if samples == 2:
         groups = [
@@ -204,8 +214,15 @@ def test_an_update_with_trees_is_the_update_of_plain_rows(preset, model_config, 
                 dataclasses.replace(t, reward=1.0 - i) for i, t in enumerate(g.trajectories)
             )) for g in groups
         ]  # fmt: skip
-    options = {"algorithm.preset": preset, **CASES[preset]}
-    require_same(*both(model_config, make_config, groups, options))
+    groups = of_a_kind(groups, algorithm)
+
+    def prepare(state, flat, minibatch_of, count):
+        given = flat, jnp.asarray(minibatch_of), state.step, state.kl_coefficient
+        return objective.prepare(*given, count, algorithm)
+
+    monkeypatch.setattr(update.JaxUpdate, "_prepare", staticmethod(prepare))
+    with jax.disable_jit():  # compiling each preset would take ten times as long
+        require_same(*both(model_config, make_config, groups, options))
 
 
 SMALL_BUDGET = {"train.max_tokens_per_microbatch": 128}
@@ -213,6 +230,7 @@ OTHERS = {
     "microbatches": (None, SMALL_BUDGET, {}),
     "masks": (None, {}, {"masked": True}),
     "lora": (None, {"lora.rank": 2}, {}),
+    "system prompt": (None, {"algorithm.preset": "sft"}, {"system": 9, "samples": 1, "count": 9}),
     "windows": (OTHER, {}, {}),
     "experts": (MIXTURE, {"train.balance_coefficient": 0.1}, {}),
 }
@@ -238,19 +256,46 @@ def test_auto_takes_what_costs_less(model_config, make_config, make_groups):
         assert (plan.shared.sum() > 0) == shares
 
 
-def test_trees_that_fork_once_are_cut_where_others_fork_again():
-    """Two conversations of a group share 30 tokens, which cost less computed twice than six."""
-    rng = np.random.default_rng(0)
-    prompt = [(int(x), False) for x in rng.integers(1, 1000, 20)]
-    turns = [conversation(rng, prompt, 4, "", vocab=1000)[1][:30] for _ in range(2)]
-    own = [conversation(rng, t, 2, f"{i}{j}", vocab=1000)[0]
-           for i, t in enumerate(turns) for j in range(3)]  # fmt: skip
-    flat = packing.flatten([Group(0, tuple(own))])
-    shared = {}
-    for once in (False, True):
-        plan = prefix_trees.plan(flat, np.arange(6), 512, (512,), fork_once=once)
-        shared[once] = int(plan.shared.sum())
-    assert shared == {False: 4 * 30 + 20, True: 4 * 30}
+def group_of(shared, size):
+    """A group in order of its tokens: sequence n begins with shared[n] tokens of the one before."""
+    tokens, own = np.zeros(size, np.int32), []
+    for i, first in enumerate(shared):
+        tokens = np.concatenate([tokens[:first], np.full(size - first, i + 1)]).astype(np.int32)
+        sampled, zeros = np.arange(size) >= 40, np.zeros(size, np.int32)
+        logprobs = zeros.astype(np.float32)
+        own.append(Trajectory(tokens, sampled, logprobs, zeros, 0.0, "stop", str(i)))
+    return packing.flatten([Group(0, tuple(own))])
+
+
+def test_auto_counts_the_pairs_that_see_each_other(model_config, make_config):
+    """Eight samples in one tree of 380 tokens: its square is more than that of plain rows."""
+    options = {"train.row_buckets": (100, 400), **AUTO}
+    trainer = update.JaxUpdate(model_config, TrainOptions.of(make_config(**options)))
+    flat = group_of([0, *[60] * 7], 100)
+    cost, ids = trainer._tree_cost, np.arange(8)
+    assert 380 * (1 + cost * 380) > 800 * (1 + cost * 100)
+    assert trainer._pack(flat, ids)[0].shared.sum() == 420
+    assert 0.9 * (800 + cost * 8 * 100**2) > 400 + cost * (8 * 100**2 - 7 * 60**2)
+
+
+@pytest.mark.parametrize(
+    ("shared", "cost", "kept"),
+    [
+        # Later ones have 110 tokens of their own, and the fork at 20 saves 20 of them. The one at
+        # 30 saves 20 of 40, or 60 where the other is cut.
+        ([0, 30, 30, 20, 30, 30], 0.18, [0, 30, 30, 20, 30, 30]),
+        ([0, 30, 30, 20, 30, 30], 0.19, [0, 30, 30, 0, 30, 30]),
+        ([0, 30, 30, 20, 30, 30], 1.49, [0, 30, 30, 0, 30, 30]),
+        ([0, 30, 30, 20, 30, 30], 1.51, [0, 0, 0, 0, 0, 0]),
+        ([0, 21, 21, 20, 21, 21], 0.1, [0, 20, 20, 20, 20, 20]),
+        ([0, 21, 21, 20, 21, 21], 0.0, [0, 21, 21, 20, 21, 21]),
+    ],
+)
+def test_a_fork_has_to_save_its_cost(shared, cost, kept):
+    flat = group_of(shared, 50)
+    plan = prefix_trees.plan(flat, np.arange(6), 512, (512,), fork_cost=cost)
+    assert plan.shared.tolist() == kept
+    assert plan.sizes.sum() == 300 - sum(kept)
 
 
 @pytest.mark.parametrize("preset", ["gspo", "ppo"])
@@ -263,6 +308,7 @@ def test_an_update_with_packed_trees_is_the_update_of_plain_rows(
     for share in ("off", "on"):
         if share == "on":
             monkeypatch.setattr(packed_attention, "kernel", tree_kernel)
+            monkeypatch.setattr(update, "FORK_COST", 0.0)
             for module in (update, attention):
                 monkeypatch.setattr(module, "attention_kind", lambda *_: "packed")
         keys = {**SGD, "algorithm.preset": preset, "train.share_prefixes": share}
@@ -288,7 +334,37 @@ def test_trees_are_refused_by_name_and_auto_is_off(
     monkeypatch.setattr(update, "attention_kind", lambda *_: how)
     with pytest.raises(UserError, match=words):
         update.JaxUpdate(model or model_config, TrainOptions.of(make_config(**ON)))
-    monkeypatch.setattr(update, "attention_kind", lambda *_: "packed")
-    trainer = update.JaxUpdate(model_config, TrainOptions.of(make_config(**AUTO)))
+    auto = update.JaxUpdate(model or model_config, TrainOptions.of(make_config(**AUTO)))
     flat = packing.flatten(branching(count=8, samples=8))
-    assert trainer._pack(flat, np.arange(flat.num_sequences))[0].shared.sum() == 0
+    assert auto._pack(flat, np.arange(flat.num_sequences))[0].shared.sum() == 0
+
+
+def fails(*_):
+    raise ValueError("no engine\nof cuDNN")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(lambda *_: 0.001, ""), (lambda *_: 0.5, "is wrong by 50.0%"),
+     (lambda *_: np.nan, "is wrong by nan"),
+     (fails, r"no attention over trees on this device \(no engine\)")],
+)  # fmt: skip
+def test_a_gpu_has_trees_if_its_attention_over_them_is_right(
+    error, words, model_config, make_config, monkeypatch
+):
+    gpu = SimpleNamespace(platform="gpu")
+    monkeypatch.setattr(update, "attention_kind", lambda *_: "packed")
+    monkeypatch.setattr(update, "tree_error", error)
+    monkeypatch.setattr(sharding, "target_device", lambda: gpu)
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+    monkeypatch.setattr(update.JaxUpdate, "_compile", lambda *_: None)
+    made = {}
+    for how in (AUTO, OFF):
+        made[how["train.share_prefixes"]] = update.JaxUpdate(
+            model_config, TrainOptions.of(make_config(**how))
+        )
+    assert made["off"]._shares == "off"
+    assert made["auto"]._shares == ("off" if words else "auto")
+    if words:
+        with pytest.raises(UserError, match=words):
+            update.JaxUpdate(model_config, TrainOptions.of(make_config(**ON)))
