@@ -7,6 +7,7 @@ takes CPU_SECONDS of processor time. No text raises.
 
 import ctypes
 import functools
+import importlib
 import logging
 import math
 import re
@@ -95,8 +96,10 @@ def limited(function: Callable[..., bool], *args: Any, seconds: float = CPU_SECO
 @functools.cache
 def warm() -> None:
     """Import math-verify and sympy and build their tables, which takes seconds, once."""
-    for text in (r"\sqrt{12}", "(1,2]", r"\frac{x+1}{2}"):
+    # One for each part of sympy that is imported when it is first needed, within somebody's limit.
+    for text in (r"\sqrt{12}", "(1,2]", r"\frac{x+1}{2}", r"e^{i\pi}", r"\sin(2)", r"\log_3 7"):
         _verify(text, text + "+1", 15, Fraction(0))
+    importlib.import_module("sympy.physics.units")  # by `simplify`
 
 
 @functools.lru_cache(maxsize=256)  # a group's completions share their answer
