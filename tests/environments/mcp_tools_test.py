@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -275,7 +276,9 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
 @pytest.mark.slow
 def test_a_run_trains_with_the_tools_of_a_server(tmp_path):
     """The embedded model calls `calculator`, which is a tool of the server here."""
-    kwargs = {"tools": [f"{STDIO} calculator"], "max_calls": 2, "max_output_tokens": 16}
+    own = shutil.copy(SERVER, tmp_path)  # other tests, and other runs of them, start servers too
+    tool = f"mcp:{sys.executable} {own} calculator"
+    kwargs = {"tools": [tool], "max_calls": 2, "max_output_tokens": 16}
     command = [
         *RLX_MAIN, "--config=configs/arithmetic_tools.py", f"--workdir={tmp_path}/run",
         f"--config.rollout.workflow_kwargs={json.dumps(kwargs)}", "--config.total_steps=2",
@@ -289,4 +292,4 @@ def test_a_run_trains_with_the_tools_of_a_server(tmp_path):
     assert [step["step"] for step in steps] == [1, 2]
     assert max(step["tools/calls"] for step in steps) > 0
     running = [p.info["cmdline"] or () for p in psutil.process_iter(["cmdline"])]
-    assert not [words for words in running if str(SERVER) in words]
+    assert not [words for words in running if str(own) in words]
