@@ -18,13 +18,12 @@ from typing import Any
 import yaml
 from ml_collections import ConfigDict
 
-from rlx.fleet import wire
+from rlx.launch import slurm
 from rlx.launch.processes import Process, addresses
-from rlx.launch.run_secrets import TOKEN
-from rlx.run.scheduler import ADDRESSES, processes_of
+from rlx.run.scheduler import processes_of
 
 _PORT = 20_000
-_INDEX = "JOB_COMPLETION_INDEX"  # of a pod, which Kubernetes sets
+_TEMPLATE = slurm.TEMPLATE.with_name("kubernetes_pod.sh")
 Manifest = dict[str, Any]
 
 
@@ -136,51 +135,9 @@ def _script(plan: Sequence[Process], hosts: Sequence[str], root: Path, config: C
         found = f"  {p.role}s+=({'' if p.role == 'trainer' else '-'}$!)"
         started.setdefault(p.host, []).append(f"{run}\n{found}")
     cases = ("\n".join((f"{i})", *started.get(host, ()), "  ;;")) for i, host in enumerate(hosts))
-    lines = "".join(f"{line}\n" for line in config.scheduler.pre_commands)
-    return _SCRIPT.format(
-        root=shlex.quote(str(root)), index=_INDEX, token=TOKEN, list=ADDRESSES,
-        variable=wire.TOKEN_VARIABLE, restarts=config.fleet.max_restarts, pre_commands=lines,
-        hosts=shlex.join(hosts), addresses=shlex.join(addresses(plan)) or "''",
-        processes="\n".join(cases),
-    )  # fmt: skip
-
-
-_SCRIPT = """\
-set -m # each process has a group of its own: a server is ended with what restarts it
-root={root} over={root}/over trainers=() servers=()
-mkdir -p "$root"
-{pre_commands}if [ "${index}" = 0 ] && [ ! -e "$root/{list}" ]; then
-  python3 -m rlx.launch.run_secrets "$root" {hosts} || exit 1
-  printf '%s\\n' {addresses} > "$root/.{list}" && mv "$root/.{list}" "$root/{list}"
-fi
-until [ -e "$root/{list}" ]; do sleep 1; done # pod 0 has written the secrets before
-export {variable}="$(cat "$root/{token}")" PYTHONUNBUFFERED=1
-again() {{ # start what ends badly again, some times
-  for pause in $(seq {restarts}); do "$@" && exit 0; sleep "$pause"; done
-  exec "$@"
-}}
-end() {{ # the trainer saves its step
-  kill -TERM "${{trainers[@]}}" 2> /dev/null || kill -TERM -- "${{servers[@]}}"
-}}
-trap end TERM
-case ${index} in
-{processes}
-esac
-status=0
-for pid in "${{trainers[@]}}"; do
-  wait "$pid"; code=$?
-  while kill -0 "$pid" 2> /dev/null; do wait "$pid"; code=$?; done # TERM ends a wait
-  [ "$code" = 0 ] || status=$code
-done
-if [ "${{#trainers[@]}}" = 0 ]; then
-  until [ -e "$over" ]; do
-    sleep 1 & wait $!
-    kill -0 -- "${{servers[@]}}" 2> /dev/null || exit 1
-  done
-elif [ "$status" = 0 ]; then
-  touch "$over" # the pods of servers end too
-fi
-[ "${{#servers[@]}}" = 0 ] || kill -TERM -- "${{servers[@]}}" 2> /dev/null
-wait
-exit "$status"
-"""
+    values = {
+        "root": shlex.quote(str(root)), "restarts": str(config.fleet.max_restarts),
+        "pre_commands": "\n".join(config.scheduler.pre_commands), "hosts": shlex.join(hosts),
+        "addresses": shlex.join(addresses(plan)) or "''", "processes": "\n".join(cases),
+    }  # fmt: skip
+    return slurm.render(_TEMPLATE.read_text(), values, str(_TEMPLATE))

@@ -105,7 +105,7 @@ def halve(
         order = sorted(left, key=lambda name: -scores[name])  # equal ones stay in their order
         for name in order[(len(order) + 1) // 2 :]:
             del left[name]
-            say(f"{name}: ends at step {steps[name]} with {scores[name]:.3g}")
+            say(f"{name}: ends at step {steps[name]} with a score of {scores[name]:.3g}")
     return status, left
 
 

@@ -25,7 +25,8 @@ FLAGS = [
 ]  # fmt: skip
 GPUS = ["--config=configs/gsm8k.py", "--config.scheduler.nodes=2",
         "--config.scheduler.gpus_per_node=8", "--config.fleet.engine=vllm",
-        "--config.allocation_mode=vllm:d8+jax:f8"]  # fmt: skip
+        "--config.allocation_mode=vllm:d8+jax:f8",
+        "--config.scheduler.grace_seconds=300"]  # fmt: skip
 POD = ["--image=registry.example/rlx:1", "--claim=disk:/shared"]
 
 
@@ -70,6 +71,7 @@ def test_a_pod_has_the_processes_and_gpus_of_its_host():
     pod = job["spec"]["template"]["spec"]
     assert pod["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 8}}
     assert (pod["subdomain"], job["spec"]["completions"]) == ("my-run-2", 2)
+    assert pod["terminationGracePeriodSeconds"] == 300
     first, second = re.findall(r"^\d\)\n(.*?)^  ;;", script_of(job), re.DOTALL | re.MULTILINE)
     assert (first.count("rlx.serve"), second.count("rlx.main")) == (8, 1)
     assert "--host=my-run-2-0.my-run-2" in first
