@@ -17,8 +17,7 @@ from rlx.algorithms.algorithm import FIELDS, Algorithm
 from rlx.base import UserError, refuse
 from rlx.engines.engine import EngineOptions
 from rlx.environments import verifiers_tasks
-from rlx.fleet.requests import Sampling
-from rlx.fleet.timeouts import Timeouts
+from rlx.fleet.requests import Sampling, Timeouts
 from rlx.model.lora_config import LoraConfig, lora_targets
 from rlx.option import check_value, option, options_of
 from rlx.rewards.judge import JudgeOptions

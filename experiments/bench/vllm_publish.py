@@ -37,8 +37,7 @@ import numpy as np
 from experiments.bench import process, vllm_workers
 from rlx.fleet import publish, wire
 from rlx.fleet import rollout_pb2_grpc as rpc
-from rlx.fleet.client import Timeouts
-from rlx.fleet.requests import Request, Sampling
+from rlx.fleet.requests import Request, Sampling, Timeouts
 from rlx.launch.local import CpuPlan, LocalServers
 
 PROMPT, MAX_LEN = 32, 512

@@ -30,8 +30,7 @@ from rlx.engines import service
 from rlx.fleet import balancer, client, member
 from rlx.fleet.client import Fleet
 from rlx.fleet.publish import Weights
-from rlx.fleet.requests import Sampling
-from rlx.fleet.timeouts import Timeouts
+from rlx.fleet.requests import Sampling, Timeouts
 from rlx.journal import history, journal
 from rlx.rollout.attempts import Patience
 from rlx.rollout.data import Cursor

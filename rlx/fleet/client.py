@@ -22,15 +22,12 @@ from rlx.fleet.addresses import FILE, Joining, read_addresses, require_name
 from rlx.fleet.balancer import Balancer
 from rlx.fleet.member import Busy, Delivery, Failed, Lost, Member, Refused
 from rlx.fleet.publish import Weights, stage, sweep
-from rlx.fleet.requests import Chunk, Sampling, ScoreRequest
+from rlx.fleet.requests import Chunk, Sampling, ScoreRequest, Timeouts
 from rlx.fleet.sample import Completion, GenerateCall, PartialSample, split
-from rlx.fleet.timeouts import Timeouts
 from rlx.fleet.tls import Tls
 from rlx.system.host_port import bracketed, split_address
 from rlx.system.loop_thread import run_all
 from rlx.system.threads import in_thread
-
-__all__ = ["Completion", "Fleet", "NoFleet", "PublishReport", "Timeouts"]
 
 SAY_SECONDS, SAY_AGAIN_SECONDS = 1.0, 10.0  # between lines while `connect` waits
 MAX_ATTEMPTS = 8  # in a row without a new token of a sample, or scores of a sequence

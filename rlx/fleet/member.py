@@ -26,9 +26,8 @@ from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet import tls as transport
 from rlx.fleet import wire
 from rlx.fleet.publish import Delta, Weights, chunks
-from rlx.fleet.requests import Chunk, Request, Sampling, ScoreRequest, Scores
+from rlx.fleet.requests import Chunk, Request, Sampling, ScoreRequest, Scores, Timeouts
 from rlx.fleet.silence import TokenWaits
-from rlx.fleet.timeouts import Timeouts
 from rlx.system.threads import in_thread
 
 _Code = grpc.StatusCode

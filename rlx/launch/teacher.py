@@ -12,7 +12,8 @@ from typing import Any
 
 from rlx.algorithms.algorithm import Algorithm
 from rlx.base import UserError
-from rlx.fleet.client import Fleet, Timeouts
+from rlx.fleet.client import Fleet
+from rlx.fleet.requests import Timeouts
 from rlx.fleet.tls import Tls
 from rlx.launch.local import CpuPlan, LocalServers, RunningServers
 from rlx.model import config_forms, directory

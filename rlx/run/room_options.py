@@ -18,8 +18,7 @@ from rlx.base import UserError
 from rlx.doctor.memory import RunSizes
 from rlx.engines.engine import EngineOptions
 from rlx.fleet.addresses import Joining
-from rlx.fleet.requests import Sampling
-from rlx.fleet.timeouts import Timeouts
+from rlx.fleet.requests import Sampling, Timeouts
 from rlx.fleet.tls import client_tls
 from rlx.launch import ray_workers
 from rlx.launch.teacher import ScorerOptions

@@ -11,8 +11,8 @@ import pytest
 
 from rlx.agents.api_gateway import Gateway
 from rlx.engines.server import Server
-from rlx.fleet.client import Fleet, Timeouts
-from rlx.fleet.requests import Sampling
+from rlx.fleet.client import Fleet
+from rlx.fleet.requests import Sampling, Timeouts
 from rlx.run.tokenizer_files import load_tokenizer
 
 HERE = Path(__file__).parent

@@ -12,7 +12,7 @@ import trustme
 
 from rlx.agents import http_listener
 from rlx.agents.api_gateway import Gateway
-from rlx.fleet.client import Timeouts
+from rlx.fleet.requests import Timeouts
 from rlx.fleet.tls import Tls
 
 MORE_FILES = """

@@ -21,8 +21,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlx.fleet.client import Timeouts
-from rlx.fleet.requests import Sampling
+from rlx.fleet.requests import Sampling, Timeouts
 from rlx.model import hf, kept_tokens
 from rlx.model import params as parameters
 from rlx.model.model_config import TRAITS, ModelConfig

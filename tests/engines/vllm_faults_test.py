@@ -26,8 +26,7 @@ from safetensors.numpy import load_file
 from rlx.fleet import publish, wire
 from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet import rollout_pb2_grpc as rpc
-from rlx.fleet.client import Timeouts
-from rlx.fleet.requests import Sampling
+from rlx.fleet.requests import Sampling, Timeouts
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model import decoder, hf
 from rlx.model.attention import attention

@@ -10,9 +10,9 @@ import pytest
 from rlx.base import UserError
 from rlx.engines.server import Server
 from rlx.fleet import publish
-from rlx.fleet.client import Fleet, Timeouts
+from rlx.fleet.client import Fleet
 from rlx.fleet.member import Failed
-from rlx.fleet.requests import Chunk, Sampling
+from rlx.fleet.requests import Chunk, Sampling, Timeouts
 from rlx.fleet.sample import PartialSample
 
 PROMPT = [1, 2, 3]

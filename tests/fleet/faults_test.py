@@ -15,8 +15,8 @@ from rlx.config import default
 from rlx.fleet import balancer, silence
 from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet import rollout_pb2_grpc as rpc
-from rlx.fleet.client import Fleet, Timeouts
-from rlx.fleet.requests import Sampling
+from rlx.fleet.client import Fleet
+from rlx.fleet.requests import Sampling, Timeouts
 from rlx.launch.local import LocalServers
 from rlx.option import read_options
 

@@ -18,7 +18,8 @@ from rlx import cluster
 from rlx.base import UserError
 from rlx.doctor import __main__ as doctor
 from rlx.fleet.addresses import Joining
-from rlx.fleet.client import Fleet, Timeouts
+from rlx.fleet.client import Fleet
+from rlx.fleet.requests import Timeouts
 from rlx.fleet.tls import Tls
 from rlx.launch import remote_servers, run_secrets
 from rlx.launch.remote_servers import PACKAGES, Machines, checks_of, table

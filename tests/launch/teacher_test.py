@@ -15,7 +15,8 @@ from rlx.algorithms import presets
 from rlx.base import UserError
 from rlx.config import default
 from rlx.engines.server import Server
-from rlx.fleet.client import Fleet, Timeouts
+from rlx.fleet.client import Fleet
+from rlx.fleet.requests import Timeouts
 from rlx.launch import teacher
 from rlx.launch.teacher import ScorerOptions
 from rlx.model import hf
