@@ -30,8 +30,7 @@ def explained(problem: str, remedy: str) -> Iterator[None]:
 def nearest(name: str, choices: Iterable[str], most: int | None = None) -> str:
     """Return the choice that `name` begins, if there is one, or misspells; "" if there is none.
 
-    Args:
-      most: mistakes allowed; None: two of five characters.
+    `most` mistakes are allowed; None: two of five characters.
     """
     given, found = _plain(name), {choice: _plain(choice) for choice in sorted(choices)}
     begun = [choice for choice, plain in found.items() if plain.startswith(given)]

@@ -317,8 +317,7 @@ def with_environment(config: ConfigDict) -> ConfigDict:
 def check(config: ConfigDict, *, trains: bool = True) -> None:
     """Raise UserError for the first thing in `config` that cannot work.
 
-    Args:
-      trains: false where nothing will be trained, so that the trainer's budgets do not matter.
+    Without `trains` the trainer's budgets do not matter: nothing will be trained.
     """
     if not config.model.path:
         raise UserError("model.path is empty; give an HF directory or hub name")

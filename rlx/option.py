@@ -15,11 +15,9 @@ Values = str | tuple[str, ...]
 
 
 def option(default: Any, doc: str, values: Values = "") -> Any:
-    """Return the dataclass field of an option.
+    """Return the dataclass field of an option; `doc` is one line of help.
 
-    Args:
-      doc: one line of help.
-      values: choices; or the range of a number, as its minimum (`1`) or an interval (`[0, 1)`).
+    `values` are choices; or the range of a number, as its minimum (`1`) or an interval (`[0, 1)`).
     """
     return dataclasses.field(default=default, metadata={"doc": doc, "values": values})
 
@@ -32,11 +30,8 @@ def options_of(room: type) -> dict[str, dataclasses.Field]:
 def read_options(room: type[T], *sections: Mapping[str, Any], **others: Any) -> T:
     """Return a dataclass whose fields have the values of the sections' keys of the same name.
 
-    Args:
-      others: further fields, and those that are not as the sections have them.
-
-    Raises:
-      ValueError: several sections have a key that `others` does not name.
+    `others` are further fields, and those that are not as the sections have them. ValueError if
+    several sections have a key that `others` does not name.
     """
     names = {field.name for field in dataclasses.fields(cast(Any, room))} - others.keys()
     given = dict(others)

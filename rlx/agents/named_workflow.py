@@ -56,8 +56,7 @@ class NamedWorkflow:
     def try_out(self, row: Mapping[str, Any]) -> None:
         """Run a user's own workflow once, without a server and with rewards of 0.
 
-        Raises:
-          UserError: the workflow raises or returns no group; names row, file and line.
+        UserError, with row, file and line, if it raises or returns no group.
         """
         if user_code.is_own(self.name) and loading.kind(loading.load_class(self.name)) != "agent":
             with closing(RewardPool({})) as pool:

@@ -211,7 +211,6 @@ class Sessions:
         return found
 
     def ended(self, key: str) -> bool:
-        """Return whether the session of a key has ended."""
         return key in self._ended
 
     def end(self, session: Session) -> list[Interaction]:

@@ -151,7 +151,6 @@ class Turn(NamedTuple):
 
 
 def turns(trajectory: Trajectory) -> list[Turn]:
-    """Return the turns of a trajectory."""
     steps = np.diff(trajectory.loss_mask.astype(np.int8), prepend=0, append=0)
     edges, out, before = np.flatnonzero(steps), [], 0
     for begin, end in zip(edges[::2], edges[1::2], strict=True):

@@ -88,8 +88,7 @@ class AgentWorkflow:
     async def run(self, fleet: Generator, task: Task) -> Group:
         """Return the group of the task's row: the trajectories of all runs, in order.
 
-        Raises:
-          AgentError: a run failed; it names agent and row, and has the agent's traceback.
+        AgentError, with agent, row and the agent's traceback, if a run fails.
         """
         front = await self._at(getattr(fleet, "fleet", fleet))  # an attempt's, or the fleet itself
         data = with_messages(task.row, self._options.question_key, self._options.system_prompt)
@@ -214,9 +213,7 @@ async def run_agent(
 def with_messages(row: Mapping[str, Any], key: str, system: str) -> dict[str, Any]:
     """Return what an agent gets of a row: the row, with `messages` where it only has a question.
 
-    Args:
-      key: of the question in the row, text or messages.
-      system: a system prompt to put before it; "": none.
+    `key` is the question's, text or messages; a `system` prompt is put before it, "": none.
     """
     if key not in row or ("messages" in row and key != "messages"):
         return dict(row)
@@ -226,8 +223,7 @@ def with_messages(row: Mapping[str, Any], key: str, system: str) -> dict[str, An
 def name_of(cls: type) -> str:
     """Return the name that another process can load a class by.
 
-    Raises:
-      UserError: there is none, as for classes made in a function or a notebook.
+    UserError if there is none, as for classes made in a function or a notebook.
     """
     module = sys.modules.get(cls.__module__)
     file = getattr(module, "__file__", None)

@@ -217,7 +217,6 @@ class Algorithm:
 
     @property
     def kind(self) -> LossKind:
-        """Properties of the loss."""
         return OWN_LOSS if self.loss_function else choose("loss", self.loss, LOSS_KINDS)
 
     @property

@@ -369,5 +369,4 @@ def _k3(log_ratio: Array) -> Array:
 
 
 def _finite_ratio(log_ratio: Array) -> Array:
-    """Return whether the log-ratio and its exponential are finite."""
     return (log_ratio > -math.inf) & (log_ratio < LARGEST_LOG)

@@ -221,7 +221,6 @@ Rules = tuple[tuple[bool, str], ...]  # (is broken, words after `algorithm.`)
 
 
 def _weight_rules(a: Algorithm, given: Mapping[str, Any]) -> Rules:
-    """Return the rules of weight control."""
     # The default bound is for a token's ratio; other statistics have other scales.
     if a.weight_action == "none":
         return ()

@@ -31,7 +31,6 @@ class Parser(argparse.ArgumentParser):
     """Reads a command line; a mistake in it is one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError."""
         raise UserError(f"{message}; python -m {self.prog} --help lists the flags")
 
     def add_options(self, room: type, *names: str) -> None:

@@ -52,7 +52,6 @@ class ModelCall:
 
     @property
     def ok(self) -> bool:
-        """Return whether the request succeeded."""
         return 200 <= self.status < 300 and not self.error
 
     def read_request(self, body: bytes, model: str = "") -> bytes:
@@ -131,7 +130,6 @@ class Forwarder:
         await self._session.close()
 
     def base_url(self, run: int) -> str:
-        """Return the `base_url` of a run."""
         return f"http://{HOST}:{self._runner.addresses[0][1]}/{self.api_key}/{run}/v1"
 
     def calls(self, run: int) -> list[ModelCall]:

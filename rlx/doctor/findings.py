@@ -56,7 +56,6 @@ def problem(area: str, name: str, error: Exception) -> Finding:
 
 
 def problems(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings that prevent a run."""
     return [finding for finding in findings if finding.level == "problem"]
 
 

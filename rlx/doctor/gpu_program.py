@@ -121,12 +121,9 @@ class Reach(NamedTuple):
 
 
 def read(text: str, per_host: int = 8, trips: Iterable[int] = ()) -> Reading:
-    """Return what a program does.
+    """Return what the `text` of an optimized, scheduled module does on hosts of `per_host` devices.
 
-    Args:
-      text: of an optimized, scheduled module.
-      per_host: devices of one host.
-      trips: runs of each loop whose number depends on data, in the program's order.
+    `trips` are the runs of each loop whose number depends on data, in the program's order.
     """
     computations, entry = parse(text)
     out, found = Reading(), dict[tuple, Collective]()

@@ -108,15 +108,13 @@ def whole_minibatch(sizes: RunSizes, axes: Mapping[str, int]) -> int:
 def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
     """Return a bound of a train step's memory on one device: name → bytes, which add up.
 
-    State and gradients are exact. The rest is what a step holds at most, in arrays of XLA's size:
+    `sizes.train.mesh` arranges the devices, of all hosts. State and gradients are exact. The rest
+    is what a step holds at most, in arrays of XLA's size:
 
     - activations: those that `remat` keeps of every layer, and twice all of one, see remat.py
     - logits: of a chunk, their exponentials and gradient
     - gathered weights: a layer's, embedding and head, with a float32 gradient
     - optimizer update: three float32 copies of the parameters, where that is more than the others
-
-    Args:
-      devices: the trainer's devices on all its hosts, arranged by `sizes.train.mesh`.
     """
     train, model = sizes.train, sizes.model
     axes = mesh_axes(train.mesh, devices.count)
@@ -152,7 +150,6 @@ def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
 
 
 def bound(sizes: RunSizes, devices: Devices) -> int:
-    """Return the sum of `trainer`."""
     return sum(trainer(sizes, devices).values())
 
 

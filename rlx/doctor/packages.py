@@ -36,8 +36,7 @@ for name in modules:
 def declared(distribution: str, extra: str = "") -> list[Requirement]:
     """Return what a distribution requires on this machine, or what one of its extras adds.
 
-    Raises:
-      metadata.PackageNotFoundError: the distribution is not installed.
+    PackageNotFoundError if the distribution is not installed.
     """
 
     def holds(requirement: Requirement, extra: str) -> bool:

@@ -50,12 +50,8 @@ class Engine(Protocol):
     def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Stream chunks of all samples until each has a stop reason; closing it aborts them.
 
-        Args:
-          request: has passed `wire.request_from`.
-
-        Raises:
-          ValueError: before the first chunk, with the remedy: a token is not in the vocabulary, or
-            the prompt exceeds max_model_len.
+        `request` has passed `wire.request_from`. ValueError, before the first chunk and with the
+        remedy: a token is not in the vocabulary, or the prompt exceeds max_model_len.
         """
 
     async def score(self, request: ScoreRequest) -> Scores:
@@ -68,9 +64,8 @@ class Engine(Protocol):
     async def pause(self, level: int = 0) -> None:
         """Return once no decode step is running; keep running requests.
 
-        Args:
-          level: device memory to free, if it is held. 1: the cache, 2: the weights as well, which
-            `load` has to bring before `resume`.
+        `level` is the device memory to free, if it is held. 1: the cache, 2: the weights as well,
+        which `load` has to bring before `resume`.
         """
 
     async def resume(self) -> None:

@@ -138,8 +138,7 @@ class _Status:
 def listen(own: prometheus.CollectorRegistry, host: str, port: int, tls: Tls | None) -> WSGIServer:
     """Serve a registry over HTTP until `shutdown`, with TLS beyond loopback.
 
-    Raises:
-      UserError: the port is in use, or the address is not loopback and there is no client CA.
+    UserError if the port is in use, or the address is not loopback and there is no client CA.
     """
     options: dict[str, Any] = {}
     if not is_loopback(host):

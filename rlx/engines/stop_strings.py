@@ -29,12 +29,9 @@ def load_decode(model: Path) -> Decode:
 
 
 class StopStrings:
-    """Stop strings of one completion.
+    """Stop strings of one completion; the first `minimum` tokens are not searched for them.
 
-    Args:
-      decode: token ids → text.
-      stop: non-empty strings.
-      minimum: tokens before which stop strings are ignored.
+    `decode` gives the text of token ids; the strings of `stop` are not empty.
     """
 
     def __init__(self, decode: Decode, stop: Sequence[str], minimum: int = 0):
@@ -62,8 +59,7 @@ class StopStrings:
 def cut(text: str, stop: Sequence[str], before: str) -> tuple[str, str]:
     """Return the text before a stop string completed by its last token, and that string, "": none.
 
-    Args:
-      before: the text without the last token.
+    `before` is the text without the last token.
     """
     known = len(before.rstrip("\ufffd"))  # an incomplete character is decoded to several of these
     places = ((text.find(s, max(0, known + 1 - len(s))), s) for s in stop)

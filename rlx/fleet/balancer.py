@@ -17,12 +17,10 @@ MAX_SESSIONS = 1 << 16  # then the least recently used is forgotten
 
 
 class Balancer:
-    """Picks one server of a fleet for each call.
+    """Picks one server of a fleet for each call, which waits `outage` seconds while none is alive.
 
-    Args:
-      outage: seconds that a call waits while no server is alive.
-      hang: seconds after which a server without an answer to Status counts as hung.
-      say: reports one line to the user.
+    A server that does not answer Status for `hang` seconds counts as hung. `say` reports a line to
+    the user.
     """
 
     def __init__(self, outage: float, hang: float, say: Callable[[str], None]):

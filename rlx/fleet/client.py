@@ -115,7 +115,6 @@ class Fleet:
 
     @property
     def live(self) -> frozenset[str]:
-        """Addresses of the live servers."""
         return frozenset(member.address for member in self._members if member.live)
 
     @property
@@ -140,10 +139,8 @@ class Fleet:
     async def connect(self) -> None:
         """Wait until every server is live, or the time is up and some are.
 
-        Servers that join are not waited for, except the first one if there are no others.
-
-        Raises:
-          UserError: no server answered in time, one refuses our token, or a host name is unknown.
+        Servers that join are not waited for, except the first one if there are no others. UserError
+        if no server answered in time, one refuses our token, or a host name is unknown.
         """
         await asyncio.gather(*(require_name(m.address) for m in self._members))
         sweep(self._publish_dir)
@@ -321,9 +318,8 @@ class Fleet:
     ) -> dict[str, list[Completion]]:
         """Sample one completion of every prompt from every live server; raise as `generate`.
 
-        Returns:
-          address → completions in the prompts' order, for at least one server; servers lost
-          meanwhile are missing.
+        Returns address → completions in the prompts' order, for at least one server; servers lost
+        meanwhile are missing.
         """
         sampling = _seeded(sampling)
         calls = [GenerateCall(np.asarray(p, np.int32), sampling, None, priority) for p in prompts]
@@ -539,7 +535,6 @@ class NoFleet:
         return PublishReport(acks=(), deliveries=(), num_bytes=0, seconds=0.0)
 
     async def drain_spans(self) -> dict[str, list[tuple[str, int, int]]]:
-        """Return no spans."""
         return {}
 
 

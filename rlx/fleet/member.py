@@ -230,8 +230,7 @@ class Member:
     def _in_flight(self, samples: int) -> Iterator[SimpleNamespace]:
         """Count `samples` as load during a call, and translate gRPC's errors.
 
-        Yields:
-          An object whose `replied` the call must set after the first message.
+        Yields an object whose `replied` the call must set after the first message.
         """
         progress = SimpleNamespace(replied=False)
         self.load, self.waits = self.load + samples, self.waits.began(time.monotonic())
@@ -397,8 +396,7 @@ class Member:
     ) -> tuple[Delivery, tuple[int, int]]:
         """Publish `weights`, by delta if it fits `had`; send damaged bytes again, once.
 
-        Returns:
-          The delivery, and the version and checksum that the server had before.
+        Returns the delivery, and the version and checksum that the server had before.
         """
         delta = weights.delta if weights.delta and weights.delta.fits(had) else None
         self._sent, again = 0, False

@@ -51,7 +51,6 @@ class PartialSample:
         return self._joined("tokens", np.int32)
 
     def completion(self) -> Completion:
-        """Return the finished sample."""
         assert self.stop_reason
         integers = ("tokens", "versions", "top_tokens")
         arrays = {name: self._joined(name, np.int32) for name in integers}

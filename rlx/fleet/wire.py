@@ -54,7 +54,6 @@ def take_token(environment: MutableMapping[str, str]) -> str | None:
 
 
 def request_message(request: Request) -> pb.GenerateRequest:
-    """Return `request` as a message."""
     sampling = pb.Sampling(**_values(request.sampling, _SAMPLING))
     tokens = request.prompt_tokens.tolist()
     return pb.GenerateRequest(prompt_tokens=tokens, sampling=sampling, **_values(request, _REQUEST))
@@ -95,7 +94,6 @@ def request_from(message: pb.GenerateRequest) -> Request:
 
 
 def score_message(request: ScoreRequest) -> pb.ScoreRequest:
-    """Return `request` as a message."""
     return pb.ScoreRequest(
         tokens=request.tokens.tolist(), first=request.first, temperature=request.temperature
     )
@@ -115,7 +113,6 @@ def score_from(message: pb.ScoreRequest) -> ScoreRequest:
 
 
 def score_reply(scores: Scores) -> pb.ScoreReply:
-    """Return `scores` as a message."""
     return pb.ScoreReply(
         logprobs=scores.logprobs.tolist(), version=scores.version, values=scores.values
     )

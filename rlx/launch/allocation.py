@@ -31,7 +31,6 @@ class Part:
 
     @property
     def gpus(self) -> int:
-        """Number of its GPUs."""
         return prod(n for x, n in self.sizes.items() if x != "e")
 
     @property

@@ -79,7 +79,6 @@ class Keeper:
         return code, whole.decode(errors="replace").splitlines()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the command only."""
         if self._process.running:
             os.kill(self._pid, number)
 

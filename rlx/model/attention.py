@@ -38,7 +38,7 @@ def attention(
 ) -> Array:
     """Return softmax(q·k / √H) v over the segment's tokens so far; softmax in float32.
 
-    At padding (segment 0) the result is finite and has no gradient.
+    The result, [B, T, N, H] of q's dtype, is finite and has no gradient at padding (segment 0).
 
     Args:
       q: [B, T, N, H]; k, v: [B, T, K, H], N a multiple of K (query head n reads k/v head n·K//N).
@@ -50,9 +50,6 @@ def attention(
       softcap: c where scores are c · tanh(q·k / √H / c); 0: not.
       tree: ends and positions, [B, T] int32 each, where rows hold trees depth first in place of
         segments: a token sees another that is not after it, and whose end is. None: segments.
-
-    Returns:
-      [B, T, N, H] in q's dtype.
     """
     window = window if window < q.shape[1] else 0
     how = attention_kind(q.dtype, q.shape[-1], softcap)

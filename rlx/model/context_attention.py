@@ -141,8 +141,7 @@ _mix.defvjp(_mix_forward, _mix_backward)
 class _Tiles:
     """Index arithmetic of tiles: of a row, counted from its start, and of this device's tokens.
 
-    Args:
-      block: tokens of one of the 2 · devices blocks of a row.
+    Each of a row's 2 · devices blocks has `block` tokens.
     """
 
     def __init__(self, block: int, devices: int, window: int, softcap: float):

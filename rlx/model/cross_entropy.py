@@ -38,8 +38,7 @@ def target_logprobs(
 ) -> tuple[Array, Array]:
     """Return log softmax(head·x / temperature)[target] and the entropy of that distribution.
 
-    Returns:
-      Two [N] float32, nats; 0 for tokens that are not asked for.
+    Both are [N] float32, nats; 0 for tokens that are not asked for.
     """
     if not chunk:
         # The head's gradient, V · D numbers, is read and written for each chunk's V · chunk.

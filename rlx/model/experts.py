@@ -205,8 +205,7 @@ class Blocks(NamedTuple):
 def _blocks(own: Array, here: int, total: int) -> tuple[Blocks, int]:
     """Return the blocks of slots with experts `own` [N · k], and the pieces of an even load.
 
-    Args:
-      here: experts of this device; slots of others have this number. total: of all devices.
+    Of `total` experts, `here` are this device's; slots of others have this number.
     """
     slots = len(own)
     rows = min(max(slots // total // 2, 16), 1024)
@@ -232,8 +231,7 @@ def _blocks(own: Array, here: int, total: int) -> tuple[Blocks, int]:
 def _blocked(x, chosen, blocks: Blocks, weights: Weights, cut: Cut, gated: Any, trips: int):
     """Return `_run` by blocks. The backward pass computes gate and up again, for each piece.
 
-    Args:
-      trips: expected ones of the loop, for who reads the program.
+    `trips` are those expected of the loop, for who reads the program.
     """
     return _blocked_forward(x, chosen, blocks, weights, cut, gated, trips)[0]
 

@@ -31,7 +31,6 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """alpha / rank."""
         return self.alpha / self.rank
 
 

@@ -136,9 +136,8 @@ def check_torch(text: str, model: ModelConfig) -> None:
 def check_rows(text: str, longest: int, buckets: Sequence[int], budget: int) -> None:
     """Raise UserError unless each device of a row gets two equal blocks; see context_attention.
 
-    Args:
-      longest: tokens of the longest possible trajectory.
-      buckets: train.row_buckets. budget: train.max_tokens_per_microbatch, of each device.
+    The `longest` trajectory is in tokens; `buckets` is train.row_buckets, and `budget` is
+    train.max_tokens_per_microbatch, of each device.
     """
     context = parse_mesh(text).get("context", 1)
     if longest > context * budget:

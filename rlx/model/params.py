@@ -38,7 +38,6 @@ class Row(NamedTuple):
 
     @property
     def stacked(self) -> bool:
-        """Whether it is stacked over layers."""
         return self.axes[0] == "layers"
 
     @property

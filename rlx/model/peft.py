@@ -84,9 +84,7 @@ def save(
 def write(path: str | Path, settings: LoraConfig, tensors: Buckets, base: str = "") -> None:
     """Write a PEFT directory in one step; on UserError nothing is left behind.
 
-    Args:
-      tensors: with PEFT's names, as `to_peft` returns them.
-      base: directory or hub name of the model that the adapters belong to.
+    `tensors` have PEFT's names, as of `to_peft`; `base` is the model's directory or hub name.
     """
     with atomic_directory(Path(path)) as fresh:
         adapted = list(dict.fromkeys(name.split(".")[-3] for name in tensors.tensors))

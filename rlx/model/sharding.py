@@ -84,7 +84,6 @@ class Placement:
 
     @property
     def transposed(self) -> "Placement":
-        """Placement of the transposed matrix."""
         own, used = (
             NamedSharding(place.mesh, PartitionSpec(*reversed(place.spec)))
             for place in (self.own, self.used)
@@ -241,8 +240,7 @@ class Layout:
         Args:
           function: of the weight and arrays [N, …], N tokens, to a pytree of [N, …] arrays,
             returned as [B, T, …].
-          place: of the weight.
-          arrays: [B, T, …] each.
+          place: of the weight. arrays: [B, T, …] each.
         """
         shape = arrays[0].shape[:2]
         if self.mesh is None:

@@ -79,8 +79,7 @@ class ServerSpeed:
     def decode_seconds(self, running: float, context: float) -> float:
         """Return seconds of a decode step: one token for each of `running` sequences.
 
-        Args:
-          context: tokens of all their contexts together.
+        `context` is the length of all their contexts together, tokens.
         """
         c = self.calibration
         compute = self._token_flops * running / self._reached

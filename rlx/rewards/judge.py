@@ -104,12 +104,8 @@ class Judge:
     async def grade(self, question: str, answer: str, reference: str) -> dict[str, float]:
         """Return the mean score, 0 to 1, with seconds and tokens, by name for metrics.
 
-        Args:
-          reference: a right answer; "": none.
-
-        Raises:
-          JudgeError: a judge failed `attempts` times, or gave no verdict.
-          UserError: a judge refuses the request, such as for a wrong key or name.
+        `reference` is a right answer; "": none. JudgeError if a judge failed `attempts` times, or
+        gave no verdict; UserError if one refuses the request, such as for a wrong key or name.
         """
         parts = {"question": question, "reference": reference, "answer": answer}
         # A completion that closes its own tag could go on as the instructions.

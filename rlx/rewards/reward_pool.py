@@ -110,9 +110,8 @@ class RewardPool:
     async def grade(self, calls: Sequence[RewardCall]) -> Graded:
         """Return what each call gets; the calls are those of one group.
 
-        Raises:
-          RewardError: naming function, row and completion, with the worker's traceback as a note.
-          UserError: there is no such function, or its module cannot be imported.
+        RewardError names function, row and completion, with the worker's traceback as a note.
+        UserError if there is no such function, or its module cannot be imported.
         """
         graded = asyncio.wrap_future(self._submit(self._grade(calls)))
         return await asyncio.shield(graded)  # a worker cannot leave a reward half computed

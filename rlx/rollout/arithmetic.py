@@ -84,7 +84,6 @@ def steps(question: str) -> list[Step]:
 
 
 def first_value(question: str) -> int:
-    """Return the value that the chain starts with."""
     return int(re.split(r"\D", question, maxsplit=1)[0])
 
 

@@ -86,7 +86,6 @@ class AnswerWorkflow:
         return await self.answering.run(fleet, task)
 
     async def aclose(self) -> None:
-        """Close the workflow for evaluations."""
         await workflows.close(self.answering)
 
 

@@ -28,7 +28,6 @@ class Scored:
 
     @property
     def name(self) -> str:
-        """Return the workflow's name."""
         return workflows.name(self.workflow)
 
     async def run(self, fleet: Generator, task: Task) -> Group:

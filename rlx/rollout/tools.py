@@ -132,7 +132,6 @@ def load(names: Sequence[str], sandbox: SandboxOptions) -> list[Tool]:
 
 
 def _made(tool: Any, sandbox: SandboxOptions) -> Tool:
-    """Return a tool, or an instance of a class of tools."""
     if not inspect.isclass(tool):
         return tool
     takes = inspect.signature(tool).parameters

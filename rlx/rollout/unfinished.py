@@ -86,7 +86,6 @@ class Unfinished:
         return {**kept, "repeated_tokens": self.repeated}
 
     def begin(self, group_id: int, fleet: Any, seed: int) -> Attempt:
-        """Return the fleet of a new attempt."""
         found = self._live[group_id] = Attempt(fleet, seed, self.kept.pop(group_id, {}))
         if not self._timer:
             self.write()

@@ -151,7 +151,6 @@ class Prompts:
         return found
 
     def text(self, row: Mapping[str, Any]) -> str:
-        """Return the prompt's text."""
         return plain(self._render(row))
 
     def messages(self, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -209,7 +208,6 @@ class RLVR:
         self._prompts, self._sampling, self._rewards, self._n = prompts, sampling, reward_pool, n
 
     async def run(self, fleet: Generator, task: Task) -> Group:
-        """Return the group of the task's row."""
         row, group_id = task.row, task.group_id
         text, prompt = self._prompts.text(row), self._prompts.ids(row, f"group {group_id}")
         drawn = dataclasses.replace(task.sampling or self._sampling, seed=task.seed)

@@ -50,7 +50,6 @@ def join(hosts: Hosts) -> None:
 
 
 def leave() -> None:
-    """Undo `join`."""
     jax.distributed.shutdown()
 
 

@@ -383,7 +383,6 @@ def _terms(work: Workload, plan: SplitPlan) -> Iterator[str]:
 
 
 def _measured(run: Recorded, measured: Mapping[str, float]) -> str:
-    """Return the measured seconds of a run, for comparison."""
     step, more = measured["step"], ""
     for phase, who in (("train", "trainer"), ("generate", "servers")):
         more += f", {who} idle {max(0.0, 1 - measured.get(phase, step) / step):.0%}"

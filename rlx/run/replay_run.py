@@ -72,7 +72,6 @@ class Recorded:
         return made if made.is_dir() else directory.resolve(config.model.path)
 
     def groups(self, step: int) -> list[Group]:
-        """Return the batch of a step."""
         return [place.read().group() for place in self.batches.groups[step - 1]]
 
 

@@ -53,7 +53,6 @@ class RunOptions:
 
     @classmethod
     def of(cls, config: ConfigDict) -> "RunOptions":
-        """Return the options in a config."""
         fleet, rollout = config.fleet, config.rollout
         sampling, prompt = read_options(Sampling, config.sampling), config.data.max_prompt_tokens
         budget, own_budget = sampling.max_new_tokens, config.eval.max_new_tokens

@@ -86,9 +86,7 @@ def in_turns(config: ConfigDict, processes: int, devices: Devices) -> bool:
 def rests(state_bytes: int, devices: Devices, gpu_memory: float) -> bool:
     """Return whether a trainer's state has to leave its GPUs while the servers generate.
 
-    Args:
-      state_bytes: of the whole state. devices: of the trainer, with their memory, or 0: unknown.
-      gpu_memory: the servers' share of each.
+    Of its devices' memory, 0 if unknown, the servers have the share `gpu_memory`.
     """
     room = (1 - (gpu_memory or SHARED_MEMORY)) * devices.memory * devices.count
     return devices.platform == "gpu" and state_bytes > room
@@ -97,8 +95,7 @@ def rests(state_bytes: int, devices: Devices, gpu_memory: float) -> bool:
 class Turns:
     """Takes the device from the servers, and gives it back.
 
-    Args:
-      rest: moves a train state to the host's memory; None: it stays.
+    `rest` moves a train state to the host's memory; None: it stays.
     """
 
     def __init__(self, fleet: Fleet, loop: LoopThread, rest: Callable[[State], State] | None):

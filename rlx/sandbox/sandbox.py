@@ -109,7 +109,6 @@ class Sandbox:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """End the interpreter."""
         self._stop()
 
     async def run(self, code: str, limits: ProgramLimits = DEFAULT_LIMITS) -> Outcome:

@@ -50,7 +50,6 @@ def main(number: str, level: str, preload: str) -> None:
 
 
 def _keep(call: socket.socket, layers: Layers | OSError) -> NoReturn:
-    """Answer one call, and exit."""
     answer: dict[str, Any] = {"status": "lost", "text": "", "error": "", "seconds": 0.0}
     try:
         with call.makefile("rb") as stream:

@@ -29,7 +29,6 @@ class LoopThread:
 
     @property
     def alive(self) -> bool:
-        """Return whether the thread runs."""
         return self.thread.is_alive()
 
     def start(self) -> None:

@@ -59,7 +59,6 @@ class _Call(Future):
     leave: Callable[[], None]
 
     def cancel(self) -> bool:
-        """Cancel the call unless it has begun."""
         if self.running():
             self.leave()
         return super().cancel()

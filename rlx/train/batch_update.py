@@ -32,10 +32,7 @@ Arrays = dict[str, Any]  # on the trainer's devices
 class BatchUpdate:
     """The batch methods of the `Update` contract, made of primitives of a trainer.
 
-    Args:
-      options: of the run.
-      row_shards: devices that share a microbatch's rows.
-      context: devices that share a row.
+    `row_shards` devices share a microbatch's rows, `context` devices share a row.
     """
 
     def __init__(self, options: TrainOptions, row_shards: int = 1, context: int = 1):
@@ -137,9 +134,8 @@ class BatchUpdate:
     def _begin(self, state: State, groups: Sequence[Group], minibatches: int) -> tuple:
         """Pack groups and score them by the other networks.
 
-        Returns:
-          The flat batch; for each minibatch its plan and its microbatches on the devices; the
-          result of `objective.prepare`.
+        Returns the flat batch; for each minibatch its plan and its microbatches on the devices; the
+        result of `objective.prepare`.
         """
         flat, algorithm = packing.flatten(groups), self._algorithm
         objective.require(groups, flat, algorithm)

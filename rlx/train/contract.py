@@ -50,10 +50,8 @@ class Update(Protocol):
         """Return the policy's tensors with HF's names, in the published dtype.
 
         Buckets are computed on iteration: take all before the next call of the trainer.
-        `np.asarray` of a tensor waits for it, in any thread, even after `state` was donated.
-
-        Args:
-          adapters: return only LoRA's adapters, with PEFT's names, float32; else merge them.
+        `np.asarray` of a tensor waits for it, in any thread, even after `state` was donated. With
+        `adapters` they are only LoRA's, with PEFT's names, float32; else these are merged.
         """
 
     def save(self, path: Path, state: State) -> Future[None]:

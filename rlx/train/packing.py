@@ -49,7 +49,6 @@ class FlatBatch:
 
     @property
     def num_sequences(self) -> int:
-        """Number of trajectories."""
         return len(self.sizes)
 
     @property
@@ -68,8 +67,7 @@ class FlatBatch:
     def minibatch_of(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Return the minibatch of each reward, [N_padded] int32, −1 at padding.
 
-        Args:
-          parts: indices of each minibatch's trajectories, from `minibatch_ids`.
+        `parts` are the indices of each minibatch's trajectories, from `minibatch_ids`.
         """
         own = np.empty(self.num_sequences, np.int32)
         for index, ids in enumerate(parts):
@@ -351,11 +349,7 @@ def _length_classes(
 
 
 def microbatches(flat: FlatBatch, ids: np.ndarray, packed: PackPlan) -> list[Arrays]:
-    """Return the packed arrays of some sequences.
-
-    Args:
-      flat: the batch.
-      ids: [N'] indices of sequences, in the order of `packed`'s plan.
+    """Return the packed arrays of sequences `ids` [N'], which are in the order of `packed`'s plan.
 
     Returns:
       [B, T] arrays of each microbatch: `tokens`, `positions`, `sequence_ids`, `loss_mask`,
@@ -421,8 +415,7 @@ _PADDING = {
 def minibatch_ids(flat: FlatBatch, count: int) -> list[np.ndarray]:
     """Return the indices of each minibatch's sequences: whole groups, in order, split evenly.
 
-    Args:
-      count: number of minibatches, at most the number of groups.
+    `count` is the number of minibatches, at most that of groups.
     """
     parts = np.array_split(np.arange(flat.num_groups), min(count, flat.num_groups))
     return [np.flatnonzero(np.isin(flat.groups, part)) for part in parts]

@@ -88,7 +88,6 @@ class SupervisedProcess:
 
     @property
     def running(self) -> bool:
-        """Return whether the command has not ended."""
         return self._process.poll() is None
 
     def stop(self) -> None:
@@ -176,7 +175,6 @@ class WorkerEnd:
         return json.loads(line)
 
     def send(self, **message: Any) -> None:
-        """Send a message."""
         data = json.dumps(message).encode() + b"\n"
         with self._lock:
             self._socket.sendall(data)

@@ -84,7 +84,6 @@ class JaxEngine(ModelEngine):
         self._thread.start()
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
-        """See Engine.generate."""
         live = self._checked(request)
         live.stop_text = await self._stop_strings(request)
         live.sink = asyncio.Queue()
@@ -106,7 +105,6 @@ class JaxEngine(ModelEngine):
                 self._inbox.put(lambda: self._slots.cancel(live))
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """See Engine.score."""
         self._check_score(request)
         values = self._config.value_head
         if values:  # a value belongs to the token before it: score one more token
@@ -127,20 +125,17 @@ class JaxEngine(ModelEngine):
         await self._ask(lambda: self._sleep(level))
 
     async def resume(self) -> None:
-        """See Engine.resume."""
         if self._params is None:
             raise ValueError(NO_WEIGHTS)
         await self._ask(self._wake, fatal=True)
 
     async def load(self, path: str, version: int, kv: str = "keep") -> int:
-        """See Engine.load."""
         start = self._clock()
         weights = await asyncio.to_thread(self._read, path)
         self._spans.append(("read weights", start, self._clock()))
         return await self._ask(lambda: self._swap(weights, version, kv), fatal=True)
 
     def status(self) -> EngineStatus:
-        """See EngineStatus."""
         slots = self._slots
         return self._status(running=slots.running, queued=slots.queued, slots=slots.count)
 
@@ -160,8 +155,7 @@ class JaxEngine(ModelEngine):
     async def _ask(self, action: Callable[[], _T], fatal: bool = False) -> _T:
         """Run `action` on the engine thread, between decode calls, and return its result.
 
-        Args:
-          fatal: whether a failure ends the engine.
+        A failure ends the engine if it is `fatal`.
         """
         done: Future[_T] = Future()
 
@@ -226,8 +220,7 @@ class JaxEngine(ModelEngine):
     def _read(self, path: str) -> ServingParams:
         """Return the weights of a safetensors file or HF directory.
 
-        Raises:
-          ValueError: the file cannot be read, or a tensor is missing, misshapen or not finite.
+        ValueError if it cannot be read, or a tensor is missing, misshapen or not finite.
         """
         try:
             with hf.open_tensors(path) as tensors:

@@ -50,12 +50,9 @@ def write(old: jax.Array, block: jax.Array, start: Sequence[Any]) -> jax.Array:
 
 
 def insert(cache: Cache, prompts: Cache, pairs: jax.Array, count: jax.Array) -> Cache:
-    """Copy prompts into slots.
+    """Copy `prompts`, from `prefill` or `take` with T ≤ N, into slots.
 
-    Args:
-      prompts: from `prefill` or `take`, T ≤ N.
-      pairs: [S, 2] int32, (row of `prompts`, slot).
-      count: scalar int32, number of valid pairs.
+    The first `count` of `pairs`, [S, 2] int32, are (row of `prompts`, slot).
     """
 
     def fill(index, cache):

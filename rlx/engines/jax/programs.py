@@ -61,9 +61,7 @@ class Shape(NamedTuple):
 class Programs:
     """Compiles and runs the programs; one thread runs them, another compiles.
 
-    Args:
-      steps: tokens of a decode call.
-      dtype: dtype of the cache.
+    A decode call has `steps` tokens; the cache has `dtype`.
     """
 
     def __init__(self, config: ModelConfig, plan: CachePlan, steps: int, dtype: Any):
@@ -165,8 +163,7 @@ class Programs:
     ) -> tuple[np.ndarray, kv_cache.Cache]:
         """Score one chunk of a sequence: tokens start + 1 … start + chunk.
 
-        Returns:
-          logprobs [chunk] float32, nats, invalid after the sequence's end; and the cache.
+        Returns logprobs [chunk] float32, nats, invalid after the sequence's end; and the cache.
         """
         chunk = self.plan.chunk
         part = np.zeros(chunk + 1, np.int32)

@@ -27,8 +27,7 @@ class Recording:
 class Regenerator(JaxEngine):
     """A JaxEngine without a thread and an event loop.
 
-    Args:
-      kv: as `fleet.kv_on_update`. options: of JaxEngine.
+    `kv` is as `fleet.kv_on_update`; `options` are those of JaxEngine.
     """
 
     def __init__(self, model_path: str, kv: str, **options: Any):
@@ -42,11 +41,7 @@ class Regenerator(JaxEngine):
     ) -> list[Completion]:
         """Return what the engine makes of each request, in as many decode calls as recorded.
 
-        Args:
-          weights: version → safetensors file or HF directory.
-
-        Raises:
-          ValueError: as `generate`.
+        `weights` gives a version's safetensors file or HF directory. ValueError as `generate`.
         """
         found: dict[Recording, Completion] = {}
         for batch in batches(recordings, self._steps, self._slots.count):

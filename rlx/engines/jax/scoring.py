@@ -33,15 +33,12 @@ class Scoring:
 
     @property
     def pending(self) -> bool:
-        """Whether there is a sequence to score."""
         return bool(self._jobs)
 
     def add(self, job: ScoreJob) -> None:
-        """Add `job` to the queue."""
         self._jobs.append(job)
 
     def restart(self) -> None:
-        """Restart the first sequence."""
         self._cache: kv_cache.Cache | None = None
         self._parts: list[np.ndarray] = []
 

@@ -30,14 +30,9 @@ class ServingParams(NamedTuple):
 def serving_params(
     tensors: Mapping[str, np.ndarray], config: ModelConfig, dtype: Any
 ) -> ServingParams:
-    """Return HF's tensors in the serving layout.
+    """Return HF's tensors in the serving layout, of `dtype`; ValueError for NaN or infinity.
 
-    Args:
-      tensors: HF name → [out, in], checked by directory.check_tensors; each is read once.
-      dtype: dtype of the result.
-
-    Raises:
-      ValueError: a tensor has NaN or infinity.
+    `tensors`: HF name → [out, in], checked by directory.check_tensors; each is read once.
     """
 
     def read(row, index):

@@ -110,12 +110,7 @@ TEMPERATURE, TOP_P = range(2)
 
 
 class Slots:
-    """The table of slots and the queue for it.
-
-    Args:
-      count: number of slots.
-      steps: tokens of one decode call.
-    """
+    """The table of `count` slots and the queue for it; a decode call has `steps` tokens."""
 
     def __init__(self, count: int, steps: int, max_model_len: int):
         self.count, self.steps, self.max_model_len = count, steps, max_model_len
@@ -128,7 +123,6 @@ class Slots:
 
     @property
     def running(self) -> int:
-        """Samples in slots."""
         return sum(sample is not None for sample in self.samples)
 
     @property
@@ -152,7 +146,6 @@ class Slots:
         return bool(self._numbers[:, MASKED].any())
 
     def add(self, live: LiveRequest) -> None:
-        """Queue a request."""
         heapq.heappush(self._queue, (-live.request.priority, next(self._arrivals), live))
 
     def cancel(self, live: LiveRequest) -> None:
@@ -226,15 +219,12 @@ class Slots:
         self, tokens: np.ndarray, logprobs: np.ndarray, counts: np.ndarray, version: int,
         kept: np.ndarray | None = None, vocab: int = 0,
     ) -> list[tuple[LiveRequest, Chunk]]:  # fmt: skip
-        """Add the results of a decode call and free the slots of samples that ended.
+        """Add a decode call's results, and free slots of ended samples; return a chunk of each.
 
         Args:
           tokens, logprobs: [B, steps], of the first B slots.
           counts: [B], how many of each row are valid.
           kept: [B, steps, W] uint8, of a vocabulary of `vocab`; None: no sample wants it.
-
-        Returns:
-          One chunk for every sample that ran.
         """
         out = []
         for slot, count in enumerate(counts.tolist()):

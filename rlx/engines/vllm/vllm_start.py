@@ -109,12 +109,8 @@ def start_llm(
 def read_engine_args(text: str, names: Collection[str], fixed: Collection[str]) -> dict[str, Any]:
     """Return the arguments in `text`, NAME=VALUE;…, each VALUE read as JSON or kept as text.
 
-    Args:
-      names: those that vLLM has and rlx does not set.
-      fixed: those that rlx sets.
-
-    Raises:
-      UserError: an argument without a value, not in `names`, or one that rlx sets.
+    `names` are those that vLLM has and rlx does not set, `fixed` those that rlx sets. UserError for
+    an argument without a value, or not in `names`.
     """
     found: dict[str, Any] = {}
     for part in filter(None, text.split(";")):
