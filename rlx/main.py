@@ -33,8 +33,7 @@ def main() -> int:
         raise UserError(f"--workdir={workdir} is a file; give a directory")
     local = config.scheduler.type == "local"
     if values.dry_run and local:
-        from rlx.doctor.findings import status
-        from rlx.doctor.table import show
+        from rlx.doctor.findings import show, status
         from rlx.run.run_checks import findings
 
         return status(show(findings(config, workdir)))

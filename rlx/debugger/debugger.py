@@ -19,8 +19,7 @@ from rlx.base import UserError
 from rlx.cli.command import say
 from rlx.cli.text import duration
 from rlx.debugger.forwarder import HOST, Forwarder, ModelCall, shorten
-from rlx.doctor import table
-from rlx.doctor.findings import Finding, problems
+from rlx.doctor.findings import Finding, problems, section
 from rlx.observe.progress import ProgressBar
 from rlx.rollout import data
 from rlx.workers.worker_pool import Evicted, WorkerError, WorkerPool
@@ -78,7 +77,7 @@ class Debugger:
             models = await self._server.models()
             answers = f"answers in {duration(time.monotonic() - began)}: {', '.join(models[:4])}"
             finding = Finding("server", "models", "ok", answers)
-            table.section("server", [finding], Console(highlight=False))
+            section("server", [finding], Console(highlight=False))
             report: dict[str, Any] = {"models": models, "ok": True}
             try:
                 await self._workers.start()
@@ -102,7 +101,7 @@ class Debugger:
         seconds = time.monotonic() - began
         say("\n" + "\n".join(_transcript(runs[0], began) if len(runs) == 1 else [title]))
         found = list(_findings(title, runs, seconds))
-        table.section(title, found, Console(highlight=False))
+        section(title, found, Console(highlight=False))
         ok, failed = not problems(found), sum(bool(run.error) for run in runs)
         counts = {"ok": ok, "done": len(runs) - failed, "failed": failed, "seconds": seconds}
         return {**counts, **_latencies(runs), "runs": list(map(asdict, runs))}

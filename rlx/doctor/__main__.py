@@ -14,8 +14,7 @@ from pathlib import Path
 from rlx.base import UserError
 from rlx.cli import command
 from rlx.doctor import failures
-from rlx.doctor.findings import status
-from rlx.doctor.table import show
+from rlx.doctor.findings import show, status
 from rlx.launch.remote_servers import Machines, table
 from rlx.run import flags
 from rlx.run.run_checks import findings

@@ -4,8 +4,7 @@ import io
 
 from rich.console import Console
 
-from rlx.doctor.findings import Finding, attempt, status, summary
-from rlx.doctor.table import show
+from rlx.doctor.findings import Finding, attempt, show, status, summary
 
 ROWS = [
     Finding("machine", "devices", "ok", "1 × [bold]cpu[/bold]"),
