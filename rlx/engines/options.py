@@ -9,7 +9,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from rlx.base import UserError
+from rlx.base import refuse
 from rlx.cli import command
 from rlx.engines.engine import SLEEPS, EngineOptions
 from rlx.fleet import tls, wire
@@ -73,16 +73,14 @@ def further() -> list[str]:
 
 def server_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `engines.server.serve`; UserError for half of a pair of flags."""
-    if (args.tensor_parallel > 1 and args.engine != "vllm") or args.tensor_parallel < 1:
-        raise UserError(
-            f"--tensor-parallel={args.tensor_parallel} and --engine={args.engine}: only vLLM cuts "
-            "a model, into 1 or more; use --engine=vllm, or drop the flag"
-        )
-    if args.engine_args and args.engine != "vllm":
-        raise UserError(
-            f"--engine-args={args.engine_args} and --engine={args.engine}: these are arguments of "
-            "vLLM; use --engine=vllm, or drop the flag"
-        )
+    refuse((
+        ((args.tensor_parallel > 1 and args.engine != "vllm") or args.tensor_parallel < 1,
+         f"--tensor-parallel={args.tensor_parallel} and --engine={args.engine}: only vLLM cuts "
+         "a model, into 1 or more; use --engine=vllm, or drop the flag"),
+        (args.engine_args and args.engine != "vllm",
+         f"--engine-args={args.engine_args} and --engine={args.engine}: these are arguments of "
+         "vLLM; use --engine=vllm, or drop the flag"),
+    ))  # fmt: skip
     local, token = tls.is_loopback(args.host), wire.take_token(os.environ)
     same = "host port join drain_seconds metrics_host metrics_port stage_dir max_queue"
     return {

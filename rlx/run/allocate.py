@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from rlx.base import UserError
+from rlx.base import UserError, refuse
 from rlx.config import default
 from rlx.doctor import machine
 from rlx.engines.engine import SLEEPS
@@ -45,16 +45,14 @@ def apply_allocation(
         return apply_allocation(config, trains)
     parsed, usual = allocation.parse(text), default()
     served = any(not part.trains for part in parsed.parts)
-    if served and config.fleet.addresses:
-        raise UserError(
-            f"allocation_mode={text} starts servers and fleet.addresses names running ones; "
-            "remove one of them"
-        )
-    if trains and not any(part.trains for part in parsed.parts):
-        raise UserError(
-            f"allocation_mode={text} has no trainer; add one, such as {parsed.parts[0]}+jax:f1, or "
-            "evaluate with rlx.evaluate"
-        )
+    refuse((
+        (served and config.fleet.addresses,
+         f"allocation_mode={text} starts servers and fleet.addresses names running ones; "
+         "remove one of them"),
+        (trains and not any(part.trains for part in parsed.parts),
+         f"allocation_mode={text} has no trainer; add one, such as {parsed.parts[0]}+jax:f1, or "
+         "evaluate with rlx.evaluate"),
+    ))  # fmt: skip
     for key, value in allocation.settings(parsed).items():
         section, _, name = key.rpartition(".")
         place, before = (c[section] if section else c for c in (config, usual))
@@ -98,17 +96,15 @@ def share(config: ConfigDict, gpus: Sequence[str], processes: int = 0) -> GpuSha
     parsed = allocation.parse(config.allocation_mode)
     own = sum(part.gpus for part in parsed.parts if part.trains)
     wanted = own if config.trainer == "torch" else 1
-    if processes not in (0, wanted):  # of the trainer, which all see its GPUs; 0: unknown
-        raise UserError(
-            f"allocation_mode={config.allocation_mode} needs a trainer of {wanted} process"
-            f"{'es' * (wanted != 1)}, and this one has {processes}; set train.mesh and "
-            "fleet.addresses instead"
-        )
-    if config.teacher.path and (config.teacher.engine or config.fleet.engine) == "vllm":
-        raise UserError(
-            f"allocation_mode={config.allocation_mode} has no GPU for the teacher's servers; start "
-            "them with rlx.serve and set teacher.addresses"
-        )
+    refuse((
+        (processes not in (0, wanted),  # of the trainer, which all see its GPUs; 0: unknown
+         f"allocation_mode={config.allocation_mode} needs a trainer of {wanted} process"
+         f"{'es' * (wanted != 1)}, and this one has {processes}; set train.mesh and "
+         "fleet.addresses instead"),
+        (config.teacher.path and (config.teacher.engine or config.fleet.engine) == "vllm",
+         f"allocation_mode={config.allocation_mode} has no GPU for the teacher's servers; start "
+         "them with rlx.serve and set teacher.addresses"),
+    ))  # fmt: skip
     placed = allocation.place(parsed, {"this machine": range(len(gpus))})
     names = [(one.part.trains, tuple(gpus[i] for _, i in one.gpus)) for one in placed]
     servers = tuple(ids for trains, ids in names if not trains)

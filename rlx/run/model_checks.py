@@ -5,7 +5,7 @@ import importlib.util
 from ml_collections import ConfigDict
 
 from rlx.algorithms.algorithm import Algorithm
-from rlx.base import UserError
+from rlx.base import UserError, refuse
 from rlx.model import lora_config, mesh
 from rlx.model.model_config import ModelConfig
 from rlx.run.room_options import RunOptions
@@ -83,24 +83,17 @@ def check_kind(
     scores = algorithm.kind.scores
     if scores:
         model.require_ours("a reward model")
-    if model.value_head and not scores:
-        raise UserError(
-            f"model.path={config.model.path} is a reward model without logits, and {what} trains a "
-            f"policy; give a {model.architecture} directory"
-        )
-    if scores and options.served:
-        raise UserError(
-            f"{what} trains a reward model, which generates nothing; set fleet.num_servers=0 and "
-            "no fleet.addresses"
-        )
-    if algorithm.data == "rollouts":
-        if not options.served:
-            raise UserError(
-                f"fleet.num_servers=0 without fleet.addresses, and {what} trains on rollouts; give "
-                "one of them"
-            )
-    elif config.sampling.temperature != 1:
-        raise UserError(
-            f"sampling.temperature={config.sampling.temperature:g} would divide the logits that "
-            f"{what} trains; set it to 1: training samples nothing, and evaluation is greedy"
-        )
+    refuse((
+        (model.value_head and not scores,
+         f"model.path={config.model.path} is a reward model without logits, and {what} trains a "
+         f"policy; give a {model.architecture} directory"),
+        (scores and options.served,
+         f"{what} trains a reward model, which generates nothing; set fleet.num_servers=0 and "
+         "no fleet.addresses"),
+        (algorithm.data == "rollouts" and not options.served,
+         f"fleet.num_servers=0 without fleet.addresses, and {what} trains on rollouts; give "
+         "one of them"),
+        (algorithm.data != "rollouts" and config.sampling.temperature != 1,
+         f"sampling.temperature={config.sampling.temperature:g} would divide the logits that "
+         f"{what} trains; set it to 1: training samples nothing, and evaluation is greedy"),
+    ))  # fmt: skip

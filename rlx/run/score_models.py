@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from rlx.agents import loading, named_workflow
 from rlx.agents.named_workflow import NamedWorkflow
-from rlx.base import UserError
+from rlx.base import UserError, refuse
 from rlx.cli.command import say
 from rlx.evaluation import sample_files, statistics
 from rlx.evaluation.question_sets import Benchmark
@@ -166,16 +166,13 @@ class _Model:
     def check(self) -> None:
         """Raise UserError unless the model can answer within its context."""
         model, longest = load_config(self.directory), self.options.longest
-        if model.value_head:
-            raise UserError(
-                f"{self.directory} is a reward model, which generates no text; give a language "
-                "model"
-            )
-        if longest > model.max_position:
-            raise UserError(
-                f"data.max_prompt_tokens + --max_gen_tokens = {longest} exceeds the context of "
-                f"{self.directory}, {model.max_position} tokens; lower one of them"
-            )
+        refuse((
+            (model.value_head,
+             f"{self.directory} is a reward model, which generates no text; give a language model"),
+            (longest > model.max_position,
+             f"data.max_prompt_tokens + --max_gen_tokens = {longest} exceeds the context of "
+             f"{self.directory}, {model.max_position} tokens; lower one of them"),
+        ))  # fmt: skip
 
     @cached_property
     def prompts(self) -> Prompts:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ml_collections import ConfigDict
 
-from rlx.base import UserError
+from rlx.base import refuse
 from rlx.doctor.machine import Devices
 from rlx.engines.engine import SLEEPS
 from rlx.fleet.client import Fleet
@@ -70,16 +70,14 @@ def in_turns(config: ConfigDict, processes: int, devices: Devices) -> bool:
     """
     if (sleep := config.fleet.sleep) == SLEEPS[0]:
         return False
-    if processes > 1:
-        raise UserError(
-            f"fleet.sleep={sleep} with a trainer of {processes} processes: only one takes turns; "
-            "set fleet.sleep=off"
-        )
-    if devices.platform == "gpu" and not config.allocation_mode:
-        raise UserError(
-            f"fleet.sleep={sleep} on a GPU without allocation_mode, which shares it; set "
-            f"allocation_mode={config.fleet.engine}:d1|jax:f1, or fleet.sleep=off"
-        )
+    refuse((
+        (processes > 1,
+         f"fleet.sleep={sleep} with a trainer of {processes} processes: only one takes turns; "
+         "set fleet.sleep=off"),
+        (devices.platform == "gpu" and not config.allocation_mode,
+         f"fleet.sleep={sleep} on a GPU without allocation_mode, which shares it; set "
+         f"allocation_mode={config.fleet.engine}:d1|jax:f1, or fleet.sleep=off"),
+    ))  # fmt: skip
     return True
 
 

@@ -10,7 +10,7 @@ from rlx.algorithms import losses, supervised
 from rlx.algorithms.advantages import advantages, next_trained, shares
 from rlx.algorithms.algorithm import Algorithm
 from rlx.algorithms.array_ops import Array, ops_of
-from rlx.base import Group, UserError
+from rlx.base import Group, refuse
 from rlx.model import kept_tokens
 from rlx.train import prefix_trees
 from rlx.train.packing import FlatBatch
@@ -35,16 +35,14 @@ def require(groups: Sequence[Group], flat: FlatBatch, algorithm: Algorithm) -> N
                 f"group {group.group_id} has {len(group.trajectories)} trajectories; "
                 f"loss={algorithm.loss} wants a chosen and a rejected one"
             )
-    if algorithm.kl_anchor == "teacher" and "reference_logprobs" not in flat.tokens:
-        raise UserError(
-            "algorithm.kl_anchor=teacher and the trajectories have no logprobs of a teacher; "
-            "set teacher.path or teacher.addresses"
-        )
-    if algorithm.peers == "turn" and "turn_ids" not in flat.tokens:
-        raise UserError(
-            "algorithm.peers=turn and the trajectories have no turns; use a workflow of "
-            "several turns, or set peers=prompt"
-        )
+    refuse((
+        (algorithm.kl_anchor == "teacher" and "reference_logprobs" not in flat.tokens,
+         "algorithm.kl_anchor=teacher and the trajectories have no logprobs of a teacher; "
+         "set teacher.path or teacher.addresses"),
+        (algorithm.peers == "turn" and "turn_ids" not in flat.tokens,
+         "algorithm.peers=turn and the trajectories have no turns; use a workflow of "
+         "several turns, or set peers=prompt"),
+    ))  # fmt: skip
 
 
 def prepare(
