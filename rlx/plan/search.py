@@ -129,7 +129,8 @@ def refit(work: Workload, found: Allocation, measured: Mapping[str, float]) -> W
 def _fitting(work: Workload, gpus: int) -> Iterator[Allocation]:
     """Yield the allocations of all `gpus` GPUs whose weights, state and caches fit."""
     for tensor in (n for n in (1, 2, 4, 8) if n <= gpus):
-        for own in _trainer_sizes(gpus):
+        # Whole hosts for the trainer, if there are several.
+        for own in range(HOST, gpus, HOST) if gpus > HOST else range(1, gpus):
             found = allocation(work.trainer, gpus - own, tensor, own)
             if found and fits(work, found):
                 yield found
@@ -157,11 +158,6 @@ def fits(work: Workload, found: Allocation) -> bool:
     server = work.setup(found).server
     own = work.trainer_bytes(found) + (server.weights if found.shared else 0)
     return server.kv_tokens > work.sizes.longest and own < LARGEST_SHARE * work.card.memory
-
-
-def _trainer_sizes(gpus: int) -> range:
-    """Return the numbers of GPUs that a trainer may have: whole hosts, if there are several."""
-    return range(HOST, gpus, HOST) if gpus > HOST else range(1, gpus)
 
 
 def _arithmetic(setup: Setup) -> float:
