@@ -179,13 +179,6 @@ class JaxUpdate(BatchUpdate):
             return params
         return frozen if params is None else lora_lib.attach(frozen, params, self.lora)
 
-    def token_logprobs(
-        self, params: Params | None, frozen: Params | None, batch: Batch
-    ) -> tuple[Array, Array]:
-        """Return log-probabilities and entropies of a microbatch's tokens, [B, T] float32 each."""
-        full = self.full_params(params, frozen)
-        return self._token_logprobs(full, batch, self._states(full, self.model, batch)[0])
-
     def _token_logprobs(self, full: Params, batch: Batch, x: Array) -> tuple[Array, Array]:
         o = self._options
         return decoder.logprobs(
@@ -200,8 +193,9 @@ class JaxUpdate(BatchUpdate):
         )
 
     def logprob_step(self, params: Params | None, frozen: Params | None, batch: Batch) -> Array:
-        """Return log-probabilities of tokens without entropies, [B, T] float32."""
-        return self.token_logprobs(params, frozen, batch)[0]
+        """Return log-probabilities of a microbatch's tokens, [B, T] float32."""
+        full = self.full_params(params, frozen)
+        return self._token_logprobs(full, batch, self._states(full, self.model, batch)[0])[0]
 
     def value_step(self, params: Params, batch: Batch) -> tuple[Array, Array]:
         """Return the critic's V before and after each token, [B, T] float32 each."""

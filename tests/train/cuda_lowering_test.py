@@ -25,7 +25,7 @@ def test_the_step_on_hopper_is_of_packed_attention(
     assert np.sum(batch["segment_sizes"]) == flat.num_tokens
 
     def loss(params, batch):
-        return jnp.sum(update.token_logprobs(params, None, batch)[0])
+        return jnp.sum(update.logprob_step(params, None, batch))
 
     text = jax.jit(jax.grad(loss)).trace(params, batch).lower(lowering_platforms=("cuda",))
     text = text.as_text()
@@ -44,7 +44,7 @@ def test_trees_on_hopper_are_two_calls_of_packed_attention(hopper, trainer, para
     assert np.sum(batch["segment_sizes"]) == flat.num_tokens - plan.shared.sum()
 
     def loss(params, batch):
-        return jnp.sum(update.token_logprobs(params, None, batch)[0])
+        return jnp.sum(update.logprob_step(params, None, batch))
 
     text = jax.jit(jax.grad(loss)).trace(params, batch).lower(lowering_platforms=("cuda",))
     text = text.as_text()
