@@ -82,10 +82,8 @@ class TorchState:
 class TorchUpdate(BatchUpdate):
     """The trainer in PyTorch; the state's tensors are changed in place.
 
-    Args:
-      model_config: of the model in `model_dir`, for the run's records.
-      options: of the run.
-      model_dir: HF directory of the weights that the run begins with.
+    The run begins with the weights in the HF directory `model_dir`. `model_config` is theirs, for
+    the run's records.
     """
 
     def __init__(self, model_config: ModelConfig, options: TrainOptions, model_dir: Path):

@@ -120,11 +120,7 @@ def shape_rewards(rewards_N: Array, lengths_N: Array, algorithm: Algorithm) -> A
         r ← r + overlong_factor·clip((overlong_limit − overlong_buffer − L)/overlong_buffer, −1, 0)
         r ← clip((r + reward_bias)·reward_scale, ±reward_clip)
 
-    Args:
-      rewards_N: [N] float32. lengths_N: [N] int32, trained tokens of each trajectory.
-
-    Returns:
-      [N] float32.
+    Takes and returns rewards [N] float32; lengths [N] int32, trained tokens of each trajectory.
     """
     same_shape(rewards_N, lengths_N)
     lib = ops_of(rewards_N).lib
@@ -229,11 +225,8 @@ def kl_penalty(flat: Mapping[str, Array], algorithm: Algorithm) -> tuple[Array, 
 
         −β·KL(π ‖ π_ref), π the proximal policy where its logprobs are known, else the behaviour's
 
-    Returns:
-      [F] float32, 0 where not trained or not finite; int32 scalar.
-
-    Raises:
-      UserError: `reference_logprobs` are missing.
+    The first is [F] float32, 0 where not trained or not finite, the second an int32 scalar.
+    UserError if `reference_logprobs` are missing.
     """
     mask = flat["loss_mask"]
     lib = ops_of(mask).lib
@@ -268,10 +261,8 @@ def gae(
         δ_t = r_t + gamma·V_t' − V_t
         A_t = δ_t + gamma·lam·A_t', t' the next trained token of the same trajectory
 
-    After the last trained token V is `bootstrap_N` and A is 0.
-
-    Returns:
-      [F] float32, 0 where not trained.
+    After the last trained token V is `bootstrap_N` and A is 0. The result is [F] float32, 0 where
+    not trained.
     """
     same_shape(rewards_F, values_F, loss_mask_F, sequence_ids_F)
     ops = ops_of(rewards_F)
@@ -293,8 +284,7 @@ def gae_advantage(inputs: AdvantageInputs[Array], algorithm: Algorithm) -> Array
 
         r_i = (reward_i − μ) / σ at the last trained token, by reward_mean and reward_std
 
-    Returns:
-      [F] float32, 0 where not trained.
+    The result is [F] float32, 0 where not trained.
     """
     normalised = standardise(
         inputs.rewards, inputs.group_ids, inputs.valid, mean=algorithm.reward_mean,
@@ -325,12 +315,8 @@ def running_baselines(
 
         b ← decay·b + (1 − decay)·R, then A = R − b   (RAE, 2506.24119, eq. 4)
 
-    Each agent has its own b, updated by runs in the order of the groups. R is the mean reward of a
-    run's trajectories.
-
-    Args:
-      means: agent → mean; an agent without one begins at 0.
-      decay: in [0, 1).
+    Each agent has its own b, 0 at first, updated by runs in the order of the groups. R is the mean
+    reward of a run's trajectories; `means` are those of agents, and decay is in [0, 1).
     """
     after, found = dict(means), []
     for group in groups:

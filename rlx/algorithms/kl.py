@@ -15,12 +15,7 @@ def estimate(logprobs: Array, reference_logprobs: Array, estimator: str) -> Arra
 
     Δ = log π − log π_ref clamped to ±10. k1 and k3 are unbiased, k2 and k3 never negative. http://joschu.net/blog/kl-approx.html
 
-    Args:
-      logprobs, reference_logprobs: same shape, float32, nats.
-      estimator: k1 | k2 | k3.
-
-    Returns:
-      Same shape, float32, nats.
+    Both logprobs and the result have one shape, float32, nats.
     """
     lib = ops_of(logprobs).lib
     delta = lib.clip(logprobs - reference_logprobs, -CLAMP, CLAMP)

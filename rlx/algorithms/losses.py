@@ -252,18 +252,14 @@ def _loglinear(frozen: Array, batch: Mapping[str, Array]) -> Array:
 
 
 def within_second_moment(log_weight: Array, used: Array, limit: float) -> Array:
-    """Return the tokens that AReaL's form of M2PO keeps, dropping the largest squares.
+    """Return the tokens, [F] bool, that AReaL's form of M2PO keeps, dropping the largest squares.
 
         the most tokens, smallest squares first, with mean (behaviour − proximal)² < second_moment
 
     Args:
       log_weight: [F] float32, behaviour − proximal or its negative, of one minibatch's tokens;
         tokens that are not finite are dropped first.
-      used: [F] bool, trained tokens; others are not kept.
-      limit: nats², > 0.
-
-    Returns:
-      [F] bool.
+      used: [F] bool, trained tokens; others are not kept. limit: nats², > 0.
     """
     ops = ops_of(log_weight)
     lib = ops.lib
@@ -286,8 +282,7 @@ def second_moment_bound(log_ratio: Array, advantage: Array, used: Array, limit: 
 
     Args:
       log_ratio: [F] float32, Δ; advantage: [F] float32, A.
-      used: [F] bool, the trained tokens of one minibatch.
-      limit: nats², > 0.
+      used: [F] bool, the trained tokens of one minibatch. limit: nats², > 0.
 
     Returns:
       τ, float32 scalar, nats, ≥ 0.

@@ -64,8 +64,7 @@ def own_loss(inputs: LossInputs[T], algorithm: Algorithm) -> tuple[T, Mapping[st
 
         loss(inputs, algorithm, **loss_kwargs) -> (loss, {name: statistic})
 
-    Raises:
-      UserError: the user's function returns anything else.
+    UserError if the user's function returns anything else.
     """
     function = algorithm.loss_function
     assert function is not None

@@ -25,9 +25,6 @@ def nll_loss(
     Args:
       target_logprobs_BT: [B, T] float32, nats; differentiated. entropy_BT: likewise, for stats.
       batch: loss_mask [B, T] bool, loss_weights [B, T] float32.
-
-    Returns:
-      The summed loss, float32 scalar, and stats as sums.
     """
     mask, ops = batch["loss_mask"], ops_of(target_logprobs_BT)
     lib = ops.lib

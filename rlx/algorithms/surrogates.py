@@ -137,10 +137,8 @@ def kept_sequences(inputs: LossInputs, algorithm: Algorithm) -> Any:
         min ρ ≥ veto
         A ≥ 0, or mean(behaviour − target) ≤ off_policy_limit      (OPSM, 2512.02556)
 
-    Mean and min are over the trained tokens of the sequence.
-
-    Returns:
-      [B, T] bool, without gradient.
+    Mean and min are over the trained tokens of the sequence. The result is [B, T] bool, without
+    gradient.
     """
     ops, kept = inputs.ops, inputs.mask
     ahead = ops.frozen(inputs.behaviour - inputs.proximal)

@@ -79,18 +79,11 @@ class Engine(Protocol):
 
         Decoding continues while the file is read and checked (names, shapes, finite). The exchange
         happens between two decode steps; later tokens carry `version`. New requests never use keys
-        and values of the old weights.
+        and values of the old weights. By `kv`, running ones `keep` their cache, `recompute` it with
+        the new weights, or `abort`; clients then send them again with the tokens so far.
 
-        Args:
-          kv: for running requests, `keep` their cache, `recompute` it with the new weights, or
-            `abort` them; clients then send them again with the tokens so far.
-
-        Returns:
-          Time without decoding, ns.
-
-        Raises:
-          ValueError: the file is refused; the engine keeps its weights. Any other error ends the
-            engine, whose weights may be mixed.
+        Returns the time without decoding, ns. ValueError if the file is refused; the engine keeps
+        its weights. Any other error ends the engine, whose weights may be mixed.
         """
 
     def status(self) -> EngineStatus:

@@ -251,10 +251,8 @@ class Fleet:
     ) -> list[Completion]:
         """Sample `n` completions of one prompt.
 
-        Raises:
-          ValueError: the request cannot be served; the message says why.
-          Unavailable: no server was alive for `limits.outage_seconds`.
-          Failed: MAX_ATTEMPTS attempts in a row failed.
+        ValueError, which says why, if the request cannot be served. Unavailable if no server was
+        alive for `limits.outage_seconds`; Failed if MAX_ATTEMPTS attempts in a row failed.
         """
         prompt = np.asarray(prompt_tokens, np.int32)
         samples = [*samples] or [PartialSample(index) for index in range(n)]
@@ -279,20 +277,15 @@ class Fleet:
     ) -> np.ndarray:
         """Return the log-probabilities of a sequence's tokens under the current weights.
 
-        All scores belong to one version; during a publish that is the old or the new one.
+        All scores belong to one version; during a publish that is the old or the new one. They are
+        [T] float32, nats, 0 before `first`. Raises as `generate`, and ValueError for a model
+        of the other kind.
 
         Args:
           tokens: [T] integers, T ≥ 2.
           first: in [1, T − 1], the first token to score.
           temperature: τ in [0.01, 100] of log softmax(logits / τ).
           values: return a reward model's values after these tokens instead.
-
-        Returns:
-          [T] float32, nats; 0 before `first`.
-
-        Raises:
-          ValueError: the server's model has the other kind, or as `generate`.
-          UserError, Failed: as `generate`.
         """
         request = ScoreRequest(np.asarray(tokens, np.int32), first, temperature)
         member, avoid, attempts, busy = None, None, 0, 0

@@ -32,9 +32,7 @@ def context_attention(
 ) -> Array:
     """Return `attention.attention` of rows whose tokens are laid out by `layout.balanced`.
 
-    Args:
-      q, k, v, segment_ids, window, softcap: as of `attention.attention`.
-      layout: with a mesh; 2 · context divides T, row_shards divides B.
+    With the layout's mesh, 2 · context divides T and row_shards divides B.
     """
     heads, kv_heads = (layout.heads_axis(x.shape[2]) for x in (q, k))
     of_q, of_kv = (PartitionSpec(ROWS, AXIS, axis) for axis in (heads, kv_heads))
@@ -58,9 +56,8 @@ def on_one_device(
 ) -> Array:
     """Return attention of this device's queries, one of N `devices` of the axis.
 
-    Args:
-      q: [B, T/N, heads, H]; k, v: [B, T/N, key heads, H].
-      segment_ids: [B, T], in the order of `Layout.balanced`.
+    Takes q [B, T/N, heads, H], k and v [B, T/N, key heads, H], and segment_ids [B, T]. All are in
+    the order of `Layout.balanced`.
     """
     batch, length, heads, width = q.shape
     q = (q * width**-0.5).reshape(batch, length, k.shape[2], -1, width).transpose(0, 2, 3, 1, 4)

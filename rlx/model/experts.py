@@ -60,9 +60,8 @@ def mixture(
 ) -> tuple[Array, Routing]:
     """Return a layer's mixture of experts of its tokens, [B, T, D], and the routing.
 
-    Args:
-      x: [B, T, D] normed; logits: [B, T, E] of the router.
-      valid: [B, T] bool, or how often a token counts; others have no expert, and give zeros.
+    Takes x [B, T, D] normed, logits [B, T, E] of the router, and valid [B, T] bool, or how often a
+    token counts; others have no expert, and give zeros.
     """
     weights = tuple(layer[f"expert_{name}"] for name in MLP)
     if layout.mesh is None:
@@ -110,9 +109,8 @@ def _run(
 ) -> Array:
     """Return the weighted sum [N, D] over this device's experts, from `first` on, of x [N, D].
 
-    Args:
-      chosen: [N, k] weights; experts: [N, k] int32. gated: a function of GATED.
-      total: experts on all devices.
+    Takes weights `chosen` [N, k], experts [N, k] int32 of `total` on all devices, and `gated`, a
+    function of GATED.
     """
     here, k = len(weights[0]), experts.shape[1]
     own = experts.reshape(-1) - first

@@ -41,12 +41,9 @@ def expand(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the ids that codes list; ValueError for codes of another vocabulary.
 
-    Args:
-      kept: codes, [M] uint8. kept_sizes: the bytes of each, [N] int.
-
-    Returns:
-      ids [E] int; owners [E] int, the index in N of each, ascending; excluded [N] bool, whether a
-      token's ids are the ones left out.
+    Takes `kept`, codes [M] uint8, and `kept_sizes`, the bytes of each, [N] int. Returns ids [E]
+    int; owners [E] int, the index in N of each, ascending; excluded [N] bool, whether a token's ids
+    are the ones left out.
     """
     count, width, starts = -(-vocab // 8), _id_bytes(vocab), np.cumsum(kept_sizes) - kept_sizes
     forms = np.full(len(kept_sizes), _EXCLUDED, np.uint8)

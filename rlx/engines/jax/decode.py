@@ -119,12 +119,10 @@ def _weighted(config: ModelConfig, logits: jax.Array, inner: jax.Array) -> jax.A
 def prefill(
     params: ServingParams, config: ModelConfig, tokens: jax.Array, chunks: jax.Array, chunk: int
 ) -> Cache:
-    """Return a Cache of P rows and length T for prompts.
+    """Return a Cache of P rows and length T for prompts, tokens [P, T] int32 padded at the end.
 
-    Args:
-      tokens: [P, T] int32, padded at the end; T is a multiple of `chunk`.
-      chunks: scalar int32, number of chunks with tokens; later positions stay zero.
-      chunk: positions computed together.
+    T is a multiple of `chunk`, the positions computed together. The first `chunks` have tokens, an
+    int32 scalar; later positions stay zero.
     """
 
     def advance(state):
@@ -153,8 +151,7 @@ def score(
 
         logprob_i = log softmax(logits_{start + i} / temperature)[target_i]
 
-    Returns:
-      [C] float32 (nats, ≤ 0; or a reward model's values after the tokens), and the cache.
+    Returns [C] float32 (nats, ≤ 0; or a reward model's values after the tokens), and the cache.
     """
     x, cache = _advance(params, config, cache, tokens, start)
 
@@ -226,8 +223,7 @@ def step(
     `recent`. All slots write to `recent` at the same index, which needs no scatter. The two parts
     are added in the same order at every cache length, so a longer view changes no bit.
 
-    Returns:
-      logits [S, V] float32, and `recent` with place `index` filled.
+    The results are logits [S, V] float32, and `recent` with place `index` filled.
     """
     x = embed_scale(config, params.embed[tokens])
     filled, windows, softcap = [], config.layer_windows, config.attention_softcap
