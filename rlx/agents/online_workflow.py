@@ -131,10 +131,7 @@ class OnlineWorkflow:
                 where = self.listen
                 try:
                     online = OnlineSessions(
-                        self.context.directory,
-                        self.options,
-                        self.sampling,
-                        temperature_fixed=True,
+                        self.context.directory, self.options, self.sampling, temperature_fixed=True
                     )
                     gateway = self._gateway_class(
                         cast(Fleet, fleet), self.tokenizer, host=where.host, port=where.port,

@@ -98,10 +98,7 @@ class Algorithm:
         False, "exclude trajectories cut off by length from the loss; their rewards still count"
     )
     overlong_buffer: float = _number(
-        0.0,
-        0,
-        math.inf,
-        "tokens of penalty zone before the limit; below 1: share of it; 0: off",
+        0.0, 0, math.inf, "tokens of penalty zone before the limit; below 1: share of it; 0: off"
     )
     overlong_limit: int = _number(0, 0, math.inf, "tokens; 0: sampling.max_new_tokens")
     overlong_factor: float = _number(1.0, 0.0, math.inf, "penalty at the limit")
@@ -115,9 +112,7 @@ class Algorithm:
     )
     reward_mean: str = _choice("none", LEVELS, "rewards whose mean is subtracted")
     reward_std: str = _choice(
-        "none",
-        (*LEVELS, "mean"),
-        "rewards whose deviation, or mean (MaxRL), divides",
+        "none", (*LEVELS, "mean"), "rewards whose deviation, or mean (MaxRL), divides"
     )
     leave_one_out: bool = option(False, "subtract from each reward the mean of the others")
     peers: str = _choice(
@@ -167,10 +162,7 @@ class Algorithm:
     )  # fmt: skip
     sequence_lower: float = _number(0.0, 0.0, 1.0, "drop sequences where it is below this")
     veto: float = _number(
-        0.0,
-        0.0,
-        1.0,
-        "drop sequences with a proximal / behaviour of a token below this; 0: off",
+        0.0, 0.0, 1.0, "drop sequences with a proximal / behaviour of a token below this; 0: off"
     )
     off_policy_limit: float = _number(
         0.0, 0.0, math.inf,

@@ -179,8 +179,7 @@ def _advance(
         q, k, v = _qkv(layer, config, x, angles[window])
         keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
         new = LayerCache(
-            write(old.keys, keys, (0, 0, 0, start)),
-            write(old.values, values, (0, 0, start, 0)),
+            write(old.keys, keys, (0, 0, 0, start)), write(old.values, values, (0, 0, start, 0))
         )
         filled.append(new)
         mixed = _prompt_attention(q, new, start, window, config.attention_softcap)
