@@ -59,7 +59,7 @@ def read(data: Any, defaults: Sampling, *, temperature_fixed: bool = False) -> C
     """Check a request's JSON and return it; raise ApiError (400), which names the field.
 
     `defaults.max_new_tokens` is also the upper limit. With `temperature_fixed`, for training,
-    another temperature and `response_format` are refused; losses assume logprobs without them.
+    another temperature is refused, which the losses assume.
     """
     given = dialects.checked(data, SCHEMA, IGNORED, _KNOWN)
     if not (messages := given.get("messages")):
@@ -71,10 +71,10 @@ def read(data: Any, defaults: Sampling, *, temperature_fixed: bool = False) -> C
     forced = _forced(given.get("tool_choice"), [tool["function"]["name"] for tool in tools])
     if given.get("tool_choice") == "none":
         tools = []
-    guide, logprobs = _guide(given.get("response_format")), given.get("logprobs", False)
-    if guide and (tools or temperature_fixed):
-        why = "excludes tool calls" if tools else "changes the logprobs that training needs"
-        message = f"response_format {why}; leave it out, or ask in the prompt"
+    guide = _guide(given.get("response_format")) or defaults.guide
+    logprobs = given.get("logprobs", False)
+    if guide and tools:
+        message = "a schema excludes tool calls; leave response_format or sampling.guide out"
         raise ApiError(400, message, "response_format")
     temperature = given.get("temperature", defaults.temperature)
     if temperature_fixed and temperature != defaults.temperature:

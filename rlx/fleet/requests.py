@@ -26,13 +26,13 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own
     # Each draw depends only on (seed, sample index, position), not on the rest of the batch.
     seed: int | None = None  # None: the engine picks one
-    # JSON Schema text that the completion must match, "": none. Behaviour logprobs are then
-    # renormalised over the allowed tokens. vLLM only, as `top_logprobs`.
-    guide: str = ""
-    top_logprobs: int = 0  # in [0, 20]; most likely tokens reported with each sampled one
+    # The completion matches it, unless its length cuts it. Behaviour logprobs are then renormalised
+    # over the tokens that it allows.
+    guide: str = option("", "JSON Schema that answers match, also in losses; empty: none")
+    top_logprobs: int = 0  # in [0, 20]; most likely tokens reported with each sampled one; vLLM only
     unscored: bool = False  # behaviour logprobs are not needed; an engine may return NaN
-    # Report the tokens that top-p, top-k and the minimum length left to draw from. Behaviour
-    # logprobs are then renormalised over them. Ignored if greedy.
+    # Report the tokens that top-p, top-k, the minimum length and the guide left to draw from.
+    # Behaviour logprobs are then renormalised over them. Ignored if greedy.
     return_masks: bool = False
 
     @property
@@ -42,7 +42,8 @@ class Sampling:
             ("top_p", self.top_p, 1), ("top_k", self.top_k, 0),
             ("min_new_tokens", self.min_new_tokens, 0),
         )  # fmt: skip
-        return ", ".join(f"{name}={value:g}" for name, value, off in options if value != off)
+        limits = [f"{name}={value:g}" for name, value, off in options if value != off]
+        return ", ".join([*limits, *["guide"] * bool(self.guide)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -64,7 +64,7 @@ class RunOptions:
             longest=prompt + budget,
             sampling=replace(sampling, return_masks=bool(sampling.truncation)),
             evaluation=Sampling(0.0, max_new_tokens=own_budget or budget, stop=sampling.stop,
-                                seed=config.seed),
+                                guide=sampling.guide, seed=config.seed),
             patience=Patience(rollout.max_attempts, rollout.max_failure_rate,
                               outage=rollout.outage_seconds),
             limits=read_options(Timeouts, fleet, request=rollout.request_timeout_seconds),

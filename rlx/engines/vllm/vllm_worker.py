@@ -39,8 +39,11 @@ class TemperedSampler(Sampler):
 
     vLLM has them only before the temperature, or after top-p, top-k and the minimum length. If a
     step's draws are truncated, a row's logprobs end with the log of the probability that was kept.
-    Its ids end with −1 and the kept tokens as 32-bit words, lowest bit first.
+    Its ids end with −1 and the kept tokens as 32-bit words, lowest bit first. Where a guide forbids
+    tokens, their logits are −inf already.
     """
+
+    guided = False  # whether a row of this step has a guide
 
     _temperature: torch.Tensor | None = None
     _kept: torch.Tensor | None = None  # [rows, V] bool, of this step
@@ -60,7 +63,8 @@ class TemperedSampler(Sampler):
 
     def sample(self, logits, sampling_metadata, *args: Any, **kwargs: Any):
         given, drawer, self._kept = sampling_metadata, self.topk_topp_sampler, None
-        if given.all_greedy or given.max_num_logprobs is None or not truncates(given):
+        whole = not (self.guided or truncates(given))
+        if given.all_greedy or given.max_num_logprobs is None or whole:
             return super().sample(logits, given, *args, **kwargs)
         plain, mode = drawer.forward, drawer.logprobs_mode
         if logits.device.type != "cpu":  # FlashInfer does not return what it kept
@@ -98,6 +102,12 @@ def truncates(given: Any) -> bool:
     """Return whether top-p, top-k or a minimum length excludes tokens of a step, by metadata."""
     limits = (getattr(each, "min_toks", None) for each in given.logitsprocs.non_argmax_invariant)
     return given.top_p is not None or given.top_k is not None or any(limits)
+
+
+def _sample_tokens(runner: Any, plain: Callable, grammar_output: Any) -> Any:
+    """Replace the runner's method `plain`: note whether the step has guides."""
+    runner.sampler.guided = grammar_output is not None
+    return plain(grammar_output)
 
 
 def prompt_logprobs(
@@ -157,6 +167,7 @@ class RolloutWorker:
         runner._get_prompt_logprobs_dict = partial(
             prompt_logprobs, runner, runner._get_prompt_logprobs_dict
         )
+        runner.sample_tokens = partial(_sample_tokens, runner, runner.sample_tokens)
         if self.device.type == "cpu":
             plan(self.model_runner.model, self._spec)  # refuse an unknown model now
 

@@ -1,0 +1,24 @@
+"""GRPO on a task of reasoning-gym, chains of additions and subtractions, with the model of rlx.
+
+Command:   python -m rlx.main --config=configs/reasoning_gym.py
+           once: pip install -e '.[reasoning-gym]'
+Hardware:  two CPU cores, no network.
+Time:      TODO
+Expect:    TODO
+"""
+
+from pathlib import Path
+
+from configs import arithmetic
+
+DATA = Path(__file__).parent / "data"
+
+
+def get_config():
+    """The run described above."""
+    c = arithmetic.get_config()
+    c.total_steps = 300
+    c.rollout.workflow = "reasoning_gym:chain_sum?min_terms=3&max_terms=6&max_digits=2"
+    c.data.chat_template = f"{DATA}/chain_sum.jinja"
+    c.eval.every_steps = 25
+    return c
