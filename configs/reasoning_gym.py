@@ -18,7 +18,7 @@ def get_config():
     """The run described above."""
     c = arithmetic.get_config()
     c.total_steps = 300
-    c.rollout.workflow = "reasoning_gym:chain_sum?min_terms=3&max_terms=6&max_digits=2"
+    c.rollout.workflow = "reasoning_gym:chain_sum?min_terms=3&max_terms=8&max_digits=1"
     c.data.chat_template = f"{DATA}/chain_sum.jinja"
     c.eval.every_steps = 25
     return c
