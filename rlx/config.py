@@ -386,6 +386,9 @@ def _rules(config: ConfigDict, trains: bool) -> tuple[tuple[object, str], ...]:
         (sampling.temperature <= 0,
          f"sampling.temperature={sampling.temperature} must be above 0: the loss divides logits by "
          "it; evaluation is greedy by itself"),
+        (sampling.guide and sampling.min_new_tokens,
+         f"sampling.min_new_tokens={sampling.min_new_tokens} with sampling.guide, which says when "
+         "an answer ends; set it to 0"),
         (sampling.min_new_tokens > answer,
          f"sampling.min_new_tokens={sampling.min_new_tokens} is above sampling.max_new_tokens="
          f"{answer}; lower the minimum"),

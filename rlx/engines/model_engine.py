@@ -54,6 +54,10 @@ class ModelEngine:
         if self._config.value_head:
             raise ValueError("a reward model generates nothing; give a language model's server")
         length, longest = request.prompt_tokens.size, self._max_model_len
+        if request.sampling.guide and (least := request.sampling.min_new_tokens):
+            raise ValueError(
+                f"guide says when an answer ends, and min_new_tokens={least}; leave one out"
+            )
         self._check_vocabulary(request.prompt_tokens)
         if length >= longest:
             raise ValueError(

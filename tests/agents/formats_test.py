@@ -1,6 +1,8 @@
 """Answers in a format, logprobs of the likeliest tokens, and thoughts, in all three APIs."""
 
+import importlib.util
 import json
+from functools import partial
 
 import openai
 import pytest
@@ -54,38 +56,48 @@ def test_a_schema_goes_down_to_the_engine_from_each_api(agents):
     assert all(set(s["properties"]) == {"text", "number"} for s in schemas)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [({"response_format": GUIDED}, "response_format"),
-     ({"logprobs": True, "top_logprobs": 2}, "top_logprobs")],
-)  # fmt: skip
-def test_the_jax_engine_has_none_and_the_field_is_named(agents, fields, param):
+def test_the_jax_engine_answers_by_a_schema_and_names_what_it_refuses(agents):
+    schema = {"type": "object", "properties": {"sum": {"enum": [7, 8]}},
+              "required": ["sum"], "additionalProperties": False}  # fmt: skip
+    installed = importlib.util.find_spec("llguidance") is not None
+
+    def form(schema):
+        return {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+
     async def main():
         engine = JaxEngine(MODEL, slots=2, max_model_len=64)
         async with agents.gateway(engine, tokenizer=MODEL) as g, agents.client(g) as client:
-            with pytest.raises(openai.BadRequestError, match="by the JAX engine") as error:
-                await client.chat.completions.create(model="m", messages=ASK, **fields)
-            assert error.value.param == param
-            if param == "response_format":
-                with pytest.raises(openai.BadRequestError) as error:
-                    await client.responses.parse(model="m", input=ASK, text_format=Answer)
-                assert error.value.param == "text.format"
+            ask = partial(client.chat.completions.create, model="m", messages=ASK)
+            if installed:
+                answer = await ask(response_format=form(schema))
+                assert json.loads(answer.choices[0].message.content)["sum"] in (7, 8)
+            refused = [
+                ({"logprobs": True, "top_logprobs": 2}, "top_logprobs", "by the JAX engine"),
+                ({"response_format": form({"enum": []})}, "response_format",
+                 "has no answer" if installed else r"\[guidance\]"),
+            ]  # fmt: skip
+            for fields, param, words in refused:
+                with pytest.raises(openai.BadRequestError, match=words) as error:
+                    await ask(**fields)
+                assert error.value.param == param
 
     agents.run(main(), 120)
 
 
-@pytest.mark.parametrize("fixed", [False, True])
-def test_a_guide_and_tools_or_training_exclude_each_other(agents, fixed):
+def test_a_guide_excludes_tools_and_training_gets_its_masks(agents):
     tool = {"type": "function", "function": {"name": "f"}}
+    options = {"model": "m", "messages": ASK, "response_format": GUIDED}
 
     async def main():
-        async with agents.gateway(temperature_fixed=fixed) as g, agents.client(g) as client:
+        async with agents.gateway(temperature_fixed=True) as g, agents.client(g) as client:
             with pytest.raises(openai.BadRequestError, match="response_format"):
-                await client.chat.completions.create(
-                    model="m", messages=ASK, response_format=GUIDED, tools=[] if fixed else [tool]
-                )
+                await client.chat.completions.create(**options, tools=[tool])
+            await client.chat.completions.create(**options)
+            return [request.sampling for request in g.engine.requests]
 
-    agents.run(main())
+    (sampling,) = agents.run(main())
+    assert json.loads(sampling.guide) == SCHEMA
+    assert sampling.return_masks
 
 
 def test_the_likeliest_tokens_stand_beside_each_drawn_one(agents):

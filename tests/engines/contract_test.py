@@ -1,6 +1,7 @@
 """The promises of both engines, in real server processes, scored by the trainer's decoder."""
 
 import asyncio
+import json
 import os
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from rlx.fleet import rollout_pb2 as pb
 from rlx.model import hf, kept_tokens
+from rlx.run.tokenizer_files import load_tokenizer
 from tests.fixtures.served import (
     LONG,
     LONG_ATOL,
@@ -173,6 +175,72 @@ def test_masks_are_the_tokens_drawn_from_and_logprobs_are_over_them(running, mod
         picked = log_p[np.arange(len(z)), sample.tokens]
         np.testing.assert_allclose(sample.logprobs, picked, atol=1e-4)
     assert options or not sizes.any()
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [7, 71, "x"]}, "b": {"type": "boolean"}},
+          "required": ["a", "b"], "additionalProperties": False}  # fmt: skip
+TEXTS = [f'{{"a":{a},"b":{b}}}' for a in ("7", "71", '"x"') for b in ("true", "false")]
+
+
+@pytest.fixture
+def guided(engine, tiny_model_dir):
+    """The tiny model's tokenizer, where the engine has what schemas need."""
+    if engine == "jax":
+        pytest.importorskip("llguidance", reason="llguidance is not installed")
+    return load_tokenizer(tiny_model_dir)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "top_p": 0.7}, {"temperature": 0.0}])
+def test_a_guide_s_masks_are_the_tokens_that_a_schema_allows(running, model, guided, options):
+    """The oracle knows all answers: a token may follow if some answer begins with both."""
+    prompt, temperature = prompt_of(4), options.get("temperature", 1.0)
+    asked = {"n": 6, "seed": 5, "max_new_tokens": 40, "return_masks": True, **options}
+
+    async def together():  # next to a request without a guide
+        calls = (running.collect(prompt, guide=g, **asked) for g in (json.dumps(SCHEMA), ""))
+        return await asyncio.gather(*calls)
+
+    out, plain = running.do(together())
+    assert {index: s.tokens for index, s in plain.items()} == {
+        index: s.tokens for index, s in running.ask(prompt, **asked).items()
+    }
+    texts = set()
+    for sample in out.values():
+        text = guided.decode(sample.tokens, skip_special_tokens=True)
+        texts.add(text)
+        assert (sample.stop, sample.tokens[-1]) == ("stop", 2)
+        z = logits_of(model, prompt, sample.tokens) / (temperature or 1.0)
+        wanted = np.zeros((len(z), 128), bool)
+        for at, allowed in enumerate(wanted):
+            begun = [t[at:] for t in TEXTS if t.startswith(text[:at])]
+            allowed[[guided.encode(t[0])[0] if t else 2 for t in begun]] = True
+        log_p = np.where(wanted, z, -np.inf)
+        cut = oracle_sets(log_p, options.get("top_p", 1.0))
+        if temperature:
+            log_p = np.where(cut, z, -np.inf)
+            sizes = np.array(sample.kept_sizes, np.int32)
+            masks = kept_tokens.masks(np.frombuffer(sample.kept, np.uint8), sizes, 128)
+            np.testing.assert_array_equal(masks, cut)
+        log_p -= np.log(np.exp(log_p).sum(1, keepdims=True))
+        picked = log_p[np.arange(len(z)), sample.tokens]
+        np.testing.assert_allclose(sample.logprobs, picked, atol=1e-4)
+    assert len(texts) > 1 or not temperature
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": "nothing"}, {"enum": []}, {"type": "integer", "minimum": 5, "maximum": 3},
+     {"allOf": [{"type": "string"}, {"type": "integer"}]}, {"$ref": "#/nope"}, "no JSON"],
+)  # fmt: skip
+def test_a_schema_without_an_answer_is_refused_in_a_line(running, guided, schema):
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    with pytest.raises(grpc.RpcError) as error:
+        running.ask(prompt_of(4), guide=text, max_new_tokens=20)
+    assert error.value.code() == CODE.INVALID_ARGUMENT
+    assert "guide" in error.value.details()
+    assert "\n" not in error.value.details()
+    with pytest.raises(grpc.RpcError, match="min_new_tokens=3"):
+        running.ask(prompt_of(4), guide=json.dumps(SCHEMA), min_new_tokens=3)
 
 
 def test_greedy_is_the_argmax_with_untempered_logprobs(running, model):

@@ -27,6 +27,7 @@ import numpy as np
 
 from rlx.base import UserError
 from rlx.engines.engine import NO_WEIGHTS, EngineOptions
+from rlx.engines.jax import guides
 from rlx.engines.jax.programs import Programs
 from rlx.engines.jax.scoring import ScoreJob, Scoring
 from rlx.engines.jax.serving_params import ServingParams, serving_params
@@ -71,6 +72,7 @@ class JaxEngine(ModelEngine):
         self._closing = False
         self._dirty = False  # whether the cache may have non-finite numbers
         self._thread: threading.Thread | None = None
+        self._compile_guide: Callable[[str], guides.Guide] | None = None
 
     # On the event loop.
 
@@ -86,6 +88,7 @@ class JaxEngine(ModelEngine):
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
         live = self._checked(request)
         live.stop_text = await self._stop_strings(request)
+        live.guide = await asyncio.to_thread(self._guide, request)
         live.sink = asyncio.Queue()
         self._check_alive()  # if the thread fails later, it ends everything in `_live`
         self._live.add(live)
@@ -181,9 +184,8 @@ class JaxEngine(ModelEngine):
     def _checked(self, request: Request) -> LiveRequest:
         """Return `request` ready for the queue; raise ValueError if it is refused."""
         self._check_request(request)
-        for name in ("guide", "top_logprobs"):
-            if getattr(request.sampling, name):
-                raise ValueError(f"{name} is not supported by the JAX engine; use --engine=vllm")
+        if request.sampling.top_logprobs:
+            raise ValueError("top_logprobs is not supported by the JAX engine; use --engine=vllm")
         stops = self._stop_tokens(request.sampling)
         if len(stops) > MAX_STOPS:
             raise ValueError(
@@ -193,6 +195,16 @@ class JaxEngine(ModelEngine):
         if seed is None:
             seed = int(self._seeds.integers(1 << 62))
         return LiveRequest(request, seed, stops)
+
+    def _guide(self, request: Request) -> guides.Guide | None:
+        """Return the guide of a request's schema, None without one; raise ValueError."""
+        if not request.sampling.guide:
+            return None
+        self._compile_guide = self._compile_guide or guides.compiler(self.model_path, self._config)
+        prompt = request.prompt_tokens.tolist()
+        return self._compile_guide(request.sampling.guide).begin(
+            prompt[len(prompt) - request.prefix_len :]
+        )
 
     # On the engine thread.
 

@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 
     slots: int
     length: int
-    masked: bool = False  # whether it returns the tokens drawn from
+    masked: int = 0  # 1: it returns the tokens drawn from; 2: and takes those that are allowed
 
 
 class Programs:
@@ -82,7 +82,7 @@ class Programs:
         for key in (self.full, ("append", self.plan.slots), ("prefill", 1), ("prefill", PROMPTS)):
             self._get(key)
         self._get("take"), self._get("insert")
-        self._agreed |= {self.full: TRIALS, self.full._replace(masked=True): TRIALS}
+        self._agreed |= {self.full._replace(masked=kind): TRIALS for kind in range(3)}
         cache = self.new_cache()
         return self._check_prefill(params, cache) if on_cpu() else cache
 
@@ -177,7 +177,7 @@ class Programs:
         )  # fmt: skip
         return np.asarray(logprobs), cache
 
-    def choose(self, used: int, longest: int, masked: bool = False) -> Shape:
+    def choose(self, used: int, longest: int, masked: int = 0) -> Shape:
         """Return the smallest usable program for the first `used` slots, `longest` cached tokens.
 
         If a smaller one is possible, start to compile it.
@@ -260,6 +260,9 @@ class Programs:
         pairs, count = _ints(plan.slots, 2), _ints()
         if isinstance(key, Shape):
             inputs = idle_inputs(key.slots, steps)
+            if key.masked > 1:
+                bits = np.zeros((key.slots, -(-config.vocab_size // 8)), np.uint8)
+                inputs = inputs._replace(allowed=bits)
             return partial(_decode, config, steps, key), (), (params, cache, inputs)
         match key:
             case ("append", rows):
@@ -295,12 +298,14 @@ def _decode(config: ModelConfig, steps: int, shape: Shape, params, cache, inputs
         early = (index < numbers[:, MINIMUM])[:, None]
         banned = jnp.where(early, inputs.stops, -1)
         masked = numbers[:, MASKED] > 0 if shape.masked else None
-        restriction = sampling.Restriction(chances[:, TOP_P], numbers[:, TOP_K], banned, masked)
+        restriction = sampling.Restriction(
+            chances[:, TOP_P], numbers[:, TOP_K], banned, masked, inputs.allowed
+        )
         return sampling.draw(logits, draws, chances[:, TEMPERATURE], restriction)
 
     return decode.decode(
         params, config, cache, numbers[:, TOKEN], numbers[:, LENGTH], numbers[:, BUDGET],
-        inputs.stops, choose, steps, shape.masked,
+        inputs.stops, choose, steps, bool(shape.masked),
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ class Restriction(NamedTuple):
     banned: jax.Array  # [S, M] int32, excluded token ids; −1 for none
     # [S] bool, rows whose log-probabilities are over the allowed tokens, which are then returned
     masked: jax.Array | None = None
+    allowed: jax.Array | None = None  # [S, ⌈V / 8⌉] uint8, bits, lowest first; None: every token
 
 
 def row_sum(x: jax.Array) -> jax.Array:
@@ -53,14 +54,19 @@ def draw(
       tokens as bits, lowest first: [S, ⌈V / 8⌉] uint8.
     """
     greedy = temperature <= 0
-    z = _blocked(logits / jnp.where(greedy, 1.0, temperature)[:, None])
-    full = _Table.of(z)
+    tempered = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+    z = _blocked(tempered)
+    full = free = _Table.of(z)
+    if restriction.allowed is not None:
+        bits = jnp.unpackbits(restriction.allowed, 1, logits.shape[1], "little")
+        z = _blocked(jnp.where(bits, tempered, -jnp.inf))
+        free = _Table.of(z)
     ranked = jnp.any((restriction.top_p < 1) | (restriction.top_k > 0))
     banned = jnp.any(restriction.banned >= 0)
     allowed = jax.lax.switch(
         jnp.where(ranked, 2, jnp.where(banned, 1, 0)),
         (
-            lambda: full,
+            lambda: free,
             lambda: _Table.of(_without(z, restriction.banned)),
             lambda: _Table.of(_ranked(_without(z, restriction.banned), restriction)),
         ),

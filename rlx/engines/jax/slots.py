@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rlx.engines.jax.guides import Guide
 from rlx.fleet.requests import Chunk, Request
 from rlx.model import kept_tokens
 
@@ -56,6 +57,7 @@ class LiveRequest:
     seed: int  # the request's, or picked by the engine
     stops: tuple[int, ...]  # stop tokens, at most MAX_STOPS
     stop_text: Callable[[], StopText] | None = None  # makes one for each sample
+    guide: Guide | None = None  # of the request's schema, with the tokens before its new ones
     sink: Any = None  # asyncio.Queue of its chunks
     waiting: int = field(init=False)  # samples that have not started
     open: int = field(init=False)  # samples that have not ended
@@ -74,6 +76,7 @@ class SlotSample:
     tokens: list[int]  # prompt and completion so far; all except the last are in the cache
     prompt_version: int  # of the weights that the prompt's keys and values were computed with
     stop_text: StopText | None
+    guide: Guide | None = None
 
 
 class SlotStart(NamedTuple):
@@ -88,11 +91,12 @@ class DecodeInputs(NamedTuple):
     """Arrays for a decode call, one row per slot."""
 
     # [S, 6] int32: last token, cached tokens, tokens still wanted (0 if idle), tokens before a stop
-    # token is allowed, top-k, whether masks are wanted
+    # token is allowed, top-k, whether logprobs are over the tokens drawn from (1: which are wanted)
     numbers: np.ndarray
     chances: np.ndarray  # [S, 2] float32: temperature, top-p
     stops: np.ndarray  # [S, MAX_STOPS] int32, −1 for none
     uniforms: np.ndarray  # [S, steps] float32
+    allowed: np.ndarray | None = None  # as of `sampling.Restriction`, of a call with guides
 
 
 def idle_inputs(slots: int, steps: int) -> DecodeInputs:
@@ -115,7 +119,7 @@ class Slots:
     def __init__(self, count: int, steps: int, max_model_len: int):
         self.count, self.steps, self.max_model_len = count, steps, max_model_len
         self.samples: list[SlotSample | None] = [None] * count
-        self._numbers, self._chances, self._stops, _ = idle_inputs(count, steps)
+        self._numbers, self._chances, self._stops, *_ = idle_inputs(count, steps)
         self._keys = np.zeros(count, np.uint64)
         self._positions = np.zeros(count, np.int64)
         self._queue: list[tuple[int, int, LiveRequest]] = []
@@ -141,9 +145,10 @@ class Slots:
         return int(self._numbers[:, LENGTH].max())
 
     @property
-    def masked(self) -> bool:
-        """Whether some sample wants the tokens that it is drawn from."""
-        return bool(self._numbers[:, MASKED].any())
+    def masked(self) -> int:
+        """The kind of program that the samples need, as in `programs.Shape`."""
+        guided = any(sample.guide for sample in self.samples if sample)
+        return bool(self._numbers[:, MASKED].any()) + guided
 
     def add(self, live: LiveRequest) -> None:
         heapq.heappush(self._queue, (-live.request.priority, next(self._arrivals), live))
@@ -195,14 +200,15 @@ class Slots:
         request, sampling = live.request, live.request.sampling
         prompt = request.prompt_tokens.tolist()
         stop_text = live.stop_text() if live.stop_text else None
-        sample = SlotSample(live, index, prompt, version, stop_text)
+        guide = live.guide.begin(()) if live.guide else None
+        sample = SlotSample(live, index, prompt, version, stop_text, guide)
         self.samples[slot] = sample
         room = min(sampling.max_new_tokens - request.prefix_len, self.max_model_len - len(prompt))
         minimum = sampling.min_new_tokens - request.prefix_len
+        masked = 1 if sampling.return_masks and sampling.temperature > 0 else 2 * bool(guide)
         self._numbers[slot] = (
-            prompt[-1], len(prompt) - 1, room, max(minimum, 0), sampling.top_k,
-            sampling.return_masks and sampling.temperature > 0,
-        )  # fmt: skip
+            prompt[-1], len(prompt) - 1, room, max(minimum, 0), sampling.top_k, masked
+        )
         self._chances[slot] = sampling.temperature, sampling.top_p
         self._stops[slot] = -1
         self._stops[slot, : len(live.stops)] = live.stops
@@ -213,7 +219,13 @@ class Slots:
     def inputs(self) -> DecodeInputs:
         """Return the arrays of the next decode call, for all slots."""
         draws = uniforms(self._keys, self._positions, self.steps)
-        return DecodeInputs(self._numbers.copy(), self._chances.copy(), self._stops.copy(), draws)
+        numbers, allowed = self._numbers.copy(), None
+        sets = {slot: s.guide.allowed() for slot, s in enumerate(self.samples) if s and s.guide}
+        if sets:  # a token a call, because the set of the next one depends on it
+            numbers[list(sets), BUDGET] = 1
+            allowed = np.full((self.count, len(next(iter(sets.values())))), 255, np.uint8)
+            allowed[list(sets)] = list(sets.values())
+        return DecodeInputs(numbers, self._chances.copy(), self._stops.copy(), draws, allowed)
 
     def accept(
         self, tokens: np.ndarray, logprobs: np.ndarray, counts: np.ndarray, version: int,
@@ -235,6 +247,8 @@ class Slots:
             count, reason = self._kept(slot, sample, new)
             new = new[:count]
             sample.tokens += new
+            if sample.guide:
+                sample.guide.add(new)
             self._positions[slot] += count
             row = self._numbers[slot]
             row[TOKEN] = new[-1]
@@ -244,7 +258,7 @@ class Slots:
             chunk = Chunk(
                 sample.index, new, logprobs[slot, :count].tolist(), [version] * count, reason
             )
-            if kept is not None and row[MASKED]:
+            if kept is not None and row[MASKED] == 1:
                 data, sizes = kept_tokens.compress(kept[slot, :count], vocab)
                 chunk = replace(chunk, kept=data, kept_sizes=sizes)
             out.append((sample.live, chunk))
