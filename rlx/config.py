@@ -261,7 +261,10 @@ SECTIONS = {
     "eval": _section(
         "Held-out questions for the policy, always before the first and after the last step.",
         **_EVERY,
-        num_questions=option(200, "number of held-out rows; 0: no evaluations", "0"),
+        num_questions=option(200, "number of held-out rows, of each set; 0: no evaluations", "0"),
+        sets=option((), "further held-out rows, (name, source) pairs, graded like the others"),
+        n_samples=option(0, "answers drawn to each question as in training, besides the greedy "
+                         "one", "0"),
         max_new_tokens=option(0, "longest answer; 0: sampling.max_new_tokens", "0"),
     ),
     "sandbox": _section("The confinement of programs that a model wrote.", SandboxOptions),
@@ -332,6 +335,10 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
         if kinds not in ([str, float], [str, int]) or not 0 < entry[1] < float("inf"):
             wanted = "(source, weight above 0) pairs, as (('a.jsonl', 0.7), ('b.csv', 0.3))"
             raise UserError(f"data.mix has {entry!r}; write {wanted}")
+    names = [entry[0] for entry in config.eval.sets if [*map(type, entry)] == [str, str]]
+    if len({*filter(None, names)}) < len(config.eval.sets) or "/" in "".join(names):
+        wanted = "(name, source) pairs, as (('easy', 'easy.jsonl'), ('hard', 'hard.jsonl'))"
+        raise UserError(f"eval.sets={config.eval.sets!r}; write {wanted}, each name once")
     lora_targets(config.lora.targets)
     if config.reference.mode == "copy":
         check_value("reference.every_steps", config.reference.every_steps, "1")

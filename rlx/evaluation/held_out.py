@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlx.base import Group, info_means
@@ -45,6 +45,9 @@ class HeldOut:
     elapsed: Callable[[], float]  # returns the seconds of the run until now
     on_skip: Callable[[dict[str, Any]], None]  # takes a failed question's record, on any thread
     say: Callable[[str], None]  # takes one line for the user
+    sets: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)  # further rows
+    drawn: Sampling | None = None  # of `n_samples` answers to each question, besides the greedy one
+    n_samples: int = 0
 
     def __post_init__(self):
         self._extra = set[int]()
@@ -56,7 +59,7 @@ class HeldOut:
     def due(self, step: int) -> bool:
         """Return whether to evaluate `step`: the first, the last, or one that was added."""
         wanted = step == 0 or step >= self.total_steps or step in self._extra
-        return wanted and bool(self.rows) and step not in self.done
+        return wanted and bool(self.rows or self.sets) and step not in self.done
 
     def add(self, step: int) -> None:
         """Make `step` due as well."""
@@ -97,40 +100,62 @@ class HeldOut:
 
     async def _record(self, step: int, executor: Executor) -> dict[str, Any]:
         """Return the line of eval.jsonl; runs on the executor's loop."""
-        began, questions = time.monotonic(), len(self.rows)
-        losses, spent = self._losses.pop(step, ({}, 0.0))
-        record = {"step": step, "version": step, "num_questions": questions, **losses}
+        began, (losses, spent) = time.monotonic(), self._losses.pop(step, ({}, 0.0))
+        record = {"step": step, "version": step, "num_questions": len(self.rows), **losses}
         if self.sampling:
+            runner = RowRunner(
+                executor.loop, executor.fleet, concurrency=CONCURRENCY, timeout=self.timeout,
+                patience=replace(self.patience, rate=1.0), say=self.say,
+            )  # fmt: skip
+            named = {"": self.rows, **self.sets}
             with self.timeline.span("evaluation", "evaluation", track="held-out", step=step):
-                groups = await self._answers(step, executor, self.sampling)
-            rewards = [g.trajectories[-1].run_reward for g in groups]
-            found = [t for group in groups for t in group.trajectories]
-            record |= {
-                # Training goes on meanwhile: the version of the newest token.
-                "version_end": max((int(t.versions.max()) for t in found), default=step),
-                "greedy_acc": sum(reward > RIGHT for reward in rewards) / questions,
-                "mean_tokens": sum(t.num_trained for t in found) / max(1, len(groups)),
-                "failed": questions - len(groups),
-                **info_means(found),
-            }
+                scores = (self._scores(step, name, executor, runner) for name in named)
+                for found in await asyncio.gather(*scores):
+                    record |= found
         seconds = spent + time.monotonic() - began
         return {**record, "seconds": seconds, "elapsed_seconds": self.elapsed()}
 
-    async def _answers(self, step: int, executor: Executor, sampling: Sampling) -> list[Group]:
-        """Return the groups of the questions that did not fail, one answer each."""
-        runner = RowRunner(
-            executor.loop, executor.fleet, concurrency=CONCURRENCY, timeout=self.timeout,
-            patience=replace(self.patience, rate=1.0), say=self.say,
-        )  # fmt: skip
-        seed = sampling.seed or 0
-        futures = [
-            runner.submit(executor.workflow, Task(row, index, seed, sampling, 1, PRIORITY))
-            for index, row in enumerate(self.rows)
-        ]
-        groups = []
-        for future in futures:
-            try:
-                groups.append(await asyncio.wrap_future(future))
-            except Skipped as skipped:
-                self.on_skip({**skipped.record("eval"), "step": step})
-        return groups
+    async def _scores(
+        self, step: int, name: str, executor: Executor, runner: RowRunner
+    ) -> dict[str, Any]:
+        """Return what is recorded of the set `name`; "": the rows."""
+        began, rows = time.monotonic(), self.sets[name] if name else self.rows
+        if not rows:
+            return {}
+
+        async def answers(sampling: Sampling, n: int, priority: int) -> list[Group]:
+            """Return the groups of the questions that did not fail."""
+            seed, groups = sampling.seed or 0, []
+            futures = [
+                runner.submit(executor.workflow, Task(row, index, seed, sampling, n, priority))
+                for index, row in enumerate(rows)
+            ]
+            for future in futures:
+                try:
+                    groups.append(await asyncio.wrap_future(future))
+                except Skipped as skipped:
+                    named = {"set": name} if name else {}
+                    self.on_skip({**skipped.record("eval"), **named, "step": step})
+            return groups
+
+        assert self.sampling
+        # Further sets and samples wait in line with training's prompts.
+        groups = await answers(self.sampling, 1, 0 if name else PRIORITY)
+        found = [t for group in groups for t in group.trajectories]
+        scores = {
+            # Training goes on meanwhile: the version of the newest token.
+            "version_end": max((int(t.versions.max()) for t in found), default=step),
+            "greedy_acc": sum(g.trajectories[-1].run_reward > RIGHT for g in groups) / len(rows),
+            "mean_tokens": sum(t.num_trained for t in found) / max(1, len(groups)),
+            "failed": len(rows) - len(groups),
+            **info_means(found),
+        }
+        if self.drawn and (n := self.n_samples):
+            drawn = await answers(self.drawn, n, 0)
+            right = [[t.run_reward > RIGHT for t in group.trajectories] for group in drawn]
+            scores["sample_acc"] = sum(sum(each) / len(each) for each in right) / len(rows)
+            scores[f"pass@{n}"] = sum(map(any, right)) / len(rows)
+        if not name:
+            return scores
+        more = {"num_questions": len(rows), "seconds": time.monotonic() - began}
+        return {f"{name}/{key}": value for key, value in (scores | more).items()}

@@ -106,7 +106,10 @@ class Gate:
         if not self.passed:  # at the first check all get requests; a failure ends the run
             await fleet.admit(lives.items())
         sampling = dataclasses.replace(self.sampling, seed=(self.seed + version) % (1 << 31))
-        answers = await fleet.probe(self.prompts, sampling, priority=PRIORITY)
+        try:
+            answers = await fleet.probe(self.prompts, sampling, priority=PRIORITY)
+        except ValueError as error:
+            raise UserError(f"a server refuses config.sampling: {error}") from error
         asked = {address: lives.get(address, "") for address in answers}
         return Probe(version, asked, answers, time.monotonic() - begun)
 

@@ -21,7 +21,10 @@ _ANSWERS = {"demonstrations": ("completion_key",), "pairs": ("chosen_key", "reje
 def rows(
     config: ConfigDict, algorithm: Algorithm, weights: Mapping[str, float], options: RunOptions
 ) -> list[Source]:
-    """Return the sources of training rows, then the held-out rows; UserError names an unfit row."""
+    """Return the sources of training rows, the held-out rows, then those of `eval.sets`.
+
+    UserError names an unfit row.
+    """
     keys, kind, n = config.data, config.data.kind, config.eval.num_questions
     names = _ANSWERS.get(algorithm.data, ())
     named = [] if options.online else data.named_sources(keys)
@@ -47,7 +50,8 @@ def rows(
         train = [Source(name, load(name, not names, "train"), weight) for name, weight in named]
         own = keys.dataset if keys.dataset and data.takes_split(keys.dataset) else keys.eval
         held_out = Source(own, load(own, options.served, "test", n) if own and n else [])
-    graded = [held_out] if options.served else []
+    sets = [Source(name, load(place, True, "test", n)) for name, place in config.eval.sets if n]
+    graded = [held_out, *sets] if options.served else []
     if options.online:  # one row, for the gate
         train = [Source("applications", [{keys.question_key: QUESTION}])]
     elif algorithm.data == "rollouts":
@@ -55,7 +59,7 @@ def rows(
     for source in graded:
         for name in weights:
             rewards.check_rows(name, source.rows)
-    return [*train, held_out]
+    return [*train, held_out, *sets]
 
 
 _SOLUTIONS: dict[str, Callable[[str], str]] = {  # of a generated question

@@ -59,10 +59,11 @@ class Inputs:
     reward_pool: RewardPool
     named: NamedWorkflow  # factory of the workflow in `rollout.workflow`
     workflow: Workflow
-    read: list[Source]  # sources of all rows, including overlong ones; the last source is held out
+    read: list[Source]  # sources of all rows, including overlong ones, as of `dataset_rows.rows`
     sources: list[Source]  # sources of `train_rows`, in order
     train_rows: list[dict]
     eval_rows: list[dict]
+    eval_sets: dict[str, list[dict]]  # name → rows of `eval.sets`
     notes: str  # message about overlong rows and inexact answers; may be empty
     held_out: list[Group]  # of `eval_rows`, for dataset training; empty for training on rollouts
     model_rewarded: Callable[..., Workflow] | None  # see `_model_rewarded`
@@ -152,9 +153,9 @@ def _read_rows(config: ConfigDict, inputs: Inputs, row: Row) -> None:
     with row("config", "judge"):
         inputs.judge = judge_of(config)
     with row("data", "rows") as say:
-        *train, held_out = inputs.read = dataset_rows.rows(
-            config, inputs.algorithm, inputs.weights, options
-        )
+        inputs.read = dataset_rows.rows(config, inputs.algorithm, inputs.weights, options)
+        end = len(inputs.read) - len(config.eval.sets) * bool(config.eval.num_questions)
+        *train, held_out = inputs.read[:end]
         counts = [f"{len(s.rows)} of {s.name}" for s in train]
         if len(counts) > 1:
             counts = [f"{c} (weight {s.weight:g})" for c, s in zip(counts, train, strict=True)]
@@ -169,7 +170,8 @@ def _read_rows(config: ConfigDict, inputs: Inputs, row: Row) -> None:
             if lost := len(found) - len(rows):
                 notes.append(f"{lost} of {len(found)} rows of {name} are too long and skipped "
                              "(data.overlong=skip)")  # fmt: skip
-        *inputs.sources, (_, inputs.eval_rows, _) = kept
+        *inputs.sources, (_, inputs.eval_rows, _) = kept[:end]
+        inputs.eval_sets = {name: rows for name, rows, _ in kept[end:]}
         inputs.train_rows = [row for source in inputs.sources for row in source.rows]
         notes += filter(None, [rewards.float_answers(inputs.weights, inputs.train_rows)])
         inputs.held_out = []

@@ -246,6 +246,9 @@ def build(
         elapsed=parts.elapsed,
         on_skip=note_skip,
         say=say,
+        sets=inputs.eval_sets,
+        drawn=replace(options.sampling, return_masks=False, seed=config.seed),
+        n_samples=config.eval.n_samples,
     )
     parts.fleet = NoFleet()
     parts.laps["records"] = time.monotonic_ns()

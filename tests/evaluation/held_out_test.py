@@ -26,7 +26,7 @@ def make(fake_fleet, fake_workflow):
 
     def build(
         done=(), start=0, misbehave=None, fleet=None, workflow=None, rows=ROWS,
-        limits=LIMITS, patience=ONCE,
+        limits=LIMITS, patience=ONCE, **options,
     ):  # fmt: skip
         workflow = workflow or fake_workflow(misbehave=misbehave)
         executor = Executor(workflow, Cursor(ROWS), limits, fleet or fake_fleet())
@@ -37,7 +37,7 @@ def make(fake_fleet, fake_workflow):
             rows=rows, groups=[], sampling=Sampling(temperature=0.0, max_new_tokens=7),
             total_steps=100, patience=patience, timeout=30.0, done=set(done), start=start,
             owed=start - start % 10, timeline=Timeline(), elapsed=lambda: 0.0,
-            on_skip=skipped.append, say=said.append,
+            on_skip=skipped.append, say=said.append, **options,
         )  # fmt: skip
         return held_out, executor, said, skipped
 
@@ -60,6 +60,33 @@ def test_a_question_that_fails_scores_nothing_and_is_named(make):
     assert (one["which"], one["row"], one["step"], one["attempts"]) == ("eval", 2, 0, 1)
     assert re.fullmatch(r"it cannot be graded \(.*held_out_test\.py, line \d+\)", one["message"])
     assert not said
+
+
+def test_sets_are_scored_by_name_with_samples_and_wait_in_line(make, fake_fleet, fake_workflow):
+    """Half of the draws are right, and the second question of the set `b` fails."""
+
+    class Graded:
+        async def run(self, fleet, task):
+            if task.row["question"] == "b1":
+                raise ValueError("it cannot be graded")
+            rewards = [0.0, 1.0, 0.0, 1.0] if task.sampling.temperature else [1.0]
+            return await fake_workflow(misbehave=lambda *_: rewards).run(fleet, task)
+
+    sets = {name: [{"question": f"{name}{i}", "answer": ""} for i in range(4)] for name in "ab"}
+    fleet = fake_fleet()
+    held_out, executor, said, skipped = make(
+        fleet=fleet, workflow=Graded(), rows=[], sets=sets, drawn=Sampling(1.0), n_samples=4
+    )
+    assert held_out.due(0)
+    held_out.begin(0, executor)
+    (record,) = held_out.take(SECONDS)
+    assert (record["a/greedy_acc"], record["a/sample_acc"], record["a/pass@4"]) == (1, 0.5, 1)
+    assert (record["b/greedy_acc"], record["b/sample_acc"], record["b/failed"]) == (0.75, 0.375, 1)
+    assert record["a/num_questions"] == 4
+    assert 0 < record["a/seconds"] <= record["seconds"]
+    assert "greedy_acc" not in record
+    assert {call[3] for call in fleet.calls} == {0}  # none goes before training's prompts
+    assert [(skip["set"], skip["row"]) for skip in skipped] == [("b", 1)] * 2
 
 
 def test_an_evaluation_that_cannot_be_made_is_told_of_and_stays_due(make):
