@@ -16,7 +16,7 @@ from rlx.agents.agent_options import AgentOptions
 from rlx.algorithms.algorithm import FIELDS, Algorithm
 from rlx.base import UserError, refuse
 from rlx.engines.engine import EngineOptions
-from rlx.environments import verifiers_tasks
+from rlx.environments import openenv_tasks, verifiers_tasks
 from rlx.fleet.requests import Sampling, Timeouts
 from rlx.model.lora_config import LoraConfig, lora_targets
 from rlx.option import check_value, option, options_of
@@ -144,7 +144,8 @@ SECTIONS = {
         request_timeout_seconds=option(600.0, "limit for one attempt at a prompt"),
         workflow=option("rlvr", "one graded turn; or tools, multi_turn, online (applications ask); "
                         "or FILE.py:Class, module:Class: your own workflow or agent; or "
-                        "reasoning_gym:TASK, verifiers:ENV, which bring rows and rewards"),
+                        "reasoning_gym:TASK, openenv:URL, verifiers:ENV, which bring rows and "
+                        "rewards"),
         workflow_kwargs=option(None, "dict of arguments for its constructor"),
     ),
     "algorithm": _section(
@@ -305,15 +306,20 @@ def default() -> ConfigDict:
     return c.lock()
 
 
+# Prefixes of environments → the agent that plays them.
+PLAYERS = {module.SCHEME: module.AGENT for module in (openenv_tasks, verifiers_tasks)}
+
+
 def with_environment(config: ConfigDict) -> ConfigDict:
     """Set the rows, reward and workflow that an environment in rollout.workflow stands for."""
     if (name := config.rollout.workflow).startswith("reasoning_gym:"):
         config.data.dataset, config.data.eval, config.rollout.workflow = name, "", "rlvr"
         config.reward.name = "reasoning_gym"
-    if name.startswith(verifiers_tasks.SCHEME):
-        if not config.data.mix:
-            config.data.dataset, config.data.eval = name, ""
-        config.rollout.workflow = verifiers_tasks.AGENT
+    for scheme, agent in PLAYERS.items():
+        if name.startswith(scheme):
+            if not config.data.mix:
+                config.data.dataset, config.data.eval = name, ""
+            config.rollout.workflow = agent
     return config
 
 

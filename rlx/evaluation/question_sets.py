@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.base import UserError, unknown
-from rlx.environments import verifiers_tasks
+from rlx.environments import openenv_tasks, verifiers_tasks
 from rlx.rewards import rewards
 from rlx.rollout import data
 
@@ -49,8 +49,9 @@ def find(
         return BENCHMARKS[text]
     if text.startswith(_TASKS):
         return Benchmark(text, text, "reasoning_gym")
-    if text.startswith(verifiers_tasks.SCHEME):
-        return Benchmark(text, text, reward, workflow=verifiers_tasks.AGENT)
+    for player in (openenv_tasks, verifiers_tasks):
+        if text.startswith(player.SCHEME):
+            return Benchmark(text, text, reward, workflow=player.AGENT)
     name, _, path = text.rpartition("=")
     if name and "/" not in name:  # a/b=c.jsonl is a path
         reward = BENCHMARKS[name].reward if name in BENCHMARKS else reward

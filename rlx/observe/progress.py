@@ -183,7 +183,11 @@ class Progress:
         fields = [
             f"eval {record.get('step', 0)}/{self._total}",
             *(f"{key} {number(record[key])}" for key in present(HELD_OUT, [record])),
-            *(f"{k} {number(record[k])}" for k in record if k.endswith("_acc") and k not in HELD_OUT),
+            *(
+                f"{k} {number(record[k])}"
+                for k in record
+                if k.endswith("_acc") and k not in HELD_OUT
+            ),
             f"questions {number(record.get('num_questions'))}",
             *([f"failed {record['failed']}"] if record.get("failed") else []),
             f"version {record.get('version', '–')}",

@@ -24,7 +24,7 @@ import numpy as np
 
 from rlx.base import UserError, install, nearest
 from rlx.cli import user_code
-from rlx.environments import reasoning_tasks, verifiers_tasks
+from rlx.environments import openenv_tasks, reasoning_tasks, verifiers_tasks
 from rlx.rollout import arithmetic
 
 Row = dict[str, Any]
@@ -36,6 +36,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _CODE = re.compile(r".+\.py:\w+|[\w.]+:\w+")
 _SCHEMES = {
     "reasoning_gym:": lambda names: functools.partial(reasoning_tasks.rows, names),
+    openenv_tasks.SCHEME: lambda address: functools.partial(openenv_tasks.rows, address),
     verifiers_tasks.SCHEME: lambda name: functools.partial(verifiers_tasks.rows, name),
 }
 GENERATED = {"arithmetic": arithmetic.problems}
@@ -56,8 +57,8 @@ def load(
     """Return the rows of a file, a hub data set or a user's code; `answer` holds `answer_key`.
 
     A source is a path, `owner/name`, `owner/name:split`, `owner/name:config:split`, FILE.py:name,
-    module:name, reasoning_gym:TASK or verifiers:ENV. Files are .csv, .parquet, else .jsonl or a
-    JSON array. UserError for a missing file, a bad row, an unreachable or unknown data set.
+    module:name, or begins with one of `_SCHEMES`. Files are .csv, .parquet, else .jsonl or a JSON
+    array. UserError for a missing file, a bad row, an unreachable or unknown data set.
     """
     options = {question_key: "data.question_key", answer_key: "data.answer_key", **texts}
     wanted = dict.fromkeys([*filter(None, options), *needed])

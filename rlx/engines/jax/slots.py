@@ -207,7 +207,12 @@ class Slots:
         minimum = sampling.min_new_tokens - request.prefix_len
         masked = 1 if sampling.return_masks and sampling.temperature > 0 else 2 * bool(guide)
         self._numbers[slot] = (
-            prompt[-1], len(prompt) - 1, room, max(minimum, 0), sampling.top_k, masked
+            prompt[-1],
+            len(prompt) - 1,
+            room,
+            max(minimum, 0),
+            sampling.top_k,
+            masked,
         )
         self._chances[slot] = sampling.temperature, sampling.top_p
         self._stops[slot] = -1

@@ -1,0 +1,126 @@
+"""Play environments of OpenEnv servers by the client of `openenv-core`: reset, then steps.
+
+    openenv:URL?KEY=VALUE&…
+
+A key is `size`, `seed`, `turns`, or `action`, the field of an action that gets an answer's text.
+Without `action`, an answer is the field of actions that have one text, else JSON by their schema.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import parse_qsl
+from urllib.request import urlopen
+
+from rlx.base import RewardParts, UserError, install, seed_of, unknown
+from rlx.cli.user_code import words
+from rlx.environments.reasoning_tasks import SIZES, setting
+
+SCHEME = "openenv:"
+AGENT = f"{__name__}:OpenEnvAgent"
+_DEFAULTS = {"size": 0, "seed": 0, "turns": 10, "action": ""}
+_OWN = {"done", "reward", "metadata"}  # of each observation and action, besides its content
+_SECONDS = 10.0  # for the server's first answer
+
+
+def rows(text: str, split: str = "train") -> Iterator[dict[str, Any]]:
+    """Yield a row for each episode, with its seed; no seed of split `train` is in another split.
+
+    UserError for an unknown key, without the package, or if the server does not answer.
+    """
+    url, options = _address(text)
+    _client()
+    try:
+        with urlopen(f"{url}/schema", timeout=_SECONDS) as answer:
+            form = json.load(answer)["action"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"{SCHEME}{url} does not answer: {words(error)}; start its server"
+        ) from error
+    _field(form, options["action"])
+    for number in range(options["size"] or SIZES[split == "train"]):
+        drawn = seed_of(f"{options['seed']} {split} {number}".encode())
+        seed = drawn | 1 if split == "train" else drawn & ~1
+        yield {
+            "question": f"episode {seed} of {url}", "answer": "", "environment": text,
+            "seed": seed, "form": form,
+        }  # fmt: skip
+
+
+class OpenEnvAgent:
+    """Plays a row's episode; its reward is the sum of the steps' rewards."""
+
+    def __init__(self) -> None:
+        self._connect = _client()
+
+    async def run(
+        self, data: Mapping[str, Any], base_url: str, api_key: str, http_client: Any, **others: Any
+    ) -> RewardParts:
+        """Return the reward and the number of steps; UserError if the environment fails."""
+        from openai import AsyncOpenAI
+
+        url, options = _address(data["environment"])
+        field, steps = _field(data["form"], options["action"]), 0
+        talk, rewards = list[Any](), list[float]()
+        schema = {"name": "action", "schema": data["form"]}
+        form: Any = (
+            {} if field else {"response_format": {"type": "json_schema", "json_schema": schema}}
+        )
+        model = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+        try:
+            async with self._connect(base_url=url) as environment:
+                result = await environment.reset(seed=data["seed"])
+                while steps < options["turns"] and not result.done:
+                    talk.append({"role": "user", "content": _text(result.observation)})
+                    answer = await model.chat.completions.create(
+                        model="default", messages=talk, **form
+                    )
+                    said = answer.choices[0].message.content or ""
+                    talk.append({"role": "assistant", "content": said})
+                    if not field and answer.choices[0].finish_reason == "length":
+                        break  # half of a JSON text is no action
+                    result = await environment.step({field: said} if field else json.loads(said))
+                    steps += 1
+                    if result.reward is not None:
+                        rewards.append(float(result.reward))
+        except (RuntimeError, ConnectionError, TimeoutError) as error:  # the client's own
+            raise UserError(f"{SCHEME}{url} failed after {steps} steps: {words(error)}") from error
+        if result.done and not rewards:
+            raise UserError(f"{SCHEME}{url} ended an episode without a reward, or with NaN")
+        return RewardParts(sum(rewards), {"steps": float(steps)})
+
+
+def _address(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the URL and the options of an address; UserError for an unknown key."""
+    url, _, query = text.partition("?")
+    given = {key: setting(value) for key, value in parse_qsl(query)}
+    for key in given.keys() - _DEFAULTS.keys():
+        raise unknown(f"key of {SCHEME}{url}", key, _DEFAULTS)
+    return url.rstrip("/"), {**_DEFAULTS, **given}
+
+
+def _field(form: Mapping[str, Any], asked: str) -> str:
+    """Return the field of actions that gets an answer's text; "": an answer is the whole action."""
+    fields = {k: v for k, v in form.get("properties", {}).items() if k not in _OWN}
+    if asked and asked not in fields:
+        raise unknown("field of the environment's actions", asked, fields)
+    texts = [name for name, value in fields.items() if value.get("type") == "string"]
+    return asked or (texts[0] if len(texts) == len(fields) == 1 else "")
+
+
+def _text(observation: Mapping[str, Any]) -> str:
+    """Return an observation for the model: its only text, else JSON."""
+    content = {key: value for key, value in observation.items() if key not in _OWN}
+    only = next(iter(content.values()), "")
+    return only if len(content) < 2 and isinstance(only, str) else json.dumps(content)
+
+
+def _client() -> Any:
+    """Return the package's client; UserError without the package."""
+    try:
+        from openenv.core import GenericEnvClient
+    except ImportError as error:
+        raise UserError(
+            f"environments of OpenEnv need the extra: {install('openenv')} ({error})"
+        ) from None
+    return GenericEnvClient
