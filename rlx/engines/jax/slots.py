@@ -91,7 +91,7 @@ class DecodeInputs(NamedTuple):
     """Arrays for a decode call, one row per slot."""
 
     # [S, 6] int32: last token, cached tokens, tokens still wanted (0 if idle), tokens before a stop
-    # token is allowed, top-k, whether logprobs are over the tokens drawn from (1: which are wanted)
+    # token is allowed, top-k. Last, 1: the tokens drawn from are wanted; 2: only logprobs over them
     numbers: np.ndarray
     chances: np.ndarray  # [S, 2] float32: temperature, top-p
     stops: np.ndarray  # [S, MAX_STOPS] int32, −1 for none
