@@ -1,5 +1,8 @@
 """Continuous batching as host state: no sample is lost, doubled, or left in a slot."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -98,7 +101,13 @@ def test_moving_into_fewer_slots_takes_everything_along():
     slots.add(live_of(n=8, temperature=0.5))
     slots.admit(0)
     slots.accept(np.full((8, STEPS), STOP), np.zeros((8, STEPS)), np.array([1, 0] * 4), 0)
+    for slot, sample in enumerate(slots.samples):
+        if sample:
+            allowed = partial(np.array, [slot], np.uint8)
+            sample.guide = SimpleNamespace(allowed=allowed)
     before = slots.inputs()
+    assert before.numbers[:, BUDGET].tolist() == [0, 1] * 4  # with a guide, one token a call
+    assert before.allowed[:, 0].tolist() == [255, 1, 255, 3, 255, 5, 255, 7]
     assert slots.moves(2) == []  # four samples do not fit
     assert slots.used == 8
     assert slots.moves(4) == [(5, 0), (7, 2)]

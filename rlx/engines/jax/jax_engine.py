@@ -88,7 +88,8 @@ class JaxEngine(ModelEngine):
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
         live = self._checked(request)
         live.stop_text = await self._stop_strings(request)
-        live.guide = await asyncio.to_thread(self._guide, request)
+        if request.sampling.guide:
+            live.guide = await asyncio.to_thread(self._guide, request)
         live.sink = asyncio.Queue()
         self._check_alive()  # if the thread fails later, it ends everything in `_live`
         self._live.add(live)
@@ -196,10 +197,8 @@ class JaxEngine(ModelEngine):
             seed = int(self._seeds.integers(1 << 62))
         return LiveRequest(request, seed, stops)
 
-    def _guide(self, request: Request) -> guides.Guide | None:
-        """Return the guide of a request's schema, None without one; raise ValueError."""
-        if not request.sampling.guide:
-            return None
+    def _guide(self, request: Request) -> guides.Guide:
+        """Return the guide of a request's schema; raise ValueError."""
         self._compile_guide = self._compile_guide or guides.compiler(self.model_path, self._config)
         prompt = request.prompt_tokens.tolist()
         return self._compile_guide(request.sampling.guide).begin(
