@@ -69,6 +69,14 @@ def test_a_key_accepts_its_values_and_no_others(key):
         )
 
 
+@pytest.mark.parametrize(
+    "sets", [("easy.jsonl",), (("easy", "a.jsonl"), ("easy", "b.jsonl")), (("a/b", "a.jsonl"),)]
+)
+def test_held_out_sets_are_pairs_each_name_once(sets):
+    assert refusal("eval.sets", sets).startswith(f"eval.sets={sets!r}; write (name, source) pairs")
+    assert not refusal("eval.sets", (("easy", "a.jsonl"), ("hard", "b.jsonl")))
+
+
 def test_a_name_that_two_sections_have_must_be_given():
     rooms = {"seed": 1}, {"seed": 2, "top_k": 3}
     with pytest.raises(ValueError, match="seed of Sampling is a key of several sections"):
