@@ -203,8 +203,9 @@ SECTIONS = {
         pre_commands=option((), "lines of bash before each process, in its container"),
         template=option("", "a file in place of rlx/launch/slurm_job.sh"),
         wait_seconds=option(60.0, "with Ray, wait for resources in use or new nodes", "(0, inf)"),
-        grace_seconds=option(120, "with Slurm and Kubernetes, from the signal to save until the "
-                                  "kill; at least a step and a save", "1"),
+        grace_seconds=option(120, "from SIGTERM or SIGUSR1 to save until the kill, which Slurm and "
+                             "Kubernetes get too; a run whose step takes longer ends before it "
+                             "with its last checkpoint", "1"),
     ),
     "fleet": _section(
         "The servers that generate.",
@@ -253,6 +254,8 @@ SECTIONS = {
         first_step=option(2, "step of the first one; 0: off", "0"),
         **_EVERY | {"every_seconds": option(600.0, "0: not by the clock", "0")},
         keep=option(2, "number to keep; older ones are deleted", "1"),
+        copy_to=option("", "s3:// or gs:// place for copies, of exports too, in a directory named "
+                       "as WORKDIR; an empty WORKDIR begins with the newest"),
         recover_mode=option("auto", "auto: resume from WORKDIR's checkpoint", ("auto", "off")),
     ),
     "journal": _section(
@@ -282,6 +285,8 @@ SECTIONS = {
                             "the ports above it; 0: none", "[0, 65000]"),
         metrics_host=option("127.0.0.1", "its listen address; beyond loopback it takes all of "
                             "fleet.tls. With scheduler.type=slurm or ray: trainer 0's host"),
+        traces=option("", "spans of each rollout for OpenTelemetry: http://HOST:4318 of a "
+                      'collector, or a directory for lines of JSON; "": none'),
     ),
 }
 # fmt: on

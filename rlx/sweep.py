@@ -16,7 +16,9 @@ def main() -> int:
     """Run what is left of the grid, then print the table; return the exit status."""
     p = command.Parser("rlx.sweep", description=__doc__, allow_abbrev=False)
     p.add_argument("axis", nargs="+", help="KEY=VALUE,VALUE; values in (…) may have commas")
-    p.add_argument("--jobs", type=int, default=1, help="runs at a time, which share cores and GPUs")
+    p.add_argument(
+        "--jobs", type=int, default=1, help="runs at a time, which share cores and GPUs; or jobs"
+    )
     p.add_argument("--random", type=int, default=0, metavar="N", help="N combinations; 0: all")
     halve = "stop the worse half at 2^-N of the steps, and after each doubling"
     p.add_argument("--halve", type=int, default=0, metavar="N", help=halve)
@@ -31,7 +33,8 @@ def main() -> int:
     stem = flags.config_file(["", *given]).stem
     workdir = a.workdir or Path(f"runs/sweep-{stem}-{crc32(' '.join(sorted(given)).encode()):08x}")
     runs = {name: [*given, *own] for name, own in run_grid.grid(a.axis, a.random).items()}
-    left, free = run_grid.unfinished(runs, workdir), run_grid.slots(a.jobs)
+    config = run_grid.config_of(given)
+    left, free = run_grid.unfinished(runs, workdir), run_grid.slots(a.jobs, config)
     command.say(f"{workdir}: {len(left)} of {len(runs)} runs to do")
     try:
         status, kept = run_grid.halve(runs, workdir, free, a.halve)

@@ -43,6 +43,7 @@ from rlx.fleet.member import Failed
 from rlx.fleet.requests import Chunk, Sampling
 from rlx.fleet.sample import Completion
 from rlx.fleet.tls import Tls
+from rlx.observe import traces
 from rlx.rollout import workflows
 from rlx.rollout.control_tokens import controls, own_text, plain, shielded
 from rlx.system.host_port import bracketed
@@ -214,7 +215,8 @@ class Gateway:
         assert task is not None
         session.tasks.add(task)
         try:
-            yield session
+            with traces.span("gateway", *session.trace, api=dialect.__name__):
+                yield session
         except ApiError as error:  # name fields as the API does
             if isinstance(error, TooLong):
                 raise TooLong(*error.sizes, dialect.TOO_LONG) from error

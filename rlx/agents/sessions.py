@@ -78,6 +78,7 @@ class Session:
     priority: int = 0
     endless: bool = False  # a permanent API key; old interactions are discarded
     fleet: Any = None  # generates for this session; None: the gateway's
+    trace: tuple[Any, Any] = (None, None)  # of its rollout, see `observe.traces.here`
     interactions: list[Interaction] = field(default_factory=list)  # in the order of answers
     reward: Any = None  # sent over HTTP; `rewarded` is set with it
     rewarded: asyncio.Event = field(default_factory=asyncio.Event)

@@ -24,6 +24,7 @@ from rlx.agents.agent_options import DEFAULTS, AgentOptions
 from rlx.agents.sessions import Session
 from rlx.base import Group, RewardParts, Trajectory, UserError, install, place, seed_of
 from rlx.fleet.requests import Sampling
+from rlx.observe import traces
 from rlx.rollout.episode import run_all
 from rlx.rollout.workflows import Generator, Task, conversation
 from rlx.workers.worker_pool import Evicted, WorkerError, WorkerKind, WorkerPool
@@ -143,7 +144,9 @@ class AgentWorkflow:
             try:
                 url = front.gateway.base_url(session)
                 began = time.monotonic()
-                value = await run_agent(front.workers, data, url, session.key)
+                with traces.span("agent", agent=self.agent, run=run_id):
+                    session.trace = traces.here()
+                    value = await run_agent(front.workers, data, url, session.key)
                 if value is None and session.interactions:
                     with suppress(TimeoutError):
                         wait = session.rewarded.wait()

@@ -52,6 +52,7 @@ def parser(engines: Mapping[str, Callable] = ENGINES) -> argparse.ArgumentParser
     p.add_argument("--tls-client-ca", default="", help="callers need a certificate signed by it")
     p.add_argument("--metrics-port", type=int, default=0, help="port for Prometheus; 0: off")
     p.add_argument("--metrics-host", default="127.0.0.1", help="beyond loopback: --tls-client-ca")
+    p.add_argument("--traces", default="", help="place of spans, as config.observe.traces")
     p.add_argument("--weight-root", action="append", help="directory to read weights from")
     p.add_argument("--stage-dir", default=_SHARED_MEMORY, help="directory for streamed weights")
     p.add_argument("--join", default="", help="directory of address files, see docs/fleet.md")
@@ -82,7 +83,7 @@ def server_options(args: argparse.Namespace) -> dict[str, Any]:
          "vLLM; use --engine=vllm, or drop the flag"),
     ))  # fmt: skip
     local, token = tls.is_loopback(args.host), wire.take_token(os.environ)
-    same = "host port join drain_seconds metrics_host metrics_port stage_dir max_queue"
+    same = "host port join drain_seconds metrics_host metrics_port stage_dir max_queue traces"
     return {
         **{name: getattr(args, name) for name in same.split()},
         "token": args.token or token,

@@ -19,6 +19,7 @@ from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet import tls as transport
 from rlx.fleet import wire
 from rlx.fleet.addresses import announced
+from rlx.observe.traces import tracing
 from rlx.system.host_port import bracketed
 
 _CHECK_SECONDS = 0.25  # between checks of the engine
@@ -143,6 +144,7 @@ async def serve(
     stop: asyncio.Event,
     join: str = "",  # directory to announce this server in; "": none
     drain_seconds: float = 0.0,
+    traces: str = "",  # place of spans, as of `tracing`
     **options: Any,
 ) -> None:
     """Serve until `stop` is set; call `on_ready(port)` when the server answers calls.
@@ -152,16 +154,17 @@ async def serve(
     or a certificate or the engine is unusable. EngineStopped if the engine failed: restart the
     process.
     """
-    server = Server(engine, **options)
-    try:
-        await server.start()
-        host = options.get("host", "")
-        with announced(join, host, server.port) if join else nullcontext():
-            on_ready(server.port)
-            await server.watch(stop)
-        if join:
-            stop.clear()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(server.watch(stop, QUIET_SECONDS), drain_seconds)
-    finally:
-        await server.stop()
+    with tracing(traces, "rlx-server") as tracer:
+        server = Server(engine, tracer=tracer, **options)
+        try:
+            await server.start()
+            host = options.get("host", "")
+            with announced(join, host, server.port) if join else nullcontext():
+                on_ready(server.port)
+                await server.watch(stop)
+            if join:
+                stop.clear()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(server.watch(stop, QUIET_SECONDS), drain_seconds)
+        finally:
+            await server.stop()

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -35,6 +35,7 @@ from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet.publish import WeightFile, Weights, check_room, checksum, sweep
 from rlx.fleet.requests import Chunk, EngineStatus
+from rlx.observe import traces
 
 STALL_SECONDS = 30.0  # between messages of a publish
 PUBLISH_SECONDS = 3600.0
@@ -69,6 +70,7 @@ class RolloutService(rpc.RolloutServicer):
     stall_seconds: float = STALL_SECONDS  # how long a publish may send nothing
     clock: Callable[[], int] = time.monotonic_ns  # returns ns, for spans; the engine's
     meters: Meters = field(default_factory=Meters)
+    tracer: Any = None  # of `observe.traces.tracing`
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
 
     def __post_init__(self) -> None:
@@ -105,8 +107,13 @@ class RolloutService(rpc.RolloutServicer):
 
     async def Generate(self, request, context):
         begun = time.monotonic()
-        first = lambda: self.meters.first_token.observe(time.monotonic() - begun)  # noqa: E731
-        async with self._refusing(request, context):
+
+        def first() -> None:
+            self.meters.first_token.observe(time.monotonic() - begun)
+            if own:
+                own.add_event("first token")
+
+        async with self._refusing(request, context) as own:
             wanted = wire.request_from(request)
             with self._place(wanted.n):
                 stream = self.engine.generate(wanted)
@@ -125,13 +132,15 @@ class RolloutService(rpc.RolloutServicer):
                 return wire.score_reply(await self.engine.score(wanted))
 
     @asynccontextmanager
-    async def _refusing(self, request, context) -> AsyncIterator[None]:
-        """Answer errors of a Generate or Score call with a status."""
+    async def _refusing(self, request, context) -> AsyncIterator[Any]:
+        """Answer errors of a Generate or Score call with a status; yield its span, or None."""
+        trace = traces.caller(self.tracer, context.invocation_metadata())
         try:
             # Before a restart the server may have had other weights.
             if request.instance not in ("", self._instance):
                 raise RequestError(_Code.UNAVAILABLE, "the server was restarted")
-            yield
+            with traces.span("engine", *trace, running=self._here) as own:
+                yield own
         except RequestError as error:
             await _refuse(context, error.code, error)
         except (ValueError, UserError) as error:

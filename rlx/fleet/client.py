@@ -11,6 +11,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -25,6 +26,7 @@ from rlx.fleet.publish import Weights, stage, sweep
 from rlx.fleet.requests import Chunk, Sampling, ScoreRequest, Timeouts
 from rlx.fleet.sample import Completion, GenerateCall, PartialSample, split
 from rlx.fleet.tls import Tls
+from rlx.observe import traces
 from rlx.system.host_port import bracketed, split_address
 from rlx.system.loop_thread import run_all
 from rlx.system.threads import in_thread
@@ -292,7 +294,8 @@ class Fleet:
         while True:
             member = await self._balancer.pick(None, member, avoid)
             try:
-                scores = await member.score(request)
+                with traces.span("score", server=member.address):
+                    scores = await member.score(request)
                 if scores.values != values:
                     kind = "a reward model" if values else "a language model"
                     raise ValueError(
@@ -459,21 +462,21 @@ class Fleet:
     ) -> None:
         """Send one request; tokens received before an error stay in the samples."""
         request = call.request(samples)
-        stream = member.generate(request)
-        try:
-            async for chunks in stream:
-                for chunk in chunks:
-                    k = chunk.index - request.first_index
-                    if not 0 <= k < len(samples):
-                        raise Failed(
-                            f"{member.address} sent sample {chunk.index}, which was not requested"
-                        )
-                    samples[k].add(chunk)
-                    self.tokens += len(chunk.tokens)
-                    if call.watch and len(chunk.tokens):
-                        call.watch(chunk)
-        finally:
-            await stream.aclose()
+        about = {"server": member.address, "samples": request.n, "prompt": len(call.prompt)}
+        with traces.span("generate", **about):
+            async with aclosing(member.generate(request)) as stream:
+                async for chunks in stream:
+                    for chunk in chunks:
+                        k = chunk.index - request.first_index
+                        if not 0 <= k < len(samples):
+                            raise Failed(
+                                f"{member.address} sent sample {chunk.index}, which was not "
+                                "requested"
+                            )
+                        samples[k].add(chunk)
+                        self.tokens += len(chunk.tokens)
+                        if call.watch and len(chunk.tokens):
+                            call.watch(chunk)
 
     async def _deliver(self, weights: Weights) -> list[Member]:
         """Publish to every live server, fail those that refuse; return the others, at least one."""

@@ -28,6 +28,7 @@ from rlx.fleet import wire
 from rlx.fleet.publish import Delta, Weights, chunks
 from rlx.fleet.requests import Chunk, Request, Sampling, ScoreRequest, Scores, Timeouts
 from rlx.fleet.silence import TokenWaits
+from rlx.observe import traces
 from rlx.system.threads import in_thread
 
 _Code = grpc.StatusCode
@@ -205,7 +206,7 @@ class Member:
         """
         message = wire.request_message(request)
         message.instance = self.status.instance
-        call = self._stub.Generate(message, timeout=self._limits.request, metadata=self._metadata)
+        call = self._stub.Generate(message, timeout=self._limits.request, metadata=self._named())
         try:
             with self._in_flight(request.n) as progress:
                 async for reply in call:
@@ -221,10 +222,14 @@ class Member:
         message.instance = self.status.instance
         with self._in_flight(1):
             reply = await self._stub.Score(
-                message, timeout=self._limits.request, metadata=self._metadata
+                message, timeout=self._limits.request, metadata=self._named()
             )
             self.waits = self.waits.token(time.monotonic())
             return wire.scores_from(reply, request)
+
+    def _named(self) -> tuple[tuple[str, str], ...]:
+        """Return the metadata of a call that a rollout makes."""
+        return (*self._metadata, *traces.metadata())
 
     @contextmanager
     def _in_flight(self, samples: int) -> Iterator[SimpleNamespace]:

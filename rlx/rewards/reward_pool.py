@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from rlx.observe.traces import span
 from rlx.system.loop_thread import LoopThread
 from rlx.workers.worker_pool import Evicted, WorkerError, WorkerKind, WorkerPool, WorkerProcess
 from rlx.workers.worker_process import NO_LIMITS, StartWorker, WorkerLimits, start_worker
@@ -113,8 +114,9 @@ class RewardPool:
         RewardError names function, row and completion, with the worker's traceback as a note.
         UserError if there is no such function, or its module cannot be imported.
         """
-        graded = asyncio.wrap_future(self._submit(self._grade(calls)))
-        return await asyncio.shield(graded)  # a worker cannot leave a reward half computed
+        with span("reward", completions=len(calls)):
+            graded = asyncio.wrap_future(self._submit(self._grade(calls)))
+            return await asyncio.shield(graded)  # a worker cannot leave a reward half computed
 
     def compute(self, calls: Sequence[RewardCall]) -> Graded:
         """Wait for `grade` in the calling thread."""

@@ -30,6 +30,7 @@ from typing import Any, Protocol, cast
 from rlx.algorithms.advantages import running_baselines
 from rlx.base import Group, Unavailable, UserError, seed_of
 from rlx.journal.history import Samples
+from rlx.observe import traces
 from rlx.rollout import attempts, concurrency, staleness, workflows
 from rlx.rollout import buffer as buffers
 from rlx.rollout.attempts import Patience, Skipped
@@ -103,6 +104,7 @@ class Executor:
         keep_tokens: bool = False,  # of unfinished samples, in the journal; for Fleet only
         running_mean: float = 0.0,  # decay of the means that are baselines; 0: no baselines
         loop: LoopThread | None = None,  # one that the caller starts and ends
+        tracer: Any = None,  # of `observe.traces.tracing`
         clock: Callable[[], float] = time.monotonic,
     ):
         self.workflow, self.fleet, self._owns_loop = workflow, fleet, loop is None
@@ -115,6 +117,7 @@ class Executor:
         self._max_tokens, self._drop_equal_rewards = max_tokens, drop_equal_rewards
         self._force_staleness, self._running_mean = force_staleness, running_mean
         self._keep_tokens, self.unfinished = keep_tokens, Unfinished(note)
+        self._tracer = tracer
 
         self._changed = threading.Condition()  # guards everything below
         self._staleness, self._buffer = Staleness(), buffers.Buffer()
@@ -408,15 +411,17 @@ class Executor:
 
     async def _attempt(self, ticket: Ticket) -> None:
         seed = group_seed(self._seed, ticket.group_id, ticket.attempt)
-        row = self._rows.row(ticket.group_id)
+        row, index = self._rows.row(ticket.group_id), self._rows.index(ticket.group_id)
         limit, begun = asyncio.timeout(self._request_timeout), self._clock()
         fleet: Generator = self.fleet
+        about = dataclasses.asdict(ticket) if self._tracer else {}
         if self._keep_tokens:
             fleet = self.unfinished.begin(ticket.group_id, fleet, seed)
         try:
-            async with limit:
-                task = Task(row, ticket.group_id, seed, version=ticket.version)
-                group = await checked(self.workflow, fleet, task, self._max_tokens)
+            with traces.span("rollout", self._tracer, row=index, **about):
+                async with limit:
+                    task = Task(row, ticket.group_id, seed, version=ticket.version)
+                    group = await checked(self.workflow, fleet, task, self._max_tokens)
         except asyncio.CancelledError as error:
             if self._closing or self.loop.ending:
                 raise

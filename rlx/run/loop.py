@@ -42,6 +42,7 @@ from rlx.run import resume, run_records, trainer_metrics, trainers
 from rlx.run.allocate import apply_allocation, gpu_environment
 from rlx.run.inputs import prepare
 from rlx.run.parts import Parts, build, early_servers
+from rlx.run.remote_copies import RemoteCopies
 from rlx.run.room_options import sizes_of
 from rlx.run.saves import Saves
 from rlx.run.turns import CACHE
@@ -105,12 +106,18 @@ def run(
             conductor.stop(hosts, step=step, complete=True)
             return _result(workdir, step, True)
         laps["library"] = time.monotonic_ns()
-        hooks = Hooks(writers.load(config.observe.writers, callbacks))
+        copies = list[RemoteCopies]()
+        if config.checkpoint.copy_to:
+            copies = [RemoteCopies(config, workdir, lambda text: hooks.say(text))]
+        hooks = Hooks(writers.load(config.observe.writers, [*callbacks, *copies]))
         inputs = prepare(config)
         laps["inputs"] = time.monotonic_ns()
         make_directory(workdir)
         with failures.friendly_errors(), ExitStack() as stack:
             killed = stack.enter_context(lock_workdir(workdir))
+            for each in copies:
+                each.fetch()
+                stack.callback(each.close)
             sizes = sizes_of(config, inputs.model_config)
             parts = Parts(
                 config=config, workdir=workdir, inputs=inputs, sizes=sizes, hooks=hooks, stop=stop,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from subprocess import Popen
-from threading import Event
+from threading import TIMEOUT_MAX, Event
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from ml_collections import ConfigDict
 
 from rlx.agents.online_workflow import OnlineWorkflow, RunContext
 from rlx.base import UserError
+from rlx.cli.command import INTERRUPTED
 from rlx.cli.text import size
 from rlx.cli.user_code import own_files
 from rlx.doctor import memory
@@ -46,6 +47,7 @@ from rlx.observe.metrics import MetricsWriter, note_failure
 from rlx.observe.progress import Progress
 from rlx.observe.rundir import gaps
 from rlx.observe.timeline import Timeline
+from rlx.observe.traces import tracing
 from rlx.rollout import attempts
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor
@@ -60,13 +62,14 @@ from rlx.run.turns import CACHE, Turns, in_turns, rests
 from rlx.system import available_memory
 from rlx.system.jsonl import append_jsonl, read_json, read_jsonl
 from rlx.system.loop_thread import CLOSE_SECONDS, LoopThread
-from rlx.system.signals import interrupts
+from rlx.system.signals import IS_COMMAND, interrupts
 from rlx.system.workdir_lock import Killed
 from rlx.train import checkpoint, conductor
 from rlx.train.contract import State, Update
 from rlx.train.hosts import Cluster, Hosts
 from rlx.train.train_options import AUTO
 
+END_SECONDS = 20.0  # of the grace period, for servers and a requeue, at most a quarter of it
 SKIPS_SHOWN = 5  # skipped rows shown in the terminal; skipped.jsonl has all
 
 
@@ -97,6 +100,7 @@ class Parts:
     fleets: Mapping[str, Fleet] = field(init=False)  # policy, teacher, reward model: those it has
     gate: Gate | None = None
     turns: Turns | None = None  # where trainer and servers share a device in turns
+    tracer: Any = None  # of rollouts' spans
     begun: Position = field(init=False)  # at the start
     last: Mapping[str, Position] = field(init=False)  # by kind of `frequency.KINDS`
 
@@ -155,7 +159,11 @@ def build(
         parts.stop.set()
         say("finishing this step, then saving; press Ctrl-C again to stop at once")
 
-    stack.enter_context(interrupts(stop_after_step, lambda: hooks.under_way))
+    parts.tracer = stack.enter_context(tracing(config.observe.traces, "rlx-trainer"))
+    grace = config.scheduler.grace_seconds
+    limit = grace - min(END_SECONDS, grace / 4) if IS_COMMAND.get() else TIMEOUT_MAX
+    late = partial(_end_late, parts)
+    stack.enter_context(interrupts(stop_after_step, lambda: hooks.under_way, late, limit))
     token = wire.take_token(os.environ)
     if token:  # for the next run in this process
         stack.callback(os.environ.__setitem__, wire.TOKEN_VARIABLE, token)
@@ -527,7 +535,24 @@ def _executor(
         running_mean=inputs.algorithm.running_mean,
         request_timeout=None if online else r.request_timeout_seconds,
         keep_tokens=c.journal.keep > 0 and not online,
+        tracer=parts.tracer,
     )
+
+
+def _end_late(parts: Parts) -> None:
+    """End this process before it is killed, with the last checkpoint and the journal."""
+    grace, saved = parts.config.scheduler.grace_seconds, parts.workdir / "checkpoints"
+    step = max(map(checkpoint.step_of, checkpoint.checkpoints(saved)), default=0)
+    parts.progress.message(
+        f"the step does not end within scheduler.grace_seconds={grace}; ending with the checkpoint "
+        f"of step {step} and the journal, which has the groups since"
+    )
+    try:
+        parts.executor.close()
+        parts.journal.close()
+        parts.writer.note(step, ended="stopped")
+    finally:
+        os._exit(INTERRUPTED)
 
 
 def _close(loop: LoopThread, fleet: Fleet | NoFleet) -> None:

@@ -77,6 +77,7 @@ class RunOptions:
                 "ready_timeout": fleet.ready_seconds,
                 "answer_timeout": fleet.kill_seconds,
                 "max_restarts": fleet.max_restarts,
+                "traces": config.observe.traces,
             },
             teacher=ScorerOptions.of_teacher(config),
             reward_model=ScorerOptions.of_reward_model(config),

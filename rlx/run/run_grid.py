@@ -1,7 +1,7 @@
-"""Run a grid of settings in local processes, each in its own WORKDIR; used by rlx/sweep.py.
+"""Run a grid of settings, each by a command in its own WORKDIR; used by rlx/sweep.py.
 
-A finished run is skipped and an unfinished one resumes its last checkpoint. A run that fails ends
-no other.
+With `scheduler.type` such a command submits a job and follows it. A finished run is skipped and an
+unfinished one resumes its last checkpoint. A run that fails ends no other.
 """
 
 import itertools
@@ -61,9 +61,14 @@ def grid(axes: Sequence[str], count: int = 0) -> dict[str, list[str]]:
     return {names[i]: [f"--config.{pair}" for pair in pairs[i]] for i in kept}
 
 
-def slots(jobs: int) -> list[Slot]:
-    """Return equal shares of this process's cores and GPUs; UserError for fewer GPUs than jobs."""
+def slots(jobs: int, config: ConfigDict) -> list[Slot]:
+    """Return equal shares of this process's cores and GPUs; UserError for fewer GPUs than jobs.
+
+    Commands whose runs compute elsewhere need no share.
+    """
     cores, cards = sorted(os.sched_getaffinity(0)), gpus()
+    if jobs > 0 and config.scheduler.type != "local":
+        return [(cores, ())] * jobs
     if jobs < 1 or 0 < len(cards) < jobs:
         most = f"1 to {len(cards)}, the number of GPUs" if cards else "1 or more"
         raise UserError(f"--jobs={jobs} does not fit; give {most}")
@@ -78,7 +83,7 @@ def unfinished(runs: Mapping[str, Sequence[str]], workdir: Path) -> dict[str, Se
     """Return the runs that are not finished in `workdir`/NAME; UserError for a wrong setting."""
     left = {}
     for name, given in runs.items():
-        config = _config(given)
+        config = config_of(given)
         check(config)
         if not resume.finished(config, workdir / name):
             left[name] = given
@@ -97,7 +102,7 @@ def halve(
     """
     left, status = dict(runs), 0
     for n in range(rounds, 0, -1):
-        steps = {name: max(1, _config(given).total_steps >> n) for name, given in left.items()}
+        steps = {name: max(1, config_of(given).total_steps >> n) for name, given in left.items()}
         status = run_all(left, workdir, free, steps) or status
         if status == INTERRUPTED:
             break
@@ -109,7 +114,8 @@ def halve(
     return status, left
 
 
-def _config(given: Sequence[str]) -> ConfigDict:
+def config_of(given: Sequence[str]) -> ConfigDict:
+    """Return the config that these flags of a sweep stand for."""
     return apply_allocation(flags.parse(["rlx.sweep", *given])[0])
 
 

@@ -69,6 +69,7 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
     """
     if config.scheduler.type == "local":
         return _launch_here(config, workdir)
+    os.environ.pop(PARENT, None)  # of a sweep, on this host only
     module: Any = import_module(SCHEDULERS[config.scheduler.type])
     given = [flag for flag in flags if flag.lstrip("-").partition("=")[0] != "dry_run"]
     return module.launch(config, workdir, given, dry_run)

@@ -1,4 +1,7 @@
-"""Handle SIGINT and SIGTERM: the first lets a run finish its step, the second ends it."""
+"""Handle SIGINT, SIGTERM and SIGUSR1: the first lets a run finish its step, the second ends it.
+
+Whoever sends one of the last two kills the process later, so they have a deadline.
+"""
 
 import os
 import signal
@@ -9,6 +12,7 @@ from contextvars import ContextVar
 from typing import NoReturn
 
 LAST_SECONDS = 8.0  # from the second signal to the exit, even if a thread blocks
+_ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _CUT = signal.SIGURG  # sent to the main thread, and ignored outside `interrupts`
 _CUT_SECONDS = 10.0  # users' code in the main thread has twice this time after the first signal
 # Whether this process runs an rlx command, and may be ended.
@@ -37,15 +41,19 @@ def interrupt(number: int, frame: object) -> NoReturn:
 def interrupts(
     stop: Callable[[], None],  # in a thread: the interrupted code may hold the terminal's lock
     inside: Callable[[], object] = lambda: None,  # call of users' code in the main thread, or None
+    late: Callable[[], object] = lambda: None,  # in a thread, `seconds` after all but SIGINT
+    seconds: float = threading.TIMEOUT_MAX,
 ) -> Iterator[None]:
-    """Call `stop` at the first SIGINT or SIGTERM; raise KeyboardInterrupt at the second.
+    """Call `stop` at the first of these signals; raise KeyboardInterrupt at the second.
 
     Does nothing outside the main thread, because signals reach no other.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    over, late = threading.Event(), list[object]()
+    over, blocking = threading.Event(), list[object]()
+    timer = threading.Timer(seconds, late)
+    timer.daemon = True
 
     def follow() -> None:
         stop()
@@ -53,24 +61,27 @@ def interrupts(
         while not over.wait(_CUT_SECONDS):
             now = inside()
             if now is not None and now is before:
-                late.append(now)
+                blocking.append(now)
                 signal.pthread_kill(threading.main_thread().ident or 0, _CUT)
             before = now
 
     def cut(number, frame):
-        if late and late.pop() is inside():
+        if blocking and blocking.pop() is inside():
             raise Cut("it does not return after the signal")
 
     def handle(number, frame):
-        for each in (signal.SIGINT, signal.SIGTERM):
+        for each in _ASKED:
             signal.signal(each, interrupt)
         threading.Thread(target=follow, daemon=True).start()
+        if number != signal.SIGINT:
+            timer.start()
 
-    handlers = {signal.SIGINT: handle, signal.SIGTERM: handle, _CUT: cut}
+    handlers = {**dict.fromkeys(_ASKED, handle), _CUT: cut}
     before = {each: signal.signal(each, handler) for each, handler in handlers.items()}
     try:
         yield
     finally:
         over.set()
+        timer.cancel()
         for each, handler in before.items():
             signal.signal(each, handler)

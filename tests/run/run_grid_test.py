@@ -12,6 +12,7 @@ import pytest
 
 from rlx import sweep as command
 from rlx.base import UserError
+from rlx.config import default
 from rlx.observe.run_table import find, summary
 from rlx.run import allocate, run_grid
 from tests.fixtures.commands import path_without_torch
@@ -60,13 +61,19 @@ def test_what_is_no_axis_is_refused(axis):
 def test_runs_at_a_time_share_cores_and_gpus(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4})
     monkeypatch.setattr(run_grid, "gpus", lambda: ("4", "5", "7"))
-    assert run_grid.slots(2) == [([0, 1], ("4",)), ([2, 3, 4], ("5", "7"))]
+    config = default()
+    assert run_grid.slots(2, config) == [([0, 1], ("4",)), ([2, 3, 4], ("5", "7"))]
     with pytest.raises(UserError, match="--jobs=4 does not fit; give 1 to 3, the number of GPUs"):
-        run_grid.slots(4)
+        run_grid.slots(4, config)
+    config.scheduler.type = "slurm"
+    assert run_grid.slots(4, config) == [([0, 1, 2, 3, 4], ())] * 4
+    config.scheduler.type = "local"
     monkeypatch.setattr(run_grid, "gpus", lambda: ())
-    assert [cores for cores, _ in run_grid.slots(6)][-1] == [4], "more runs than cores share them"
+    assert [cores for cores, _ in run_grid.slots(6, config)][-1] == [4], (
+        "more runs than cores share them"
+    )
     with pytest.raises(UserError, match="--jobs=0 does not fit; give 1 or more"):
-        run_grid.slots(0)
+        run_grid.slots(0, config)
     assert allocate.gpus({"CUDA_VISIBLE_DEVICES": "4,5"}) == ("4", "5")
 
 

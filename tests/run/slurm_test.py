@@ -15,6 +15,7 @@ from rlx.base import UserError
 from rlx.run import slurm_run
 from rlx.system.jsonl import read_json, read_jsonl
 from tests.fixtures.commands import path_without_torch
+from tests.run.run_grid_test import FAST
 from tests.run.trainer_metrics_test import free_ports, page
 
 pytestmark = pytest.mark.slurm
@@ -151,6 +152,22 @@ def test_a_run_is_put_back_and_started_again_and_ctrl_c_saves_and_leaves_no_proc
     assert list((run / "checkpoints").iterdir())
     assert slurm.ask("squeue", "--noheader") == ""
     assert slurm.steps() == []
+
+
+def test_each_run_of_a_sweep_is_a_job(slurm, tmp_path):
+    command = [
+        sys.executable, "-m", "rlx.sweep", *FAST, "--config.scheduler.type=slurm",
+        "--config.total_steps=2", "seed=0,1", "--jobs=2", f"--workdir={tmp_path / 'sweep'}",
+    ]  # fmt: skip
+    environment = {**slurm.environment, "PYTHONPATH": path_without_torch()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    jobs = [
+        read_json(tmp_path / "sweep" / f"seed={n}" / "slurm" / "job.json")["job"] for n in (0, 1)
+    ]
+    assert len({*jobs}) == 2
+    assert [len(records(tmp_path / "sweep" / f"seed={n}")) for n in (0, 1)] == [2, 2]
+    assert (tmp_path / "sweep" / "comparison.html").exists()
 
 
 def test_agents_run_there_beside_the_trainer(slurm, start, said, tmp_path):
