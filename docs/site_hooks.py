@@ -26,7 +26,7 @@ NAV: dict[str, list[str]] = {
         "from_areal.md",
     ],
     "Concepts": ["concepts.md", "staleness.md", "biases.md", "mismatch.md"],
-    "Train": ["extend.md", "models.md", "gguf.md", "torch.md", "tinker.md"],
+    "Train": ["extend.md", "models.md", "gguf.md", "torch.md", "images.md", "tinker.md"],
     "Algorithms": ["algorithms.md", "results.md"],
     "Agents and tools": ["agents.md", "tools.md", "environments.md", "online.md", "debugging.md"],
     "Scale and clusters": ["scale.md", "planning.md", "cluster.md", "fleet.md"],

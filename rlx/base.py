@@ -121,6 +121,19 @@ class DiskFull(UserError):
     """The disk is full; files that were there before are unchanged."""
 
 
+class PromptTokens(list[int]):
+    """Token ids, with the names of the images whose placeholders are among them, in order."""
+
+    def __init__(self, ids: Iterable[int] = (), images: Sequence[str] = ()):
+        super().__init__(ids)
+        self.images = tuple(images)
+
+
+def images_of(*parts: Any) -> tuple[str, ...]:
+    """Return the names of the images in token sequences, which only PromptTokens have."""
+    return tuple(name for part in parts for name in getattr(part, "images", ()))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
     """The tokens of one rollout: prompt, completion, and any observations between."""
@@ -150,6 +163,9 @@ class Trajectory:
     # from (`rlx.model.kept_tokens`); None: from the whole vocabulary.
     kept_sizes: np.ndarray | None = None
     kept: np.ndarray | None = None
+    # Names in the run's `ImageStore`, in the order of their placeholders among the tokens that were
+    # not sampled. These are expanded as the model's processor does it.
+    images: tuple[str, ...] = ()
 
     @property
     def run_id(self) -> str:

@@ -37,20 +37,21 @@ def main() -> int:
     p.add_argument("--mean-delta", type=float, default=0.0, help="nats; 0: by the dtypes")
     a = p.parse_args()
     from rlx.mismatch import compare_table
-    from rlx.run.tokenizer_files import load_tokenizer, read_prompts
+    from rlx.run.tokenizer_files import read_prompts
+    from rlx.system.image_store import ImageStore
 
-    model = resolve(a.model, "--model")
-    prompts = read_prompts(a.prompts, load_tokenizer(model), a.count)
+    model, store = resolve(a.model, "--model"), ImageStore()
+    prompts = read_prompts(a.prompts, model, a.count, store)
     sampling = Sampling(a.temperature, a.top_p, a.top_k, a.max_new_tokens, seed=0)
     with tempfile.TemporaryDirectory() as workdir, servers_of(
         [a.address] if a.address else [], model, token=wire.take_token(os.environ),
         tls=client_tls(*[*a.tls.split(","), "", ""][:3]), workdir=workdir, engine=a.engine,
         dtype=a.dtype, max_model_len=max(map(len, prompts)) + a.max_new_tokens, slots=16,
     ) as servers:  # fmt: skip
-        samples = compare_table.ask(servers.fleet(), prompts, sampling)
+        samples = compare_table.ask(servers.fleet(image=store.get), prompts, sampling)
     limits = a.max_delta, a.mean_delta
     case = compare_table.case_of(model, samples, sampling, a.dtype, a.trainer_dtype, limits)
-    found = compare_table.comparisons(case, model)
+    found = compare_table.comparisons(case, model, store.get)
     command.say(compare_table.table(case, found, a.dtype))
     return 0 if all(one.ok for one in found.values()) else 1
 

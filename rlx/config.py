@@ -69,8 +69,8 @@ SECTIONS = {
     ),
     "data": _section(
         "The rows: questions with answers, demonstrations or pairs.",
-        kind=option("jsonl", "jsonl: rows of files in any format; arithmetic: generated",
-                    ("jsonl", "arithmetic")),
+        kind=option("jsonl", "jsonl: rows of files in any format; generated: arithmetic, shapes "
+                    "(pictures)", ("jsonl", "arithmetic", "shapes")),
         train=option("", ".jsonl, .json, .csv or .parquet file, or hub name with optional :split"),
         mix=option((), "((source, weight), …) in place of train; weights are shares of prompts"),
         dataset=option("", "FILE.py:name, a function that returns rows, or reasoning_gym:TASK, "
@@ -78,6 +78,9 @@ SECTIONS = {
         eval=option("", 'held-out rows, given like train; "": none, or generated rows'),
         system_prompt=option("", 'before each question; "": none'),
         question_key=option("question", "column with text, or with a list of chat messages"),
+        image_key=option("images", "column of images, bytes or paths, which the question's <image> "
+                         'stand for; "": none'),
+        image_hosts=option((), "hosts from which rows' images are fetched; (): none"),
         answer_key=option("answer", "column that rewards receive as `answer`"),
         completion_key=option("completion", "column with demonstrations (SFT)"),
         chosen_key=option("chosen", "column with the better answer (reward model, DPO, IPO)"),
@@ -338,8 +341,8 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
     for key, field in OPTIONS.items():
         if not key.startswith("algorithm."):  # `presets.resolve` knows the preset and own functions
             check_value(key, _get(config, key), field.metadata["values"])
-    for key in ("compile", "offload_optimizer") if config.trainer != "torch" else ():
-        if config.train[key]:
+    for key in ("compile", "offload_optimizer", "vision") if config.trainer != "torch" else ():
+        if config.train[key] not in (False, "frozen"):
             raise UserError(f"train.{key} works only with trainer=torch; unset it or set that")
     for entry in config.data.mix:
         kinds = [type(part) for part in entry] if isinstance(entry, tuple | list) else []

@@ -12,7 +12,7 @@ from rlx.doctor import failures
 from rlx.run import flags
 
 FLAGS = {
-    "datasets": "names (gsm8k, math_500, math, train_amc_aime, aime24, amc23, arithmetic), "
+    "datasets": "names (gsm8k, math_500, math, train_amc_aime, aime24, amc23, arithmetic, shapes), "
     "reasoning_gym:TASK, openenv:URL, verifiers:ENV, files or NAME=PATH; with commas between",
     "models": "HF directories, hub names or checkpoints, with commas between; default: model.path",
     "max_gen_tokens": "tokens of an answer; default: sampling.max_new_tokens",
@@ -45,7 +45,7 @@ def main() -> int:
     check(config, trains=False)
     limit = flags.number(values, "limit", int, 0)
     reward, keys = config.reward.name, (config.data.question_key, config.data.answer_key)
-    sets = question_sets.load_sets(values.datasets or "gsm8k", reward, limit, *keys)
+    sets = question_sets.load_sets(values.datasets or "gsm8k", reward, limit, *keys, asked.images)
     models = export.named_models((values.models or config.model.path).split(","))
     out = Path(values.output or f"runs/evaluation-{'-'.join(models)}")
     with ProgressBar() as bar:

@@ -44,16 +44,16 @@ def main() -> None:
     tls = server_tls(a.tls_cert, a.tls_key, "")
     given = (serving.read_keys(a.keys), tls, a.tool_format, OnlineOptions.from_flags(a), a.sessions)
     gateway_server = serving.GatewayServer(a.host, a.port, *given)
-    from rlx.run.tokenizer_files import load_tokenizer
+    from rlx.run.tokenizer_files import Served
 
     model = resolve(a.model, "--model", weights=not a.servers)
-    tokenizer = load_tokenizer(model, chat_template=a.chat_template)
+    served = Served.load(model, a.chat_template)
     with tempfile.TemporaryDirectory() as workdir, servers_of(
         list(filter(None, a.servers.split(","))), model, token=wire.take_token(os.environ),
         tls=client_tls(*[*a.tls.split(","), "", ""][:3]), workdir=workdir, engine=a.engine,
         dtype=a.dtype, max_model_len=a.max_model_len, slots=a.slots,
     ) as servers:  # fmt: skip
-        asyncio.run(gateway_server.serve(servers.fleet(), tokenizer, a.name or model.name))
+        asyncio.run(gateway_server.serve(servers, served, a.name or model.name))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ KERNELS = {
     "rlx_segments": ("", "torch"),
 }
 
+_NO_FLASH = ("gpt_oss", "gemma3")  # sinks; images whose tokens see later ones
+
 # Query and key pairs that take as long as a call: the most padding of a segment in a block.
 CALL_PAIRS = 1 << 14
 
@@ -46,7 +48,7 @@ def kernel(device: str, compute_dtype: str, model_type: str = "") -> str:
     """Return the name of the attention for loading a model on this kind of device."""
     for name, (where, _) in KERNELS.items():
         fits = not where or (where == device and compute_dtype != "float32")
-        fits = fits and not (model_type == "gpt_oss" and name.startswith("flash"))  # has sinks
+        fits = fits and not (model_type in _NO_FLASH and name.startswith("flash"))
         if fits and installed(name):
             return name
     raise AssertionError("rlx_segments needs nothing")
@@ -92,16 +94,22 @@ class Trees:
     sizes: tuple[int, ...]
     ends: Tensor  # where in N the subtree of each token ends
     positions: Tensor
+    last: Tensor | None = None  # the last token that each one sees in its line; None: itself
     made: dict[int | None, BlockMask] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, ends: np.ndarray, positions: np.ndarray, device: str) -> "Trees":
+    def of(
+        cls, ends: np.ndarray, positions: np.ndarray, device: str, last: np.ndarray | None = None
+    ) -> "Trees":
         """Return the trees of tokens whose roots have position 0."""
         roots = np.flatnonzero(positions == 0)
         ends = np.maximum(ends, np.arange(len(ends)) + 1)  # padding sees itself
         sizes = tuple(np.diff(roots, append=len(ends)).tolist())
-        both = (torch.from_numpy(x.astype(np.int64)).to(device) for x in (ends, positions))
-        return cls(sizes, next(both), next(both))
+
+        def moved(x: np.ndarray) -> Tensor:
+            return torch.from_numpy(x.astype(np.int64)).to(device)
+
+        return cls(sizes, moved(ends), moved(positions), None if last is None else moved(last))
 
     def masks(self, window: int | None) -> Iterator[Tensor]:
         """Yield for each tree which of its S tokens see which, [S, S] bool."""
@@ -109,7 +117,8 @@ class Trees:
         for size in self.sizes:
             own = slice(start, start + size)
             at = torch.arange(size, device=self.ends.device)[:, None]
-            mask = (at >= at.T) & (at < self.ends[own] - start)
+            seen = at if self.last is None else self.last[own, None] - start
+            mask = (seen >= at.T) & (at < self.ends[own] - start)
             if window:
                 behind = self.positions[own, None] - self.positions[own]
                 mask &= behind < window
@@ -367,7 +376,8 @@ def varlen(
     **more,
 ) -> tuple[Tensor, None]:
     """Attend within each segment by torch's varlen kernel, or over trees; CUDA, half precision."""
-    if more.get("softcap") or more.get("s_aux") is not None:
+    later = isinstance(blocks, Trees) and blocks.last is not None
+    if later or more.get("softcap") or more.get("s_aux") is not None:
         return segments(
             module, query, key, value, attention_mask, scaling, sliding_window=sliding_window,
             blocks=blocks, **more,

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import logging
@@ -26,10 +32,11 @@ from rlx.base import UserError, install
 from rlx.model import kept_tokens
 from rlx.model.lora_config import PREFIX, LoraConfig, modules
 from rlx.train.packing import segment_sizes
+from rlx_torch import vision
 from rlx_torch.attention import Blocks, Trees, kernel
 
 Batch = Mapping[str, Any]
-LAYOUT = ("longest", "blocks", "cu_seq_lens", "places", "asked", "computed", "states_at")
+LAYOUT = ("longest", "blocks", "cu_seq_lens", "places", "asked", "computed", "states_at", "seen")
 _LAYERS = {"full_attention", "sliding_attention"}  # others carry a state across segments
 
 
@@ -62,8 +69,9 @@ def load(path: str | Path, device: str, compute_dtype: str, remat: bool = False)
     recomputes the rest in the backward pass.
     """
     logging.disable_progress_bar()
-    attention = kernel(device, compute_dtype, known(path).model_type)
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    config = known(path)
+    attention = _attention(config, kernel(device, compute_dtype, config.model_type))
+    model: Any = auto(config).from_pretrained(
         path, dtype=torch.float32, attn_implementation=attention, device_map=device,
         trust_remote_code=False,
     )  # fmt: skip
@@ -90,34 +98,49 @@ def ready(model: Any, remat: bool) -> None:
 
 
 def layers(model: Any) -> list[nn.Module]:
-    """Return a model's layers: the modules that transformers does not split over devices."""
-    names = set(model.base_model._no_split_modules or ())
-    return [m for m in model.modules() if names & {kind.__name__ for kind in type(m).__mro__}]
+    """Return a decoder's layers: the modules that transformers does not split over devices."""
+    names, inner = set(model.base_model._no_split_modules or ()), vision.decoder(model)
+    return [m for m in inner.modules() if names & {kind.__name__ for kind in type(m).__mro__}]
 
 
 def empty(path: str | Path, kernel: str = "rlx_segments") -> Any:
     """Return the model of an HF directory with uninitialised parameters."""
-    return AutoModelForCausalLM.from_config(
-        known(path), dtype=torch.float32, attn_implementation=kernel, trust_remote_code=False
-    )
+    config = known(path)
+    return auto(config).from_config(
+        config, dtype=torch.float32, attn_implementation=_attention(config, kernel),
+        trust_remote_code=False,
+    )  # fmt: skip
+
+
+def auto(config: Any) -> Any:
+    """Return the class of transformers that makes a config's model."""
+    return AutoModelForImageTextToText if vision.sees(config) else AutoModelForCausalLM
+
+
+def _attention(config: Any, name: str) -> Any:
+    """Return what transformers takes to use an attention in the decoder, not before it."""
+    return {"text_config": name} if vision.sees(config) else name
 
 
 def known(path: str | Path) -> Any:
     """Return transformers' config of an HF directory; UserError if it cannot take packed rows."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # one class for each of these
+        seeing = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        # One class for each of these.
+        kind: Any = (seeing if vision.sees(config) else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
     except (KeyError, ValueError) as error:
         text = f"{path} has no causal language model that transformers supports"
         raise UserError(f"{text} ({str(error).splitlines()[0]}); use another model") from None
-    others = set(getattr(config, "layer_types", None) or ()) - _LAYERS
+    text_config = config.get_text_config()
+    others = set(getattr(text_config, "layer_types", None) or ()) - _LAYERS
     if others or not kind._supports_attention_backend:
         what = f"layers of {', '.join(sorted(others))}" if others else "attention of its own"
         raise UserError(
             f"{kind.__name__} has {what}, which would mix packed sequences; trainer=torch needs a "
             "model with only attention by transformers' interface: use another model"
         )
-    width = getattr(config, "moe_intermediate_size", None) or 0
+    width = getattr(text_config, "moe_intermediate_size", None) or 0
     if width % 4:  # rows of float32 that begin at multiples of 16 bytes
         raise UserError(
             f"{path} has moe_intermediate_size={width}; PyTorch's product of experts needs a "
@@ -126,15 +149,19 @@ def known(path: str | Path) -> Any:
     return config
 
 
-def adapt(model: Any, lora: LoraConfig) -> None:
-    """Give a model uninitialised LoRA adapters, and freeze its other parameters."""
+def adapt(model: Any, lora: LoraConfig, tower: bool = True) -> None:
+    """Give a model uninitialised LoRA adapters, and freeze its other parameters.
+
+    A `tower` of vision gets them too, where its matrices have the targets' names.
+    """
     try:
         import peft
     except ImportError as error:
         raise UserError(f"lora.rank needs PEFT ({error}); {install('torch')}") from None
     names = modules(lora.targets, {n.rpartition(".")[2] for n, _ in model.named_modules()})
+    towers = rf"(?!.*\b({'|'.join(vision.DECODERS)})\.).*" if vision.sees(model.config) else None
     config = peft.LoraConfig(
-        r=lora.rank, target_modules=names,
+        r=lora.rank, target_modules=names, exclude_modules=None if tower else towers,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT allows any number
     )  # fmt: skip
     try:
@@ -233,14 +260,15 @@ def _added(layer: Any) -> Tensor:
 @torch.no_grad()
 def require_packed(model: Any) -> None:
     """Raise UserError unless packing leaves the model's log-probabilities unchanged."""
-    device, own = next(model.parameters()).device.type, model.config._attn_implementation
-    sizes, number = (3, 4), model.config.get_text_config().vocab_size
+    config = model.config.get_text_config()
+    device, own = next(model.parameters()).device.type, config._attn_implementation
+    sizes, number = (3, 4), config.vocab_size
     arrays = {
         "tokens": np.arange(1, 8, dtype=np.int32)[None] % number,
         "positions": np.concatenate([np.arange(n, dtype=np.int32) for n in sizes])[None],
         "segment_ids": np.repeat(np.arange(1, 3, dtype=np.int32), sizes)[None],
     }
-    model.set_attn_implementation("rlx_segments")
+    model.set_attn_implementation(_attention(model.config, "rlx_segments"))
     packed = put(arrays, device)
     found = logprobs(model, packed, temperature=1.0, chunk=2)[0][0].split(sizes)
     for got, tokens in zip(found, packed["tokens"][0].long().split(sizes), strict=True):
@@ -252,13 +280,16 @@ def require_packed(model: Any) -> None:
                 f"{type(model).__name__} gives other log-probabilities to packed sequences than to "
                 "single ones; trainer=torch cannot train it: use another model"
             )
-    model.set_attn_implementation(own)
+    model.set_attn_implementation(_attention(model.config, own))
 
 
-def put(arrays: Mapping[str, np.ndarray], device: str) -> dict[str, Any]:
+def put(
+    arrays: Mapping[str, np.ndarray], device: str, images: vision.Images | None = None
+) -> dict[str, Any]:
     """Return a packed microbatch on the device, with its LAYOUT: segments, and asked tokens.
 
-    Tokens of `loss_mask` are asked, or all without one, except each segment's first.
+    Tokens of `loss_mask` are asked, or all without one, except each segment's first. `images` are
+    those of a model that sees them.
     """
     sizes = segment_sizes(arrays["segment_ids"])
     sizes, used = sizes[sizes > 0], np.flatnonzero(arrays["segment_ids"])
@@ -276,15 +307,17 @@ def put(arrays: Mapping[str, np.ndarray], device: str) -> dict[str, Any]:
     computed = states_at = None
     if "tree_tokens" in arrays:
         blocks, computed, states_at = _trees(arrays, used, device)
+    seen = images and images.seen(arrays, used, sizes, order, device)
     return {
-        **{name: torch.from_numpy(x).to(device) for name, x in arrays.items()},
+        **{k: torch.from_numpy(x).to(device) for k, x in arrays.items() if k != "images"},
         "longest": int(sizes.max()),
-        "blocks": blocks,
+        "blocks": (seen and seen.trees) or blocks,
         "cu_seq_lens": torch.from_numpy(ends).to(device),
         "places": torch.from_numpy(used).to(device),
         "asked": torch.from_numpy(wanted).to(device),
         "computed": computed,
         "states_at": states_at,
+        "seen": seen,
     }
 
 
@@ -319,8 +352,11 @@ def hidden(model: Any, batch: Batch) -> Tensor:
     if states_at is not None:
         places, names = batch["computed"], ("tree_tokens", "tree_positions")
     tokens, positions = (batch[name].reshape(-1)[places][None] for name in names)
-    states = model.base_model(
-        input_ids=tokens, position_ids=positions, use_cache=False, blocks=batch["blocks"],
+    inner, given = model.base_model, {"input_ids": tokens, "position_ids": positions}
+    if (seen := batch["seen"]) is not None:
+        inner, given = vision.decoder(model), seen.inputs(model, tokens, positions)
+    states = inner(
+        **given, use_cache=False, blocks=batch["blocks"],
         cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=longest, max_length_k=longest,
     ).last_hidden_state[0]  # fmt: skip
     return states if states_at is None else states.index_select(0, states_at)

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import AutoModelForCausalLM
+from transformers import PreTrainedModel
 
 from rlx.base import UserError
 from rlx.model.lora_config import LoraConfig
@@ -33,7 +33,7 @@ from rlx.model.mesh import check_devices, mesh_axes, num_row_shards
 from rlx.model.tensors import LazyTensors, open_tensors
 from rlx.system.host_port import split_address
 from rlx.train.packing import Arrays
-from rlx_torch import attention, packed_model
+from rlx_torch import attention, packed_model, vision
 from rlx_torch.packed_model import Valued
 
 AXES = ("replica", "fsdp", "tensor")
@@ -104,6 +104,11 @@ def processes() -> int:
 
 def check_plan(model: Any) -> dict[str, str]:
     """Return transformers' tensor plan, name of a module → style; UserError if it is unusable."""
+    if vision.sees(model.config):
+        raise UserError(
+            f"train.mesh has tensor above 1 and {type(model).__name__} sees images, whose tower is "
+            "not cut by heads; use only fsdp"
+        )
     plan = dict(model.tp_plan)
     if model.config.tie_word_embeddings:  # only fsdp can cut a tensor that two modules share
         shared = ("lm_head", "embedding_rowwise")
@@ -177,9 +182,12 @@ class Ranks:
         mesh = self._mesh["fsdp"] if whole else self._mesh["replica", "fsdp"]
         half = None if compute_dtype == "float32" else getattr(torch, compute_dtype)
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+        # A frozen tower stays whole, because processes compute different images with it.
+        whole_parts = {p for p in vision.tower(model).values() if not p.requires_grad}
         # Reshard after any pass, because the optimizer may follow.
         for module in (*packed_model.layers(model), model):
-            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True,
+                        ignored_params=whole_parts)  # fmt: skip
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         model.forward = lambda function: function()
@@ -208,25 +216,32 @@ class Ranks:
 
     def load(
         self, path: Path, compute_dtype: str, remat: bool, valued: bool,
-        lora: LoraConfig | None = None,
+        lora: LoraConfig | None = None, frozen: bool = False,
     ) -> Any:  # fmt: skip
         """Return the sharded model of an HF directory; each process reads its own slices.
 
         The first arguments are as of `packed_model.load`. A `valued` one has a value head, of zeros
         if the directory has none; with `lora` come uninitialised adapters; see `begin_adapters`.
+        `frozen` is the tower of a model that sees images.
         """
         with torch.device("meta"):
-            model: Any = packed_model.empty(path, attention.kernel(self.device, compute_dtype))
+            kind = packed_model.known(path).model_type
+            model: Any = packed_model.empty(
+                path, attention.kernel(self.device, compute_dtype, kind)
+            )
             packed_model.ready(model, remat)
             model = Valued(model) if valued else model
+            if frozen:
+                vision.freeze(model)
             if lora:
-                packed_model.adapt(model, lora)
+                packed_model.adapt(model, lora, not frozen)
         self.cut(model, compute_dtype)
         model.to_empty(device=self.device)
-        decoder: Any = model.base_model
-        for module in model.modules():
-            if module._non_persistent_buffers_set:  # rotary embeddings, which no file has
-                decoder._init_weights(module)
+        owners = (m for m in model.base_model.modules() if isinstance(m, PreTrainedModel))
+        for owner in owners:  # from the outermost
+            for module in owner.modules():
+                if module._non_persistent_buffers_set:  # rotary embeddings, which no file has
+                    owner._init_weights(module)
         if not valued:
             model.tie_weights()
         with torch.no_grad(), open_tensors(path) as tensors:
@@ -238,10 +253,11 @@ class Ranks:
         wanted = {k.replace(".base_layer", ""): x for k, x in named.items() if ".lora_" not in k}
         source: Any = tensors
         if wanted.keys() - {"score.weight"} - tensors.keys():  # transformers has other names
-            whole = AutoModelForCausalLM.from_pretrained(
+            whole = packed_model.auto(model.config).from_pretrained(
                 path, dtype=torch.float32, trust_remote_code=False
             )
             source = _Whole(whole.state_dict())
+            model._weight_conversions = whole._weight_conversions  # for names of published tensors
         for name, tensor in wanted.items():
             local, index = _own(tensor)
             if name == "score.weight" and name not in source:

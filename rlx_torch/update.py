@@ -30,7 +30,7 @@ from rlx.train import objective
 from rlx.train.batch_update import BatchUpdate, require_same
 from rlx.train.packing import PackPlan
 from rlx.train.train_options import OPTIMIZERS, OptimizerOptions, TrainOptions, rate_at
-from rlx_torch import attention, packed_model, sharding
+from rlx_torch import attention, packed_model, sharding, vision
 from rlx_torch.optimizers import make_optimizer, step_offloaded
 from rlx_torch.packed_model import OtherAdapters, Valued
 from rlx_torch.sharding import Ranks
@@ -75,7 +75,8 @@ class TorchState:
         if isinstance(self.reference, OtherAdapters):
             out["reference"] = self.reference.tensors
         elif self.reference is not None:
-            out["reference"] = dict(self.reference.named_parameters())
+            named = self.reference.named_parameters()
+            out["reference"] = {name: p for name, p in named if p.requires_grad}
         return out
 
 
@@ -92,6 +93,11 @@ class TorchUpdate(BatchUpdate):
         self._directory = model_dir
         scores, self._scored = self._algorithm.kind.scores, model_config.value_head
         self.model = dataclasses.replace(model_config, value_head=True) if scores else model_config
+        self.images: Callable[[str], bytes] = _no_images  # the bytes of an image by its name
+        config, self._seen = packed_model.known(model_dir), None
+        if vision.sees(config):
+            frozen = options.vision == "frozen"
+            self._seen = vision.Images(model_dir, config, lambda name: self.images(name), frozen)
         self._device = self._ranks.device
         if self._device == "cpu" and self._ranks.count == 1:  # no more threads than cores
             torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -112,6 +118,8 @@ class TorchUpdate(BatchUpdate):
 
     def _obstacle(self, model: ModelConfig) -> str:
         """Return why this device has no attention over trees; empty if it has."""
+        if self._seen:
+            return "models that see images are not computed over trees"
         dtype, kind = self._options.compute_dtype, packed_model.known(self._directory).model_type
         name = attention.kernel(self._device, dtype, kind)
         if name == "rlx_segments":
@@ -125,22 +133,28 @@ class TorchUpdate(BatchUpdate):
     def _count_bytes(self) -> int:
         with torch.device("meta"):
             shapes = packed_model.empty(self._directory)
-        numbers = sum(p.numel() for p in shapes.parameters())
-        if lora := self._options.lora:
-            numbers = lora_config.count(self.model, lora)
+            frozen = self._seen is not None and self._seen.frozen
+            if frozen:
+                vision.freeze(shapes)
+            if lora := self._options.lora:
+                packed_model.adapt(shapes, lora, not frozen)
+        numbers = sum(p.numel() for p in shapes.parameters() if p.requires_grad)
         moments, moves = OPTIMIZERS[self._options.optimizer.name], self._options.reference_moves
         return 4 * numbers * ((1 + moments) * (1 + bool(self._algorithm.critic)) + moves)
 
     def _load(self, valued: bool = False, lora: LoraConfig | None = None) -> Any:
         o = self._options
         given = self._directory, o.compute_dtype, o.remat != "none"
+        frozen = self._seen is not None and self._seen.frozen
         if self._ranks.count > 1:
-            model = self._ranks.load(*given, valued, lora)
+            model = self._ranks.load(*given, valued, lora, frozen)
         else:
             model = packed_model.load(self._directory, self._device, *given[1:])
             model = Valued(model) if valued else model
+            if frozen:
+                vision.freeze(model)
             if lora:
-                packed_model.adapt(model, lora)
+                packed_model.adapt(model, lora, not frozen)
         if lora:
             sharding.begin_adapters(model, o.seed)
         return model
@@ -202,9 +216,11 @@ class TorchUpdate(BatchUpdate):
         def named(part: dict[str, Tensor]) -> dict[str, Tensor]:
             return packed_model.reverted(model, part) if foreign else part
 
+        parts = [[*names] for _, names in groupby(tensors, _layer if foreign else None)]
+
         def buckets() -> Iterator[dict[str, np.ndarray]]:
             bucket: dict[str, np.ndarray] = {}
-            for _, names in groupby(tensors, _layer if foreign else None):
+            for names in parts:
                 for name, tensor in named(
                     {name: tensors[name].copied(kind) for name in names}
                 ).items():
@@ -214,10 +230,11 @@ class TorchUpdate(BatchUpdate):
                     bucket[name] = _host(tensor)
             yield bucket
 
-        empty = {k: torch.empty(x.tensor.shape, device="meta") for k, x in tensors.items()}
-        zero = np.zeros((), dtype)
-        return Buckets({k: np.broadcast_to(zero, x.shape) for k, x in named(empty).items()},
-                       buckets())  # fmt: skip
+        zero, specs = np.zeros((), dtype), dict[str, np.ndarray]()
+        for names in parts:  # in the order of the buckets
+            empty = {k: torch.empty(tensors[k].tensor.shape, device="meta") for k in names}
+            specs |= {k: np.broadcast_to(zero, x.shape) for k, x in named(empty).items()}
+        return Buckets(specs, buckets())
 
     def _run_dcp(self, save_or_load: Callable, tree: dict[str, Any], path: Path) -> None:
         with warnings.catch_warnings():  # for a single process torch warns each time
@@ -234,7 +251,7 @@ class TorchUpdate(BatchUpdate):
         return {name: torch.from_numpy(x).to(self._device) for name, x in arrays.items()}
 
     def _put_rows(self, microbatch: Any) -> Any:
-        return packed_model.put(self._ranks.own_rows(microbatch), self._device)
+        return packed_model.put(self._ranks.own_rows(microbatch), self._device, self._seen)
 
     def _to_host(self, tree: Any) -> Any:
         return _mapped(tree, _host)
@@ -361,7 +378,7 @@ class TorchUpdate(BatchUpdate):
             if o.reference_mode == "copy":
                 keep = float(state.step % o.reference_every != 0)
             own = (p for p in state.policy.model.parameters() if p.requires_grad)
-            for old, new in zip(state.reference.parameters(), own, strict=True):
+            for old, new in zip(_moving(state.reference), own, strict=True):
                 old.mul_(keep).add_(new, alpha=1.0 - keep)
         return state
 
@@ -370,6 +387,19 @@ def _learned(model: Any, options: OptimizerOptions, total: int, offloaded: bool 
     trained = (p for p in model.parameters() if p.requires_grad)
     optimizer = make_optimizer(trained, options, offloaded)
     return Learned(model, optimizer, options, total, offloaded=offloaded)
+
+
+def _moving(reference: Any) -> Iterator[Tensor]:
+    """Return the tensors of a reference policy that follow the trained parameters, in order."""
+    adapters = isinstance(reference, OtherAdapters)
+    return (p for p in reference.parameters() if adapters or p.requires_grad)
+
+
+def _no_images(name: str) -> bytes:
+    raise UserError(
+        f"a trajectory has the image {name}, and no directory of images was given; "
+        "train on it in the run that stored it"
+    )
 
 
 def _layer(name: str) -> str:

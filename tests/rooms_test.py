@@ -55,7 +55,7 @@ ENGINES = (  # programs of JAX and torch in a light room
     "engines/jax/decode.py", "engines/jax/jax_engine.py", "engines/jax/kv_cache.py",
     "engines/jax/programs.py", "engines/jax/regenerate.py", "engines/jax/sampling.py",
     "engines/jax/scoring.py", "engines/jax/serving_params.py", "engines/vllm/vllm_engine.py",
-    "engines/vllm/vllm_start.py", "engines/vllm/vllm_worker.py",
+    "engines/vllm/vllm_images.py", "engines/vllm/vllm_start.py", "engines/vllm/vllm_worker.py",
 )  # fmt: skip
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "torch", "vllm", "rlx_torch"}
 COMMAND_LINES = 60

@@ -35,7 +35,7 @@ from rlx.agents.online import OnlineSessions
 from rlx.agents.sessions import Interaction, Session, Sessions, TurnPlace, message_key
 from rlx.agents.stream_text import Logprobs, StreamText, token_bytes
 from rlx.agents.tool_calls import Reader
-from rlx.base import UserError, install
+from rlx.base import PromptTokens, UserError, install
 from rlx.engines.stop_strings import cut
 from rlx.fleet import tls as fleet_tls
 from rlx.fleet.client import Fleet
@@ -46,6 +46,7 @@ from rlx.fleet.tls import Tls
 from rlx.observe import traces
 from rlx.rollout import workflows
 from rlx.rollout.control_tokens import controls, own_text, plain, shielded
+from rlx.rollout.images import ImagePrompts, image_part, images_in, is_image
 from rlx.system.host_port import bracketed
 from rlx.system.threads import DaemonThreads, in_thread
 
@@ -74,6 +75,7 @@ class PreparedRequest:
     text: str  # the rendered prompt
     tokens: np.ndarray  # [P] int32
     forced: str  # start of a tool call at the end of the prompt, or ""
+    images: tuple[str, ...]  # names of those in the prompt
     parent: int | None  # number of the session's interaction whose tokens the prompt begins with
     place: TurnPlace  # its place in the session's conversations
     retry: bool = False  # whether the client resent it after losing an answer
@@ -93,6 +95,7 @@ class Gateway:
     port: int = 0
     tls: Tls | None = None
     online: OnlineSessions | None = None  # sessions of outside applications, closed by `stop`
+    images: ImagePrompts | None = None  # of the model; None: it takes none
 
     def __post_init__(self) -> None:
         tokenizer = self.tokenizer
@@ -271,14 +274,41 @@ class Gateway:
         named = shielded(asked.forced or "", controls(self.tokenizer).pattern)
         forced = "" if asked.forced is None else self._reader.beginning(named)
         messages, place = session.recognise(asked.messages)
+        messages, images = self._named(messages)
         text, context = self._render(asked, messages) + forced, self.fleet.context
         if context and len(text) > context * self._longest:  # cheaper than tokenising it
             raise TooLong(len(text) // self._longest, context)
-        tokens, parent = session.prompt(text, partial(workflows.encode, self.tokenizer))
+        tokens, parent = session.prompt(text, self._encode, images)
         if not len(tokens):
             message = "the rendered prompt is empty; give a message with text"
             raise ApiError(400, message, "messages")
-        return PreparedRequest(session, asked, text, tokens, forced, parent, place)
+        return PreparedRequest(session, asked, text, tokens, forced, images, parent, place)
+
+    def _named(self, messages: Sequence[Any]) -> tuple[list[Any], tuple[str, ...]]:
+        """Return messages with their images kept in the store, and these by name."""
+        if not images_in(messages):
+            return [*messages], ()
+        if not self.images:
+            raise ApiError(400, "the model takes no images; leave them out", "messages")
+        try:
+            kept = [
+                {**message, "content": [
+                    image_part(part, self.images.store) if is_image(part) else part
+                    for part in message["content"]
+                ]} if images_in([message]) else message
+                for message in messages
+            ]  # fmt: skip
+            return kept, self.images.names(kept)
+        except UserError as error:
+            raise ApiError(400, str(error), "messages") from error
+
+    def _encode(self, text: str, images: tuple[str, ...]) -> list[int]:
+        if images and self.images:
+            try:
+                text = self.images.expanded(text, images)
+            except UserError as error:
+                raise ApiError(400, str(error), "messages") from error
+        return workflows.encode(self.tokenizer, text)
 
     def _render(self, asked: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> str:
         template = dict(asked.template_kwargs)
@@ -298,7 +328,8 @@ class Gateway:
         sticky = None if p.session.endless else p.session.key  # too many calls for one server
         try:
             return await (p.session.fleet or self.fleet).generate(
-                p.tokens, p.chat.sampling, p.chat.n, session=sticky,
+                PromptTokens(p.tokens.tolist(), p.images), p.chat.sampling, p.chat.n,
+                session=sticky,
                 priority=p.session.priority, **options,
             )  # fmt: skip
         except ValueError as error:
@@ -339,6 +370,7 @@ class Gateway:
             p.session.keep(Interaction(
                 name, number, p.tokens, p.text, completion, raw, text, p.parent, len(calls),
                 time.monotonic() - p.began, p.place, message_key(message), memory, p.retry,
+                p.images,
             ))  # fmt: skip
             logprobs, begin = self._logprobs(p), len(text) - len(spoken) - len(plain(p.forced))
             if p.chat.logprobs:

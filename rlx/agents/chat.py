@@ -52,6 +52,7 @@ _FORMATS = {
 _PARTS = {
     "text": types.ChatCompletionContentPartTextParam,
     "refusal": types.ChatCompletionContentPartRefusalParam,
+    "image_url": types.ChatCompletionContentPartImageParam,
 }
 
 
@@ -220,14 +221,19 @@ def _message(message: Any, name: str) -> dict[str, Any]:
     return out
 
 
-def _content(content: Any, name: str) -> str:
-    """Return a message's text; several parts are joined by newlines."""
+def _content(content: Any, name: str) -> str | list[dict[str, Any]]:
+    """Return a message's text, several parts joined by newlines; its parts if one is an image."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise invalid(name, content, "a string, or a list of parts of type text")
+        raise invalid(name, content, "a string, or a list of parts of type text or image_url")
     named = enumerate(content)
     kinds = [dialects.member(part, "type", _PARTS, f"{name}[{i}]") for i, part in named]
+    if "image_url" in kinds:
+        return [
+            part if kind == "image_url" else {"type": "text", "text": part[kind]}
+            for part, kind in zip(content, kinds, strict=True)
+        ]
     return "\n".join(part[kind] for part, kind in zip(content, kinds, strict=True))
 
 

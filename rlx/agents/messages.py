@@ -14,6 +14,7 @@ from anthropic.types.message_create_params import MessageCreateParamsNonStreamin
 from rlx.agents import dialects
 from rlx.agents.chat import MAX_STOPS
 from rlx.agents.dialects import ApiError, Choice, Event, Reply, invalid, member
+from rlx.rollout.images import source_of
 
 _SAME = ("model", "temperature", "top_p", "top_k", "max_tokens", "stream", "chat_template_kwargs")
 SCHEMA = dict.fromkeys((*_SAME, "system", "tool_choice")) | {
@@ -25,12 +26,13 @@ _IGNORED = frozenset({
 })  # fmt: skip
 _KNOWN = frozenset(MessageCreateParamsNonStreaming.__annotations__)
 _TEXT = {"text": types.TextBlockParam}
+_SHOWN: dict[str, Any] = {**_TEXT, "image": types.ImageBlockParam}
 _THOUGHTS = {
     "thinking": types.ThinkingBlockParam, "redacted_thinking": types.RedactedThinkingBlockParam,
 }  # fmt: skip
 _BLOCKS: dict[str, dict[str, Any]] = {  # types of content by role
     "system": _TEXT,
-    "user": {**_TEXT, "tool_result": types.ToolResultBlockParam},
+    "user": {**_SHOWN, "tool_result": types.ToolResultBlockParam},
     "assistant": {**_TEXT, **_THOUGHTS, "tool_use": types.ToolUseBlockParam},
 }
 _ROLES = dict.fromkeys(_BLOCKS, types.MessageParam)
@@ -163,22 +165,40 @@ def _chat_messages(role: str, content: Any, name: str) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     calls, texts, thoughts = [], [], []
     for kind, block, at in _blocks(content, name, _BLOCKS[role]):
-        if kind == "text":
-            texts.append(block["text"])
+        if kind in _SHOWN:
+            texts.append(block)
         elif kind == "thinking":
             thoughts.append(block["thinking"])
         elif kind == "tool_use":
             function = {"name": block["name"], "arguments": json.dumps(block["input"])}
             calls.append({"id": block["id"], "type": "function", "function": function})
         elif kind == "tool_result":
-            result = _texts(block.get("content") or "", f"{at}.content")
-            result = f"Error: {result}" if block.get("is_error") else result
+            found = _blocks(block.get("content") or "", f"{at}.content", _SHOWN)
+            result = _shown([part for _, part, _ in found])
+            if block.get("is_error"):
+                text = isinstance(result, str)
+                result = f"Error: {result}" if text else [_words("Error:"), *result]
             out.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": result})
     if texts or calls or not out:
-        message = {"role": role, "content": "\n".join(texts)}
+        message = {"role": role, "content": _shown(texts)}
         message |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
         out.append({**message, "tool_calls": calls} if calls else message)
     return out
+
+
+def _shown(blocks: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return blocks as the content of a chat completion: a text, or parts if one is an image."""
+    if all(block["type"] == "text" for block in blocks):
+        return "\n".join(block["text"] for block in blocks)
+    return [
+        {"type": "image_url", "image_url": {"url": source_of(block)}} if block["type"] == "image"
+        else _words(block["text"])
+        for block in blocks
+    ]  # fmt: skip
+
+
+def _words(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
 
 
 def _texts(content: Any, name: str) -> str:

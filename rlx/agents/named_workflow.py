@@ -47,7 +47,8 @@ class NamedWorkflow:
         cls, tokenizer = loading.load_class(self.name, table=_WORKFLOWS), self.prompts.tokenizer
         if loading.kind(cls) == "agent":
             shared = (tokenizer, self.sampling, self.n)
-            return AgentWorkflow(self.name, *shared, kwargs=self.kwargs, options=agents)
+            own: Any = {"kwargs": self.kwargs, "images": self.prompts.images}
+            return AgentWorkflow(self.name, *shared, **own, options=agents)
         known = {**vars(self), "tokenizer": tokenizer, "reward_pool": reward_pool}
         takes = inspect.signature(cls).parameters
         given = {key: known[key] for key in _GIVEN if key in takes}

@@ -354,6 +354,7 @@ def _from_json(data: Mapping[str, Any], before: Sequence[Interaction]) -> Intera
         "prompt_tokens": np.concatenate([tokens, np.array(data["prompt_tokens"], np.int32)]),
         "completion": Completion(**{**drawn, **arrays}),
         "place": TurnPlace(*data["place"]),
+        "images": tuple(data.get("images", ())),
     }
     return Interaction(**{**data, **read})
 

@@ -30,6 +30,7 @@ from rlx.base import Group, Trajectory, Unavailable, UserError
 from rlx.fleet import tls
 from rlx.fleet.client import Fleet
 from rlx.fleet.requests import Sampling
+from rlx.rollout.images import ImagePrompts
 from rlx.rollout.workflows import Generator, Task, Workflow
 
 
@@ -65,6 +66,7 @@ class OnlineWorkflow:
     sampling: Sampling
     n: int  # sessions of one task that make a group
     held_out: Workflow  # workflow for held-out questions
+    images: ImagePrompts | None = None  # of the model; None: it takes none
     context: RunContext = field(init=False)  # set before the first `run`
     name: ClassVar[str] = "online"
 
@@ -135,7 +137,7 @@ class OnlineWorkflow:
                     )
                     gateway = self._gateway_class(
                         cast(Fleet, fleet), self.tokenizer, host=where.host, port=where.port,
-                        tls=self._tls, online=online,
+                        tls=self._tls, online=online, images=self.images,
                     )  # fmt: skip
                     await gateway.start()
                 except UserError as error:

@@ -206,15 +206,15 @@ def _messages(found: Any) -> list[dict[str, Any]]:
 
 
 def _content(content: Any) -> Any:
-    """Convert parts of text to the names of chat completions, whose check refuses others."""
-    if not isinstance(content, list):
-        return content
-    return [
-        {"type": "text", "text": part.get("text")}
-        if isinstance(part, dict) and part.get("type") in _TEXTS
-        else part
-        for part in content
-    ]
+    """Convert parts to the names of chat completions, whose check refuses others."""
+    return [_part(part) for part in content] if isinstance(content, list) else content
+
+
+def _part(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "input_image":
+        return {"type": "image_url", "image_url": {"url": part.get("image_url")}}
+    return {"type": "text", "text": part.get("text")} if kind in _TEXTS else part
 
 
 def _tool(tool: Any, name: str) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class Interaction:
     said: str = ""  # `message_key` of the answer, "" if unknown
     memory: str = ""  # the model's own text, if the agent received another
     retry: bool = False  # whether the client resent the request after losing its answer
+    images: tuple[str, ...] = ()  # names of those in the prompt
 
     @property
     def after(self) -> int | None:
@@ -92,20 +93,25 @@ class Session:
     _failed: Counter[str] = field(default_factory=Counter)  # failed requests by prompt
 
     def prompt(
-        self, text: str, encode: Callable[[str], list[int]]
+        self, text: str, encode: Callable[[str, tuple], list[int]], images: tuple[str, ...] = ()
     ) -> tuple[np.ndarray, int | None]:
-        """Return a prompt's tokens, [P] int32, and the interaction that it continues, or None."""
+        """Return a prompt's tokens, [P] int32, and the interaction that it continues, or None.
+
+        `encode` gets a text and the images in it.
+        """
         parent, length = None, 0
         for number, earlier in self._searched():
             own, raw = earlier.prompt_text, earlier.raw
             # Of equal ones the latest: a lost answer comes before its retry.
             fits = length <= len(own) + len(raw) <= len(text) and text.startswith(own)
+            fits = fits and images[: len(earlier.images)] == earlier.images
             if fits and text.startswith(raw, len(own)):
                 parent, length = number, len(own) + len(raw)
         if parent is None:
-            return np.array(encode(text), np.int32), None
+            return np.array(encode(text, images), np.int32), None
         before = self.interactions[parent]
-        parts = (before.prompt_tokens, before.completion.tokens, encode(text[length:]))
+        new = encode(text[length:], images[len(before.images) :])
+        parts = (before.prompt_tokens, before.completion.tokens, new)
         return np.concatenate([np.asarray(p, np.int32) for p in parts]), parent
 
     def seed(self, prompt_tokens: np.ndarray) -> int:
@@ -235,7 +241,8 @@ def message_key(message: Mapping[str, Any]) -> str:
         arguments = call["function"]["arguments"]
         read = json.loads(arguments) if isinstance(arguments, str) else arguments
         calls.append((call["id"], call["function"]["name"], read))
-    words = (message["content"] or "").strip()
+    content = message["content"] or ""
+    words = content.strip() if isinstance(content, str) else json.dumps(content, sort_keys=True)
     return json.dumps([message["role"], words, calls], sort_keys=True)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from rlx.agents.agent_options import EXPORTS
 from rlx.agents.sessions import Interaction
-from rlx.base import Group, Trajectory, UserError
+from rlx.base import Group, PromptTokens, Trajectory, UserError
 from rlx.rollout.control_tokens import plain
 from rlx.rollout.workflows import joined
 
@@ -197,8 +197,10 @@ def record(parts: Sequence[Trajectory], tokenizer: Any) -> dict[str, Any]:
 def _trajectory(turns: Sequence[Interaction], first: int, **fields: Any) -> Trajectory:
     """Return the trajectory of a branch; `first` is its first turn's number in the conversation."""
     before = [0, *(len(t.prompt_tokens) + len(t.completion.tokens) for t in turns)]
+    seen = [0, *(len(t.images) for t in turns)]
     new = [
-        (t.prompt_tokens[length:], t.completion) for t, length in zip(turns, before, strict=False)
+        (PromptTokens(t.prompt_tokens[length:].tolist(), t.images[count:]), t.completion)
+        for t, length, count in zip(turns, before, seen, strict=False)
     ]
     last, begun = turns[-1], plain(turns[0].prompt_text)
     if len(turns) == 1:

@@ -26,6 +26,7 @@ from rlx.base import Group, RewardParts, Trajectory, UserError, install, place, 
 from rlx.fleet.requests import Sampling
 from rlx.observe import traces
 from rlx.rollout.episode import run_all
+from rlx.rollout.images import ImagePrompts
 from rlx.rollout.workflows import Generator, Task, conversation
 from rlx.workers.worker_pool import Evicted, WorkerError, WorkerKind, WorkerPool
 
@@ -70,6 +71,7 @@ class AgentWorkflow:
         n: int,  # runs per group
         *,
         kwargs: Mapping[str, Any] | None = None,  # of the class's constructor, JSON values
+        images: ImagePrompts | None = None,  # of the model; None: it takes none
         options: AgentOptions = DEFAULTS,
     ):
         cls = loading.load_class(agent) if isinstance(agent, str) else agent
@@ -79,7 +81,7 @@ class AgentWorkflow:
         self.name = f"{self.agent} {place(run)}".rstrip()
         self._gateway_class = gateway_class()
         self._tokenizer, self._sampling, self._n = tokenizer, sampling, n
-        self._options = options
+        self._options, self._images = options, images
         name = agent if isinstance(agent, str) else name_of(cls)
         loading.instance(cls, kwargs)  # here rather than in every process, if it cannot be made
         self._kind = worker_kind(name, kwargs or {}, options)
@@ -120,7 +122,9 @@ class AgentWorkflow:
             if self._front is None or self._front.fleet is not fleet:
                 await self.aclose()
                 o, server = self._options, cast("Fleet", fleet)
-                gateway = self._gateway_class(server, self._tokenizer, host=o.host, tls=o.tls)
+                gateway = self._gateway_class(
+                    server, self._tokenizer, host=o.host, tls=o.tls, images=self._images
+                )
                 workers = WorkerPool(self._kind, o.workers, single_job=o.process_per_run)
                 self._front = _Front(fleet, gateway, workers)
                 try:

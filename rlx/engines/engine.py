@@ -38,6 +38,10 @@ class EngineStopped(RuntimeError):
     """The engine has failed for good; `__cause__` is the error."""
 
 
+class MissingImage(Exception):
+    """A request names an image that the engine does not have, or no longer."""
+
+
 class Engine(Protocol):
     """An engine whose methods are called on the server's event loop.
 
@@ -47,18 +51,25 @@ class Engine(Protocol):
     async def start(self) -> None:
         """Load the model and compile; raise UserError if it cannot be served."""
 
+    async def add_image(self, name: str, data: bytes) -> None:
+        """Keep an image file for requests that name it, at least until many others came.
+
+        ValueError if the model takes no images or cannot read this one.
+        """
+
     def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Stream chunks of all samples until each has a stop reason; closing it aborts them.
 
         `request` has passed `wire.request_from`. ValueError, before the first chunk and with the
         remedy: a token is not in the vocabulary, or the prompt exceeds max_model_len.
+        MissingImage, likewise before it: the image can be added again.
         """
 
     async def score(self, request: ScoreRequest) -> Scores:
         """Return the logprobs of `tokens[first:]` by the current weights; a reward model's values.
 
         Waits while the engine is paused. Cancelling it withdraws the request.
-        ValueError as `generate`.
+        ValueError and MissingImage as `generate`.
         """
 
     async def pause(self, level: int = 0) -> None:

@@ -50,6 +50,10 @@ class ModelEngine:
         self._version = self._generated = 0
         self._decode_text: Decode | None = None
 
+    async def add_image(self, name: str, data: bytes) -> None:
+        """See Engine.add_image; the models of this engine take none."""
+        raise ValueError("this server's engine takes no images; use fleet.engine=vllm")
+
     def _check_request(self, request: Request) -> None:
         if self._config.value_head:
             raise ValueError("a reward model generates nothing; give a language model's server")

@@ -27,7 +27,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from rlx.base import UserError
-from rlx.engines.engine import Engine, EngineStopped
+from rlx.engines.engine import Engine, EngineStopped, MissingImage
 from rlx.engines.model_engine import MAX_SPANS
 from rlx.engines.server_metrics import Meters
 from rlx.fleet import adapter, delta, wire
@@ -36,6 +36,7 @@ from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet.publish import WeightFile, Weights, check_room, checksum, sweep
 from rlx.fleet.requests import Chunk, EngineStatus
 from rlx.observe import traces
+from rlx.system import image_store
 
 STALL_SECONDS = 30.0  # between messages of a publish
 PUBLISH_SECONDS = 3600.0
@@ -58,7 +59,7 @@ class RequestError(Exception):
 
 @dataclass(eq=False)
 class RolloutService(rpc.RolloutServicer):
-    """Answers the six calls of the protocol."""
+    """Answers the seven calls of the protocol."""
 
     engine: Engine  # a started engine
     _: KW_ONLY
@@ -125,6 +126,15 @@ class RolloutService(rpc.RolloutServicer):
                     async for batch in batches:
                         await context.write(wire.reply_message(batch))
 
+    async def AddImage(self, request, context):
+        try:
+            if image_store.name_of(request.data) != request.name:
+                raise ValueError(f"the bytes of image {request.name} are damaged; send it again")
+            await self.engine.add_image(request.name, request.data)
+        except (ValueError, UserError) as error:
+            await _refuse(context, _Code.INVALID_ARGUMENT, error)
+        return pb.AddImageReply()
+
     async def Score(self, request, context):
         async with self._refusing(request, context):
             wanted = wire.score_from(request)
@@ -143,6 +153,8 @@ class RolloutService(rpc.RolloutServicer):
                 yield own
         except RequestError as error:
             await _refuse(context, error.code, error)
+        except MissingImage as error:
+            await _refuse(context, _Code.FAILED_PRECONDITION, error)
         except (ValueError, UserError) as error:
             await _refuse(context, _Code.INVALID_ARGUMENT, error)
         except EngineStopped as error:  # to a client, as if the server had died

@@ -8,6 +8,7 @@ from rlx.base import UserError, unknown
 from rlx.environments import openenv_tasks, verifiers_tasks
 from rlx.rewards import rewards
 from rlx.rollout import data
+from rlx.rollout.images import RowImages
 
 _TASKS = "reasoning_gym:"
 
@@ -28,6 +29,7 @@ BENCHMARKS = {
     found.name: found
     for found in (
         Benchmark("arithmetic", "", "arithmetic"),
+        Benchmark("shapes", "", "exact"),
         Benchmark("gsm8k", "openai/gsm8k:main:test", "gsm8k"),
         Benchmark("math_500", "HuggingFaceH4/MATH-500:test", "math", "problem"),
         Benchmark("math", "DigitalLearningGmbH/MATH-lighteval:test", "math", "problem", "solution"),
@@ -62,15 +64,17 @@ def find(
     return Benchmark(name, path, reward, question_key, answer_key)
 
 
-def rows(benchmark: Benchmark, limit: int = 0) -> list[dict[str, Any]]:
+def rows(
+    benchmark: Benchmark, limit: int = 0, images: RowImages | None = None
+) -> list[dict[str, Any]]:
     """Return the set's first `limit` rows, 0: all, with `question` and `answer`; or UserError."""
     if not benchmark.source:
-        found = data.GENERATED[benchmark.name](0, "held_out", limit or 200)
+        found = data.generated(benchmark.name, 0, "held_out", limit or 200, images)
     else:
         graders = [] if benchmark.reward == rewards.JUDGE else [benchmark.reward]
         answer_key = rewards.answer_key(graders, benchmark.answer_key)
         most, keys = max(limit, 0) or None, (benchmark.question_key, answer_key)
-        found = data.load(benchmark.source, *keys, split="test", most=most)
+        found = data.load(benchmark.source, *keys, split="test", most=most, images=images)
     if limit < 0:
         raise UserError(f"--limit={limit} is negative; give 0 for all questions")
     named = [{**r, "question": r[benchmark.question_key]} if benchmark.source else r for r in found]
@@ -78,7 +82,12 @@ def rows(benchmark: Benchmark, limit: int = 0) -> list[dict[str, Any]]:
 
 
 def load_sets(
-    text: str, reward: str, limit: int, question_key: str = "question", answer_key: str = "answer"
+    text: str,
+    reward: str,
+    limit: int,
+    question_key: str = "question",
+    answer_key: str = "answer",
+    images: RowImages | None = None,
 ) -> list[tuple[Benchmark, list[dict[str, Any]]]]:
     """Return the sets of `--datasets` with their rows; UserError for none, or a name twice."""
     parts = list[str]()
@@ -96,4 +105,4 @@ def load_sets(
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"--datasets names {name} twice; rename one of the files")
-    return [(benchmark, rows(benchmark, limit)) for benchmark in found]
+    return [(benchmark, rows(benchmark, limit, images)) for benchmark in found]

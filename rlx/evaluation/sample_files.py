@@ -16,6 +16,8 @@ from rlx.agents import trajectories
 from rlx.agents.named_workflow import RLVR_NAME
 from rlx.base import Group, UserError
 from rlx.evaluation import statistics
+from rlx.rollout.images import RowImages
+from rlx.system.image_store import ImageStore
 from rlx.system.jsonl import append_jsonl, read_json, read_jsonl, write_atomically
 
 CHUNK = 8  # samples a request: what an interruption may cost of a question
@@ -33,6 +35,8 @@ class Asked:
     n_samples: int = 32  # for each question; 0: the greedy answer only
     pass_at: tuple[int, ...] = (8, 16)  # each k of a column
     maj_at: tuple[int, ...] = ()
+    # Of the questions.
+    images: RowImages = field(default_factory=lambda: RowImages(ImageStore(), "images"))
 
     @property
     def columns(self) -> tuple[str, ...]:

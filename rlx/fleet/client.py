@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from rlx.base import UserError
+from rlx.base import UserError, images_of
 from rlx.fleet import wire
 from rlx.fleet.addresses import FILE, Joining, read_addresses, require_name
 from rlx.fleet.balancer import Balancer
@@ -79,6 +79,7 @@ class Fleet:
         joining: Joining | None = None,
         sleep: int
         | None = None,  # level at which servers sleep until `set_sleep`; None: they do not
+        image: Callable[[str], bytes] | None = None,  # returns the file of a prompt's image by name
     ):
         self._sleep = sleep
         self._limits = limits or Timeouts()
@@ -107,6 +108,7 @@ class Fleet:
                 restart=restart,
                 kv=wire.KV_NUMBERS[kv_on_update],
                 sleep=lambda: self._sleep,
+                image=image,
             )
 
         self._member = member
@@ -242,7 +244,7 @@ class Fleet:
 
     async def generate(
         self,
-        prompt_tokens: Any,  # [T] integers, T ≥ 1
+        prompt_tokens: Any,  # [T] integers, T ≥ 1; PromptTokens if there are images
         sampling: Sampling,  # a missing seed is drawn here, because continuing needs one
         n: int,  # ≥ 1; sample i is a function of (seed, i) and the weights
         *,
@@ -258,7 +260,8 @@ class Fleet:
         """
         prompt = np.asarray(prompt_tokens, np.int32)
         samples = [*samples] or [PartialSample(index) for index in range(n)]
-        call = GenerateCall(prompt, _seeded(sampling), session, priority, watch)
+        images = images_of(prompt_tokens)
+        call = GenerateCall(prompt, _seeded(sampling), session, priority, watch, images)
         await self._finish(call, samples)
         return self._completions(samples, sampling)
 
@@ -284,12 +287,13 @@ class Fleet:
         of the other kind.
 
         Args:
-          tokens: [T] integers, T ≥ 2.
+          tokens: [T] integers, T ≥ 2; PromptTokens if there are images.
           first: in [1, T − 1], the first token to score.
           temperature: τ in [0.01, 100] of log softmax(logits / τ).
           values: return a reward model's values after these tokens instead.
         """
-        request = ScoreRequest(np.asarray(tokens, np.int32), first, temperature)
+        ids, images = np.asarray(tokens, np.int32), images_of(tokens)
+        request = ScoreRequest(ids, first, temperature, images)
         member, avoid, attempts, busy = None, None, 0, 0
         while True:
             member = await self._balancer.pick(None, member, avoid)
@@ -318,7 +322,10 @@ class Fleet:
         meanwhile are missing.
         """
         sampling = _seeded(sampling)
-        calls = [GenerateCall(np.asarray(p, np.int32), sampling, None, priority) for p in prompts]
+        calls = [
+            GenerateCall(np.asarray(p, np.int32), sampling, None, priority, images=images_of(p))
+            for p in prompts
+        ]
         while True:
             live = await self._balancer.alive()
             found = await asyncio.gather(*(self._answers(member, calls) for member in live))

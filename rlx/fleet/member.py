@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -95,6 +95,7 @@ class Member:
         silent: Callable[["Member"], float] = lambda member: 0.0,  # seconds its next token is late
         # Gets the address and seconds without an answer, infinity if it answers and sends no token.
         restart: Callable[[str, float], None] = lambda address, seconds: None,
+        image: Callable[[str], bytes] | None = None,  # returns the file of an image by its name
     ):
         transport.check_address(address, token, tls)
         self.address, self.joined = address, joined
@@ -118,6 +119,7 @@ class Member:
         self._has: Weights | None = None
         self._serves: tuple[int, int] | None = None  # version and checksum; None: unknown
         self._updating = asyncio.Lock()
+        self._image, self._added = image, set[str]()  # images that it has, as far as we know
         self._rtt_ns = float("inf")
         self._spans: deque[tuple[str, int, int]] = deque(maxlen=_MAX_SPANS)
         self._queued = sys.maxsize  # shortest queue that a probe has found
@@ -205,22 +207,38 @@ class Member:
         retry later; ValueError is for a wrong request.
         """
         message = wire.request_message(request)
-        message.instance = self.status.instance
-        call = self._stub.Generate(message, timeout=self._limits.request, metadata=self._named())
+        message.instance, call = self.status.instance, None
+        how = {"timeout": self._limits.request, "metadata": self._named()}
         try:
             with self._in_flight(request.n) as progress:
+                await self._add_images(request.images)
+                call = self._stub.Generate(message, **how)
                 async for reply in call:
                     progress.replied = True
                     self.waits = self.waits.token(time.monotonic())
                     yield wire.chunks_from(reply)
         finally:
-            call.cancel()
+            if call:
+                call.cancel()
+
+    async def _add_images(self, names: Sequence[str]) -> None:
+        """Send the images that the server does not have."""
+        for name in dict.fromkeys(names):
+            if name in self._added:
+                continue
+            if not self._image:
+                raise ValueError(f"the prompt has image {name}; give the fleet its files")
+            file = pb.ImageFile(name=name, data=await in_thread(self._image, name))
+            how = {"timeout": self._limits.request, "metadata": self._metadata}
+            await self._stub.AddImage(file, **how)
+            self._added.add(name)
 
     async def score(self, request: ScoreRequest) -> Scores:
         """Return the scores of `request`; raise as `generate`."""
         message = wire.score_message(request)
         message.instance = self.status.instance
         with self._in_flight(1):
+            await self._add_images(request.images)
             reply = await self._stub.Score(
                 message, timeout=self._limits.request, metadata=self._named()
             )
@@ -256,6 +274,8 @@ class Member:
             return ValueError(error.details())
         if code is _Code.UNAUTHENTICATED:
             return self._wrong_token()
+        if code is _Code.FAILED_PRECONDITION:  # it has dropped an image
+            self._added.clear()
         if code in _GONE:
             if code is not _Code.DEADLINE_EXCEEDED or not replied:  # slow is not dead
                 self.fail(text)
@@ -297,6 +317,7 @@ class Member:
         rtt_ns, self._unanswered = time.monotonic_ns() - sent_ns, 0.0
         if reply.instance != self.status.instance:
             self._has = self._serves = None
+            self._added.clear()
             self._rtt_ns = float("inf")
         elif self._has and serves is self._serves:  # no publish of ours meanwhile
             self._compare(serves, (reply.version, reply.weights_crc32))

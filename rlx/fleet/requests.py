@@ -60,6 +60,7 @@ class Request:
     prefix_len: int = 0  # number of trailing prompt tokens that belong to the completion
     priority: int = 0  # higher is served first
     unwatched: bool = False  # tokens are not read before the end; fewer messages will do
+    images: tuple[str, ...] = ()  # names, in the order of their placeholders in the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class ScoreRequest:
     tokens: np.ndarray  # [T] int32, 2 ≤ T ≤ max_model_len
     first: int  # in [1, T − 1], the first token to score
     temperature: float = 1.0  # in [LEAST_TEMPERATURE, MOST_TEMPERATURE]
+    images: tuple[str, ...] = ()  # as of Request
 
 
 @dataclass(frozen=True, slots=True, eq=False)

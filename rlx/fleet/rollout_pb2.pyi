@@ -67,7 +67,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., guide: _Optional[str] = ..., top_logprobs: _Optional[int] = ..., unscored: _Optional[bool] = ..., return_masks: _Optional[bool] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_tokens", "sampling", "n", "first_index", "prefix_len", "priority", "instance", "unwatched")
+    __slots__ = ("request_id", "prompt_tokens", "sampling", "n", "first_index", "prefix_len", "priority", "instance", "unwatched", "images")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +77,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     UNWATCHED_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_tokens: _containers.RepeatedScalarFieldContainer[int]
     sampling: Sampling
@@ -86,7 +87,8 @@ class GenerateRequest(_message.Message):
     priority: int
     instance: str
     unwatched: bool
-    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., n: _Optional[int] = ..., first_index: _Optional[int] = ..., prefix_len: _Optional[int] = ..., priority: _Optional[int] = ..., instance: _Optional[str] = ..., unwatched: _Optional[bool] = ...) -> None: ...
+    images: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., n: _Optional[int] = ..., first_index: _Optional[int] = ..., prefix_len: _Optional[int] = ..., priority: _Optional[int] = ..., instance: _Optional[str] = ..., unwatched: _Optional[bool] = ..., images: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GenerateReply(_message.Message):
     __slots__ = ("index", "count", "stop_reason", "tokens", "logprobs", "versions", "top_tokens", "top_logprobs", "kept", "kept_sizes")
@@ -113,16 +115,30 @@ class GenerateReply(_message.Message):
     def __init__(self, index: _Optional[_Iterable[int]] = ..., count: _Optional[_Iterable[int]] = ..., stop_reason: _Optional[_Iterable[_Union[StopReason, str]]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., versions: _Optional[_Iterable[int]] = ..., top_tokens: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., kept: _Optional[bytes] = ..., kept_sizes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("tokens", "first", "temperature", "instance")
+    __slots__ = ("tokens", "first", "temperature", "instance", "images")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     first: int
     temperature: float
     instance: str
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., first: _Optional[int] = ..., temperature: _Optional[float] = ..., instance: _Optional[str] = ...) -> None: ...
+    images: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., first: _Optional[int] = ..., temperature: _Optional[float] = ..., instance: _Optional[str] = ..., images: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ImageFile(_message.Message):
+    __slots__ = ("name", "data")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    data: bytes
+    def __init__(self, name: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class AddImageReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class ScoreReply(_message.Message):
     __slots__ = ("logprobs", "version", "values")

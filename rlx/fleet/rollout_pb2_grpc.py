@@ -44,6 +44,11 @@ class RolloutStub:
                 request_serializer=rlx_dot_fleet_dot_rollout__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=rlx_dot_fleet_dot_rollout__pb2.ScoreReply.FromString,
                 _registered_method=True)
+        self.AddImage = channel.unary_unary(
+                '/rlx.fleet.Rollout/AddImage',
+                request_serializer=rlx_dot_fleet_dot_rollout__pb2.ImageFile.SerializeToString,
+                response_deserializer=rlx_dot_fleet_dot_rollout__pb2.AddImageReply.FromString,
+                _registered_method=True)
         self.Publish = channel.stream_unary(
                 '/rlx.fleet.Rollout/Publish',
                 request_serializer=rlx_dot_fleet_dot_rollout__pb2.PublishRequest.SerializeToString,
@@ -72,6 +77,7 @@ class RolloutServicer:
     def Generate(self, request, context):
         """Samples of one prompt. Ends when each sample has a stop reason; cancelling aborts them.
         RESOURCE_EXHAUSTED, of Score as well: too many are waiting here; try another server, or later.
+        FAILED_PRECONDITION, likewise: an image is not here; add it again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -79,6 +85,13 @@ class RolloutServicer:
 
     def Score(self, request, context):
         """Log-probabilities of a given sequence, all under the weights of one version.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AddImage(self, request, context):
+        """Keeps an image for requests that name it. INVALID_ARGUMENT: it is no image, or too large.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,6 +137,11 @@ def add_RolloutServicer_to_server(servicer, server):
                     servicer.Score,
                     request_deserializer=rlx_dot_fleet_dot_rollout__pb2.ScoreRequest.FromString,
                     response_serializer=rlx_dot_fleet_dot_rollout__pb2.ScoreReply.SerializeToString,
+            ),
+            'AddImage': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddImage,
+                    request_deserializer=rlx_dot_fleet_dot_rollout__pb2.ImageFile.FromString,
+                    response_serializer=rlx_dot_fleet_dot_rollout__pb2.AddImageReply.SerializeToString,
             ),
             'Publish': grpc.stream_unary_rpc_method_handler(
                     servicer.Publish,
@@ -200,6 +218,33 @@ class Rollout:
             '/rlx.fleet.Rollout/Score',
             rlx_dot_fleet_dot_rollout__pb2.ScoreRequest.SerializeToString,
             rlx_dot_fleet_dot_rollout__pb2.ScoreReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddImage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rlx.fleet.Rollout/AddImage',
+            rlx_dot_fleet_dot_rollout__pb2.ImageFile.SerializeToString,
+            rlx_dot_fleet_dot_rollout__pb2.AddImageReply.FromString,
             options,
             channel_credentials,
             insecure,

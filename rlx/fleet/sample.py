@@ -70,6 +70,7 @@ class GenerateCall:
     session: str | None
     priority: int
     watch: Callable[[Chunk], None] | None = None
+    images: tuple[str, ...] = ()  # in the prompt
 
     def request(self, samples: Sequence[PartialSample]) -> Request:
         """Return a request that continues `samples`, a part returned by `split`."""
@@ -83,6 +84,7 @@ class GenerateCall:
             prefix_len=first.length,
             priority=self.priority,
             unwatched=self.watch is None,
+            images=self.images,
         )
 
     def finished(self, sample: PartialSample, max_model_len: int = 0) -> bool:

@@ -56,7 +56,9 @@ def take_token(environment: MutableMapping[str, str]) -> str | None:
 def request_message(request: Request) -> pb.GenerateRequest:
     sampling = pb.Sampling(**_values(request.sampling, _SAMPLING))
     tokens = request.prompt_tokens.tolist()
-    return pb.GenerateRequest(prompt_tokens=tokens, sampling=sampling, **_values(request, _REQUEST))
+    return pb.GenerateRequest(
+        prompt_tokens=tokens, sampling=sampling, images=request.images, **_values(request, _REQUEST)
+    )
 
 
 def request_from(message: pb.GenerateRequest) -> Request:
@@ -89,14 +91,16 @@ def request_from(message: pb.GenerateRequest) -> Request:
     return Request(
         prompt_tokens=np.fromiter(message.prompt_tokens, np.int32, length),
         sampling=Sampling(**{**_values(s, _SAMPLING), **lists, "seed": seed}),
+        images=tuple(message.images),
         **_values(message, _REQUEST),
     )
 
 
 def score_message(request: ScoreRequest) -> pb.ScoreRequest:
     return pb.ScoreRequest(
-        tokens=request.tokens.tolist(), first=request.first, temperature=request.temperature
-    )
+        tokens=request.tokens.tolist(), first=request.first, temperature=request.temperature,
+        images=request.images,
+    )  # fmt: skip
 
 
 def score_from(message: pb.ScoreRequest) -> ScoreRequest:
@@ -109,7 +113,7 @@ def score_from(message: pb.ScoreRequest) -> ScoreRequest:
     wanted = f"in [{LEAST_TEMPERATURE:g}, {MOST_TEMPERATURE:g}]"
     _require(good, "temperature", temperature, wanted)
     tokens = np.fromiter(message.tokens, np.int32, length)
-    return ScoreRequest(tokens, message.first, temperature)
+    return ScoreRequest(tokens, message.first, temperature, tuple(message.images))
 
 
 def score_reply(scores: Scores) -> pb.ScoreReply:

@@ -65,11 +65,12 @@ def _describe(group: Group) -> dict[str, Any]:
 
 
 def _trajectory(own: Mapping[str, Any], arrays: io.BytesIO) -> Trajectory:
-    found = {name: own[name] for name in _OTHERS}
+    found = {name: own[name] for name in _OTHERS if name in own}  # older rlx had fewer
     for name in own["arrays"]:
         count = int(found["kept_sizes"].sum()) if name == "kept" else own["size"]
         data = arrays.read(count * np.dtype(_ARRAYS[name]).itemsize)
         found[name] = np.frombuffer(data, _ARRAYS[name], count)
     found["turn_rewards"] = tuple(own["turn_rewards"])
     found["said"] = tuple(map(tuple, own["said"]))
+    found["images"] = tuple(own.get("images", ()))
     return Trajectory(**found)

@@ -167,12 +167,15 @@ def fleet(
     limits: Timeouts,
     on_message: Callable[[str], None],
     name: str = "teacher",
+    image: Callable[[str], bytes] | None = None,  # of the fleet
 ) -> Fleet:
     """Return the unconnected fleet of servers that score, once they are ready."""
     # So that an outage is reported before the attempt that waits for its end fails.
     limits = replace(limits, outage_seconds=min(limits.outage_seconds, limits.request / 2))
     try:
-        return servers.fleet(limits=limits, on_message=lambda text: on_message(f"{name}: {text}"))
+        return servers.fleet(
+            limits=limits, on_message=lambda text: on_message(f"{name}: {text}"), image=image
+        )
     except UserError as error:
         raise UserError(f"the {name}: {error}") from error
 

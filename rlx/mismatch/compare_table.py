@@ -2,13 +2,13 @@
 
 import asyncio
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
-import numpy as np
 
-from rlx.base import install
+from rlx.base import UserError, install
 from rlx.fleet.client import Fleet
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
@@ -16,9 +16,12 @@ from rlx.mismatch import measure
 from rlx.mismatch.diagnose import MismatchCase, advice, diagnose
 from rlx.mismatch.measure import Comparison, EngineSample, TrainerScorer
 from rlx.model import compile_cache, hf
+from rlx.model.directory import load_config
+
+_OURS = "engine – rlx"
 
 
-def ask(fleet: Fleet, prompts: Sequence[np.ndarray], sampling: Sampling) -> list[EngineSample]:
+def ask(fleet: Fleet, prompts: Sequence[Any], sampling: Sampling) -> list[EngineSample]:
     """Return the first server's completion of each prompt; the fleet is closed afterwards."""
 
     async def probe() -> Sequence[Completion]:
@@ -43,7 +46,9 @@ def case_of(
     """Return the samples with the trainer's scorer in `dtype`; limits of 0 follow the dtypes."""
     for name, value in compile_cache.options().items():
         jax.config.update(name, value)
-    config, params = hf.load(model_dir, dtype)
+    config, params = load_config(model_dir), dict[str, Any]()
+    if not config.foreign:
+        config, params = hf.load(model_dir, dtype)
     longest = max(len(s.prompt) + len(s.completion.tokens) for s in samples)
     temperature = sampling.temperature or 1.0  # greedy tokens have untempered logprobs
     config = config.within(max(len(s.prompt) for s in samples) + sampling.max_new_tokens)
@@ -54,17 +59,28 @@ def case_of(
     )
 
 
-def comparisons(case: MismatchCase, model_dir: Path) -> dict[str, Comparison]:
-    """Return pair → comparison; with transformers if torch is installed."""
-    ours, dtype = case.score(), case.scorer.compute_dtype
-    found = {"engine – rlx": case.compare(ours)}
-    if importlib.util.find_spec("torch"):
+def comparisons(
+    case: MismatchCase, model_dir: Path, image: Callable[[str], bytes] | None = None
+) -> dict[str, Comparison]:
+    """Return pair → comparison: with rlx's decoder, and with transformers if torch is installed.
+
+    UserError if neither can score the model. `image` returns the file of an image by its name.
+    """
+    torch, foreign = importlib.util.find_spec("torch"), case.scorer.model.foreign
+    if foreign and not torch:
+        raise UserError(
+            f"rlx's decoder has no {model_dir}, and torch is not here; {install('torch')}"
+        )
+    ours = [] if foreign else case.score()
+    found = {} if foreign else {_OURS: case.compare(ours)}
+    if torch:
         theirs = measure.transformers_logprobs(
-            model_dir, case.samples, case.scorer.temperature, dtype
+            model_dir, case.samples, case.scorer.temperature, case.scorer.compute_dtype, image
         )
         ids = [sample.completion.tokens for sample in case.samples]
         found["engine – transformers"] = case.compare(theirs)
-        found["rlx – transformers"] = measure.compare(ours, theirs, case.tolerance, tokens=ids)
+        if not foreign:
+            found["rlx – transformers"] = measure.compare(ours, theirs, case.tolerance, tokens=ids)
     return found
 
 
@@ -86,6 +102,6 @@ def table(case: MismatchCase, found: dict[str, Comparison], dtype: str) -> str:
         lines.append(f"{pair:<24}{one.mean:>10.1e}{one.max:>10.1e}{one.bad:>6}  {where or '–'}")
     if "engine – transformers" not in found:
         lines.append(f"without transformers, for torch is not installed; {install('witnesses')}")
-    if not found["engine – rlx"].ok:
-        lines.append(advice(diagnose(case, found["engine – rlx"])))
+    if _OURS in found and not found[_OURS].ok:
+        lines.append(advice(diagnose(case, found[_OURS])))
     return "\n".join(lines)

@@ -55,7 +55,7 @@ class Verdict:
 class Gate:
     """Sends prompts to the servers and compares their answers with the trainer."""
 
-    prompts: Sequence[np.ndarray]  # [P] int32 each
+    prompts: Sequence[Sequence[int]]  # tokens; PromptTokens where there are images
     sampling: Sampling  # of training, with the gate's own budget
     scorer: TrainerScorer  # rows must have room for the longest prompt and completion
     tolerance: Tolerance

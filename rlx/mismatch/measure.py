@@ -7,19 +7,21 @@ trainer's logprobs of them ───┘
 Rows have one padded shape, so a run compiles one program. JAX is imported lazily.
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlx.base import joined_masks
+from rlx.base import images_of, joined_masks
 from rlx.fleet.requests import Chunk
 from rlx.fleet.sample import Completion
 from rlx.model import kept_tokens
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
+from rlx.system import image_store
 
 ROW_MULTIPLE = 64  # tokens
 
@@ -127,9 +129,9 @@ def _flat(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineSample:
-    """A prompt, [P] int32, P ≥ 1, and an engine's completion of it."""
+    """A prompt, P ≥ 1 tokens, and an engine's completion of it."""
 
-    prompt: np.ndarray
+    prompt: Any  # [P] int32, or PromptTokens
     completion: Completion
 
 
@@ -214,26 +216,48 @@ def restricted(
 
 
 def transformers_logprobs(
-    model_dir: Path, samples: Sequence[EngineSample], temperature: float, dtype: str
+    model_dir: Path,
+    samples: Sequence[EngineSample],
+    temperature: float,
+    dtype: str,
+    image: Callable[[str], bytes] | None = None,  # returns the file of a prompt's image by its name
 ) -> list[np.ndarray]:
     """Return transformers' scores on the CPU in `dtype` (float32 or bfloat16), [T] a sample."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     kind: Any = getattr(torch, dtype)
-    model = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=kind, trust_remote_code=False
-    ).eval()
+    sees = any(images_of(sample.prompt) for sample in samples)
+    family: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    model = family.from_pretrained(model_dir, dtype=kind, trust_remote_code=False).eval()
     scores = []
     for sample in samples:
         tokens = np.concatenate([sample.prompt, sample.completion.tokens])
         with torch.inference_mode():
-            logits = model(torch.from_numpy(tokens[None].astype(np.int64))).logits
+            ids = torch.from_numpy(tokens[None].astype(np.int64))
+            pictures = [image_store.opened(image(n)) for n in images_of(sample.prompt) if image]
+            more = _image_inputs(model, model_dir, ids, pictures) if pictures else {}
+            logits = model(ids, **more).logits
         drawn_from = logits[0, len(sample.prompt) - 1 : -1].float().numpy()
         scores.append(tempered(drawn_from, sample.completion.tokens, temperature))
     return scores
+
+
+def _image_inputs(model: Any, model_dir: Path, ids: Any, pictures: list) -> dict[str, Any]:
+    """Return further arguments of a model of transformers for the images among tokens [1, T]."""
+    from transformers import AutoImageProcessor
+
+    found = AutoImageProcessor.from_pretrained(model_dir)(images=[pictures], return_tensors="pt")
+    holders = (ids == model.config.image_token_id).int()
+    every = {**found, "token_type_ids": holders, "mm_token_type_ids": holders}
+    takes = inspect.signature(model.forward).parameters
+    return {
+        name: x.to(model.dtype) if x.is_floating_point() else x
+        for name, x in every.items()
+        if name in takes
+    }
 
 
 def _picked(z: np.ndarray, tokens: np.ndarray) -> np.ndarray:

@@ -1,8 +1,10 @@
 """Find an HF directory; read its config, check its files. No JAX."""
 
 import dataclasses
+import fcntl
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,9 @@ def resolve(path: str, what: str = "model.path", weights: bool = True) -> Path:
     """Return the local directory of an HF directory or hub name; UserError if it is neither.
 
     A hub name is downloaded once, without `weights` only its config and tokenizer. `rlx:NAME` is
-    in `rlx/assets/NAME` or of another package (`gguf_files.PACKAGES`), converted once. For errors,
-    `what` is the config key or argument that gave the path.
+    in `rlx/assets/NAME`, of another package (`gguf_files.PACKAGES`), or made by `shapes_model`;
+    the last two are written once. For errors, `what` is the config key or argument that gave the
+    path.
     """
     if path.startswith("rlx:"):
         return _packaged(path.removeprefix("rlx:"))
@@ -57,12 +60,33 @@ def at_hand(path: str) -> Path | None:
 def _packaged(name: str) -> Path:
     if place := at_hand(f"rlx:{name}"):
         return place
-    from rlx.model import gguf_files  # it imports tokenizers, which takes a moment
+    from rlx.model import gguf_files, shapes_model  # they import tokenizers, which takes a moment
 
+    if name == "shapes":
+        return cached(f"shapes-{shapes_model.VERSION}", shapes_model.write)
     if name in gguf_files.PACKAGES:
         return gguf_files.packaged(name)
-    names = [*(directory.name for directory in ASSETS.iterdir()), *gguf_files.PACKAGES]
+    names = [*(place.name for place in ASSETS.iterdir()), *gguf_files.PACKAGES, "shapes"]
     raise unknown("packaged model", f"rlx:{name}", [f"rlx:{name}" for name in names])
+
+
+def cached(name: str, write: Callable[[Path], Any]) -> Path:
+    """Return the directory `name` of $XDG_CACHE_HOME/rlx/models, which `write` makes once.
+
+    UserError if the cache cannot be written.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlx" / "models"
+    target = cache / name
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        if not target.exists():  # it appears in one step; a second process waits for the first
+            with open(cache / f".lock-{name}", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not target.exists():
+                    write(target)
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {error}; set XDG_CACHE_HOME") from error
+    return target
 
 
 def load_config(path: str | Path) -> ModelConfig:

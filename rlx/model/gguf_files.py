@@ -6,9 +6,7 @@ The file must have exactly the tensors of the table. It gives only the name of i
 splitting text; `_CUTS` has the rules.
 """
 
-import fcntl
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -20,6 +18,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers import pre_tokenizers as pre
 
 from rlx.base import UserError, install, unknown
+from rlx.model import directory
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
 from rlx.model.tensors import Buckets, write_directory
@@ -71,18 +70,10 @@ def packaged(name: str) -> Path:
         file = next(f.locate() for f in package.files or () if f.suffix == ".gguf")
     except (metadata.PackageNotFoundError, StopIteration):
         raise UserError(f"rlx:{name} needs a package that is not installed: {command}") from None
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlx" / "models"
-    target = cache / f"{name}-{package.version}-{_LAYOUT}"
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        if not target.exists():  # it appears in one step; a second process waits for the first
-            with open(cache / f".lock-{target.name}", "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if not target.exists():
-                    convert(Path(str(file)), target, command=command)
-    except OSError as error:
-        raise UserError(f"cannot write {target}: {error}; set XDG_CACHE_HOME") from error
-    return target
+    return directory.cached(
+        f"{name}-{package.version}-{_LAYOUT}",
+        lambda target: convert(Path(str(file)), target, command=command),
+    )
 
 
 def convert(file: Path, target: Path, dtype: str = "", command: str = "") -> str:

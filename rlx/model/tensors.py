@@ -26,7 +26,8 @@ BUCKET = 1 << 30  # bytes of tensors on the host at a time, while they move to o
 COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
-    "generation_config.json",
+    "generation_config.json", "preprocessor_config.json", "processor_config.json",
+    "video_preprocessor_config.json",
 )  # fmt: skip
 _DTYPES = {
     "float64": "F64",

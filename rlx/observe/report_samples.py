@@ -3,7 +3,7 @@
 A model wrote them: the template escapes the text, `visible` names characters that hide or reorder.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -29,11 +29,22 @@ def choose(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, 
     }
 
 
-def cards(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the cards of each view; a reward's colour runs from the lowest to the highest."""
+def cards(
+    samples: Sequence[Mapping[str, Any]], image: Callable[[str], str] = lambda name: ""
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the cards of each view; a reward's colour runs from the lowest to the highest.
+
+    `image` returns the data URI of an image by its name, or "".
+    """
     rewards = [r for s in samples if (r := finite(s.get("reward"))) is not None]
     low, high = min(rewards, default=0.0), max(rewards, default=1.0)
-    return {name: [card(s, low, high) for s in chosen] for name, chosen in choose(samples).items()}
+    return {
+        view: [
+            {**card(s, low, high), "images": [*filter(None, map(image, s.get("images") or ()))]}
+            for s in chosen
+        ]
+        for view, chosen in choose(samples).items()
+    }
 
 
 def card(sample: Mapping[str, Any], low: float, high: float) -> dict[str, Any]:

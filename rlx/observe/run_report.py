@@ -10,15 +10,20 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from rlx.base import UserError
 from rlx.cli.text import duration, number, visible
 from rlx.observe import report_learning, report_samples, report_speed
 from rlx.observe.charts import percent, shares
 from rlx.observe.rundir import Run, finite, gaps, load
+from rlx.system import image_store
+from rlx.system.image_store import ImageStore
 from rlx.system.jsonl import has_step, write_atomically
 
 _SKIPPED = 20  # rows named
@@ -74,7 +79,7 @@ def page(run: Run, defaults: Mapping[str, Any] | None = None) -> str:
         speed=report_speed.speed(run),
         planned=report_speed.planned(run),
         timeline=report_speed.overview(run.spans, min(60.0, 5 * steps[len(steps) // 2])),
-        samples=report_samples.cards(run.samples) if run.samples else {},
+        samples=report_samples.cards(run.samples, partial(_image, run.path)) if run.samples else {},
         views=report_samples.VIEWS,
         sampled=any(report_samples.trained_versions(sample) for sample in run.samples),
         top_lag=int(min(5, max((v for v in run.series("staleness_max") if v), default=0))),
@@ -84,6 +89,13 @@ def page(run: Run, defaults: Mapping[str, Any] | None = None) -> str:
         skipped=_skipped(run),
         num_skipped=len(run.skipped),
     )
+
+
+def _image(workdir: Path, name: str) -> str:
+    """Return an image of a run as a data URI; "" if it is missing, or Pillow is."""
+    with suppress(UserError, ValueError):
+        return image_store.thumbnail(ImageStore(workdir / "images").get(Path(name).name))
+    return ""
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -71,6 +71,12 @@ def arithmetic(prompt: str, completion: str, *ids: Sequence[int], answer: Any, *
     return float(box is not None and equality.equal(answers.reference(answer) or "", box))
 
 
+def exact(prompt: str, completion: str, *ids: Sequence[int], answer: Any, **row: Any) -> float:
+    """Return 1 when the completion is the answer, whatever its case and spaces, else 0."""
+    got = answers.outside_thoughts(prompt, completion)
+    return float(got.lower().split() == str(answer).lower().split())
+
+
 async def code(prompt: str, completion: str, *ids: Sequence[int], answer: Any, **row: Any) -> float:
     """Return 1 when the completion's last fenced block of Python passes the tests, else 0.
 
@@ -109,7 +115,7 @@ def _sandbox(loop: asyncio.AbstractEventLoop) -> asyncio.Future:
 
 
 REWARDS: dict[str, RewardFunction] = {
-    "gsm8k": gsm8k, "math": math, "arithmetic": arithmetic, "code": code,
+    "gsm8k": gsm8k, "math": math, "arithmetic": arithmetic, "exact": exact, "code": code,
     "reasoning_gym": reasoning_gym,
     "gsm8k_unfinished": partial(gsm8k, unfinished=True),
     "math_unfinished": partial(math, unfinished=True),

@@ -25,7 +25,8 @@ import numpy as np
 from rlx.base import UserError, install, nearest
 from rlx.cli import user_code
 from rlx.environments import openenv_tasks, reasoning_tasks, verifiers_tasks
-from rlx.rollout import arithmetic
+from rlx.rollout import arithmetic, shapes
+from rlx.rollout.images import RowImages, data_uri, is_image, with_column
 
 Row = dict[str, Any]
 
@@ -39,7 +40,7 @@ _SCHEMES = {
     openenv_tasks.SCHEME: lambda address: functools.partial(openenv_tasks.rows, address),
     verifiers_tasks.SCHEME: lambda name: functools.partial(verifiers_tasks.rows, name),
 }
-GENERATED = {"arithmetic": arithmetic.problems}
+GENERATED = {"arithmetic": arithmetic.problems, "shapes": shapes.problems}
 
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?P<options>(:[\w.+\[\]%-]+){0,2})")
 
@@ -53,6 +54,7 @@ def load(
     needed: Iterable[str] = (),  # keys of other required values
     split: str = "train",  # of a hub data set whose name has none, or a function that takes one
     most: int | None = None,  # rows; None: all
+    images: RowImages | None = None,  # what keeps the rows' images; None: they must have none
 ) -> list[Row]:
     """Return the rows of a file, a hub data set or a user's code; `answer` holds `answer_key`.
 
@@ -62,16 +64,29 @@ def load(
     """
     options = {question_key: "data.question_key", answer_key: "data.answer_key", **texts}
     wanted = dict.fromkeys([*filter(None, options), *needed])
-    rows = []
+    rows, folder = [], Path(source).parent if Path(source).is_file() else Path()
     for where, row in itertools.islice(_rows(source, split), most):
         _check_keys(row, where, wanted, options)
+        if images and question_key and row.get(images.column):
+            row[question_key] = with_column(row[question_key], row.pop(images.column), where)
         for key in filter(None, (question_key, *texts)):
-            row[key] = _text_or_messages(row[key], f"{where}: {key!r}")
+            row[key] = _text_or_messages(row[key], f"{where}: {key!r}", images, folder)
         if question_key:
             _check_question(row[question_key], f"{where}: {question_key!r}")
         rows.append({**row, "answer": row[answer_key]} if answer_key else row)
     if not rows:
         raise UserError(f"{source} has no rows; give another file, or another split")
+    return rows
+
+
+def generated(
+    kind: str, seed: int, split: str, n: int, images: RowImages | None = None
+) -> list[Row]:
+    """Return `n` rows of a key of GENERATED, whose images are then in the store of `images`."""
+    rows = GENERATED[kind](seed, split, n)
+    if images:
+        for row in rows:
+            row["question"] = _text_or_messages(row["question"], kind, images, Path())
     return rows
 
 
@@ -139,7 +154,7 @@ def _own_rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
                     f"{source} yields more than {MOST_ROWS:,} rows, and a run reads all of them as "
                     "it starts; limit it, for example by itertools.islice"
                 )
-            yield f"{source}, row {n}", _plain(row, f"{source}, row {n}", default=None)
+            yield f"{source}, row {n}", _plain(row, f"{source}, row {n}", default=_image)
     except UserError:
         raise
     except Exception as error:
@@ -406,8 +421,17 @@ def _row(row: Any, where: str) -> Row:
     return _plain(row, where) if "\\ud" in ascii(row) else row
 
 
+def _image(value: Any) -> str:
+    """Return an image's bytes or picture as a data URI, for json.dumps."""
+    if (found := data_uri(value)) is None:
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+    return found
+
+
 def _text(value: Any) -> Any:
     """Return a column's value as JSON's closest type, for json.dumps."""
+    if (found := data_uri(value)) is not None:
+        return found
     if isinstance(value, bytes):
         return value.decode()
     if hasattr(value, "tolist"):  # numpy's
@@ -437,24 +461,35 @@ def _check_keys(row: Row, where: str, wanted: Iterable[str], options: Mapping[st
             raise UserError(f"{where}: the row has no {key!r}, only {keys}; add it or {remedy}")
 
 
-def _text_or_messages(given: Any, what: str) -> Any:
-    """Return a text, or chat messages with each content's parts joined."""
+def _text_or_messages(given: Any, what: str, images: RowImages | None, folder: Path) -> Any:
+    """Return a text, or chat messages whose contents are texts, or parts if there are images."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
         raise UserError(f"{what} must be text or a list of messages, got {given!r}")
     found = [{**message} if isinstance(message, dict) else {} for message in given]
     for n, message in enumerate(found, 1):
-        if isinstance(parts := message.get("content"), list):
-            with suppress(TypeError, KeyError):
-                message["content"] = "".join(part["text"] for part in parts)
-        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+        message["content"] = _content(
+            message.get("content"), f"{what}: message {n}", images, folder
+        )
+        if message["content"] is None or not isinstance(message.get("role"), str):
             got = repr(given[n - 1])[:80]
             raise UserError(f"{what}: message {n} must have texts `role` and `content`, got {got}")
         if message["role"] not in _ROLES:
             roles, role = ", ".join(_ROLES), message["role"]
             raise UserError(f"{what}: message {n} has role {role!r}; use one of {roles}")
     return found
+
+
+def _content(given: Any, what: str, images: RowImages | None, folder: Path) -> str | list | None:
+    """Return a message's text, or its parts if one is an image; None for anything else."""
+    if isinstance(given, str):
+        return given
+    with suppress(TypeError, KeyError):
+        if images and any(map(is_image, given)):
+            return images.put(given, folder, what)
+        return "".join(part["text"] for part in given)
+    return None
 
 
 def _check_question(question: Any, what: str) -> None:

@@ -48,7 +48,7 @@ class AnswerWorkflow:
         trajectories = []
         for i, key in enumerate(self.keys):
             answer, what = row[key], f"the {key} of {name}"
-            tokens, mask = answered(self.prompts, row, answer, self.end, what)
+            tokens, mask, images = answered(self.prompts, row, answer, self.end, what)
             text = answer if isinstance(answer, str) else answer[-1]["content"]
             if 0 < self.max_new_tokens < (length := len(tokens) - int(mask.argmax())):
                 raise Overlong(
@@ -59,7 +59,7 @@ class AnswerWorkflow:
             trajectories.append(Trajectory(
                 tokens, mask, np.zeros(len(tokens), np.float32),
                 np.full(len(tokens), -1, np.int32), 1.0 - i, "stop", f"{group_id}.{i}",
-                prompt=prompt, completion=text,
+                prompt=prompt, completion=text, images=images,
             ))  # fmt: skip
         total = sum(len(t.tokens) for t in trajectories)
         if 0 < self.max_tokens < total:
@@ -127,9 +127,11 @@ def rendered(
 
 def answered(
     prompts: Prompts, row: Mapping[str, Any], answer: Any, end: int, name: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens of a row with its answer, up to the token `end`, and the loss mask."""
+) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+    """Return the tokens of a row with its answer, up to the token `end`, loss mask and images."""
     messages, text, begin, stop = rendered(prompts, row, answer, name)
+    short, (text, images) = len(text), prompts.expanded(text, messages)
+    begin, stop = begin + len(text) - short, stop + len(text) - short
     # Tokenised as a whole, because tokens may span prompt and answer; those are trained on.
     found = prompts.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids = np.array(found["input_ids"], np.int32)
@@ -148,7 +150,7 @@ def answered(
         ids, mask = np.append(ids[:last], np.int32(end)), np.append(mask[:last], True)
         last += 1
     prompts.require_known(ids[:last], name)
-    return ids[:last], mask[:last]
+    return ids[:last], mask[:last], images
 
 
 def end_token(tokenizer: Any, stops: Sequence[int]) -> int:

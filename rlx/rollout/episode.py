@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from rlx.base import Group, Trajectory, UserError, joined_masks, seed_of
+from rlx.base import (
+    Group,
+    PromptTokens,
+    Trajectory,
+    UserError,
+    images_of,
+    joined_masks,
+    seed_of,
+)  # fmt: skip
 from rlx.engines.stop_strings import cut
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
@@ -59,7 +67,8 @@ class Episode:
     async def sample(self, fleet: Generator, stop: Sequence[str] = ()) -> None:
         """Let the model continue to its end, a stop string, or the end of its budget."""
         before = [part for seen, made in self._turns for part in (seen, made.tokens)]
-        prompt = np.concatenate([*before, self._shown]).astype(np.int32)
+        whole = np.concatenate([*before, self._shown]).astype(np.int32)
+        prompt = PromptTokens(whole.tolist(), images_of(*before, self._shown))
         # The seed of the previous piece would repeat its draws.
         text = f"{self._sampling.seed} sample {self._index} piece {self._pieces}"
         seeded = replace(self._sampling, seed=seed_of(text.encode()))
@@ -70,11 +79,12 @@ class Episode:
     def show(self, tokens: Sequence[int]) -> bool:
         """Append an observation; if no budget is left after it, truncate and return False."""
         last = self._turns[-1][1].tokens[-1:].tolist()
+        images = images_of(tokens)
         tokens = tokens[last == list(tokens[:1]) :]  # the model may have sampled the end token
         if len(tokens) >= self.left:
             self.truncate()
             return False
-        self._shown = tokens
+        self._shown = PromptTokens(tokens, images)
         self.left -= len(tokens)
         return True
 

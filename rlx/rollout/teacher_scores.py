@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rlx.base import Group, Trajectory, UserError
+from rlx.base import Group, PromptTokens, Trajectory, UserError
 from rlx.rollout import workflows
 from rlx.rollout.datasets import answered
 from rlx.rollout.workflow_checks import checked
@@ -45,7 +45,8 @@ class Scored:
     async def _ask(self, t: Trajectory, tokens: np.ndarray, at: np.ndarray, **options: Any) -> Any:
         """Return the fleet's finite scores at the ascending positions `at`."""
         try:
-            scores = (await self.scorer.score(tokens, int(at[0]), **options))[at]
+            given = PromptTokens(tokens.tolist(), t.images) if t.images else tokens
+            scores = (await self.scorer.score(given, int(at[0]), **options))[at]
         except ValueError as error:
             raise UserError(f"{self.who} refuses trajectory {t.trajectory_id}: {error}") from error
         except UserError as error:
@@ -92,7 +93,7 @@ class ModelRewarded(Scored):
         tokens = trajectory.tokens
         if self.prompts:
             text, name = trajectory.completion, f"trajectory {trajectory.trajectory_id}"
-            tokens, _ = answered(self.prompts, task.row, text, self.end, name)
+            tokens, *_ = answered(self.prompts, task.row, text, self.end, name)
             tokens = tokens[:-1] if trajectory.truncated else tokens
         last = np.array([len(tokens) - 1])
         value = float((await self._ask(trajectory, tokens, last, values=True))[0])

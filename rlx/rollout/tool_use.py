@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlx.base import Group, UserError
+from rlx.base import Group, PromptTokens, UserError
 from rlx.cli import user_code
 from rlx.fleet.requests import Sampling
 from rlx.rewards.reward_pool import RewardPool
@@ -156,14 +156,23 @@ class ToolUse:
             wanted = ", ".join(known) if tool else f"name: {' or '.join(self._tools)}, arguments"
             raise toolbox.ToolError(f"a call is a JSON object of {wanted}") from None
 
-    def _observation(self, text: str) -> tuple[list[int], bool]:
+    def _observation(self, text: str) -> tuple[PromptTokens, bool]:
         """Return the tokens of an output, none of them special, and whether it is complete."""
         most, longest = self._max_output, 64 * self._max_output  # characters
+        before, after = self._around
+        if self._prompts.images and text.startswith("data:image"):
+            try:
+                shown, names = self._prompts.images.shown(text)
+                ids = encode(self._tokenizer, shown)
+                if len(ids) <= most:
+                    return PromptTokens([*before, *ids, *after], names), True
+                text = f"Error: the image has {len(ids)} tokens, max_output_tokens is {most}"
+            except UserError as error:
+                text = f"Error: {error}"
         if long := len(text) > 2 * longest:
             text = f"{text[:longest]}...{text[-longest:]}"
         ids = encode(self._tokenizer, shielded(text, controls(self._tokenizer).strict))
         if len(ids) > most:
             dots, half = encode(self._tokenizer, "..."), most // 2
             long, ids = True, [*ids[: most - half], *dots, *ids[len(ids) - half :]]
-        before, after = self._around
-        return [*before, *ids, *after], not long
+        return PromptTokens([*before, *ids, *after]), not long

@@ -12,6 +12,7 @@ from rlx.base import UserError
 from rlx.cli import user_code
 from rlx.environments import mcp_tools
 from rlx.environments.mcp_tools import ToolError
+from rlx.rollout.images import data_uri
 from rlx.rollout.workflows import close
 from rlx.sandbox.sandbox import SandboxOptions
 from rlx.system.loop_thread import run_alone
@@ -157,11 +158,13 @@ async def _try(tool: Tool, example: Mapping[str, Any]) -> None:
 
 
 async def call(tool: Tool, arguments: Mapping[str, Any]) -> str:
-    """Return a tool's output; raise ToolError if an argument has the wrong type."""
+    """Return a tool's output, an image as a data URI; ToolError for an argument's wrong type."""
     for name, about in tool.parameters["properties"].items():
         kinds = _TYPES.get(str(about.get("type")), object)
         if name in arguments and not isinstance(arguments[name], kinds):
             raise ToolError(f"{name} must be of type {about['type']}")
     if inspect.iscoroutinefunction(tool.run):
-        return str(await tool.run(**arguments))
-    return str(await asyncio.to_thread(tool.run, **arguments))
+        found = await tool.run(**arguments)
+    else:
+        found = await asyncio.to_thread(tool.run, **arguments)
+    return data_uri(found) or str(found)

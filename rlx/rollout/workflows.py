@@ -9,11 +9,20 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlx.base import Group, Trajectory, UserError, joined_masks, place
+from rlx.base import (
+    Group,
+    PromptTokens,
+    Trajectory,
+    UserError,
+    images_of,
+    joined_masks,
+    place,
+)  # fmt: skip
 from rlx.fleet.requests import Chunk, Sampling
 from rlx.fleet.sample import Completion
 from rlx.rewards.reward_pool import RewardCall, RewardPool
 from rlx.rollout.control_tokens import CUT, controls, plain, shielded
+from rlx.rollout.images import MARK, ImagePrompts, images_in
 
 _COLUMNS = {
     "tokens": np.int32, "loss_mask": bool, "behaviour_logprobs": np.float32, "versions": np.int32,
@@ -127,11 +136,12 @@ class Prompts:
         max_prompt_tokens: int = 0,
         max_model_len: int = 0,  # the servers' context, which must also hold one generated token
         vocab_size: int = 0,  # number of the model's embeddings
+        images: ImagePrompts | None = None,  # None: the model takes none
     ):
         self.tokenizer = tokenizer
         self._system_prompt, self._question_key = system_prompt, question_key
         self._variables: dict[str, Any] = {}  # of the chat template
-        self._vocab_size = vocab_size
+        self._vocab_size, self.images = vocab_size, images
         # Whether tokens may lack embeddings, and whether the template marks what is trained on.
         self.wide = 0 < vocab_size <= max(tokenizer.get_vocab().values())
         self.marked = "endgeneration" in str(tokenizer.chat_template)
@@ -157,12 +167,28 @@ class Prompts:
         """Return the conversation to answer."""
         return conversation(row[self._question_key], self._system_prompt)
 
-    def ids(self, row: Mapping[str, Any], name: str = "the row") -> list[int]:
+    def ids(self, row: Mapping[str, Any], name: str = "the row") -> PromptTokens:
         """Return the prompt's tokens; raise Overlong, which shows `name`, above a limit."""
         return self._encode(self._render(row), row, name)
 
+    def expanded(
+        self, text: str, messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, tuple[str, ...]]:
+        """Return rendered messages with all placeholders of their images, and these by name."""
+        if not images_in(messages):
+            return text, ()
+        if not self.images:
+            raise UserError("a prompt has images, and the model takes none; use one that does")
+        names = self.images.names(messages)
+        return self.images.expanded(text, names), names
+
     def check(self, row: Mapping[str, Any], name: str) -> None:
         """Raise Overlong if the prompt of `row` is too long, UserError if it cannot be rendered."""
+        pictured = bool(images_in(self.messages(row)))
+        if pictured and not self.images:
+            raise UserError(f"{name} has images, and the model takes none; use one that does")
+        if self.images and not pictured and MARK in str(row[self._question_key]):
+            raise UserError(f"{name} has {MARK} and no images; set data.image_key to their column")
         with _template_errors(name):
             text = self._render(row)
         limit = min((limit for limit in self._limits.values() if limit), default=0)
@@ -189,8 +215,9 @@ class Prompts:
     def _render(self, row: Mapping[str, Any]) -> str:
         return chat(self.tokenizer, self.messages(row), **self._variables)
 
-    def _encode(self, text: str, row: Mapping[str, Any], name: str) -> list[int]:
-        ids = encode(self.tokenizer, text)
+    def _encode(self, text: str, row: Mapping[str, Any], name: str) -> PromptTokens:
+        text, images = self.expanded(text, self.messages(row))
+        ids = PromptTokens(encode(self.tokenizer, text), images)
         self.require_known(ids, f"the prompt of {name}")
         for what, limit in self._limits.items():
             if limit and len(ids) > limit:
@@ -261,6 +288,7 @@ def joined(
     return Trajectory(
         **arrays,
         **joined_masks(parts),
+        images=images_of(*(seen for seen, _ in turns)),
         reward=reward,
         stop_reason=turns[-1][1].stop_reason,
         trajectory_id=trajectory_id,

@@ -24,6 +24,7 @@ def write(path: Path, recorded: Recorded, plan: Plan) -> None:
     workdir, config = recorded.workdir, recorded.config(plan.begin + 1)
     files = {name: workdir / name for name in ("config.json", STARTS, "metrics.jsonl")}
     files |= _below(workdir / "code", "code") | _below(recorded.model(config), INITIAL)
+    files |= {f"images/{name}": workdir / "images" / name for name in _images(recorded, plan)}
     if plan.origin:
         files |= _below(plan.origin, f"checkpoints/{plan.origin.name}")
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
@@ -36,6 +37,12 @@ def write(path: Path, recorded: Recorded, plan: Plan) -> None:
     except OSError as error:
         scratch.unlink(missing_ok=True)
         raise UserError(f"cannot write {path}: {error.strerror}; give another --bundle") from error
+
+
+def _images(recorded: Recorded, plan: Plan) -> set[str]:
+    groups = (group for step in range(plan.begin + 1, plan.last + 1)
+              for group in recorded.groups(step))  # fmt: skip
+    return {name for group in groups for each in group.trajectories for name in each.images}
 
 
 def _below(place: Path, name: str) -> dict[str, Path]:

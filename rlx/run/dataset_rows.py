@@ -1,17 +1,20 @@
 """Read and check the rows that a run trains on, and those held out."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from ml_collections import ConfigDict
 
 from rlx.algorithms.algorithm import Algorithm
 from rlx.base import UserError
 from rlx.rewards import rewards
-from rlx.rollout import arithmetic, data
+from rlx.rollout import arithmetic, data, shapes
 from rlx.rollout.data import Source
+from rlx.rollout.images import RowImages
 from rlx.rollout.workflows import Overlong
 from rlx.run.room_options import RunOptions
 from rlx.run.tokenizer_files import QUESTION
+from rlx.system.image_store import ImageStore
 
 TRAIN_PROBLEMS = 20_000  # generated training problems of an epoch
 # Training data → keys of config.data that name columns of answers.
@@ -19,8 +22,9 @@ _ANSWERS = {"demonstrations": ("completion_key",), "pairs": ("chosen_key", "reje
 
 
 def rows(
-    config: ConfigDict, algorithm: Algorithm, weights: Mapping[str, float], options: RunOptions
-) -> list[Source]:
+    config: ConfigDict, algorithm: Algorithm, weights: Mapping[str, float], options: RunOptions,
+    images: ImageStore,
+) -> list[Source]:  # fmt: skip
     """Return the sources of training rows, the held-out rows, then those of `eval.sets`.
 
     UserError names an unfit row.
@@ -29,22 +33,26 @@ def rows(
     names = _ANSWERS.get(algorithm.data, ())
     named = [] if options.online else data.named_sources(keys)
     texts = {keys[name]: f"data.{name}" for name in names}
+    pictures = RowImages(images, keys.image_key, keys.image_hosts)
 
     def load(source: str, rewarded: bool, split: str, most: int | None = None) -> list[dict]:
         graded = weights if rewarded else ()
         needed = {key for name in graded for key in rewards.columns(name)} - {"answer"}
         answer = rewards.answer_key(graded, keys.answer_key) if rewarded else ""
         return data.load(
-            source, keys.question_key, answer, texts=texts, needed=needed, split=split, most=most
-        )
+            source, keys.question_key, answer, texts=texts, needed=needed, split=split, most=most,
+            images=pictures,
+        )  # fmt: skip
 
     def solved(row: dict) -> dict:
-        return {**row, **{keys[name]: _SOLUTIONS[name](row["question"]) for name in names}}
+        right, wrong = _SOLUTIONS[kind]
+        made = {"rejected_key": wrong}
+        return {**row, **{keys[name]: made.get(name, right)(row) for name in names}}
 
     if not named and kind in data.GENERATED:
-        made = data.GENERATED[kind](config.seed, "train", TRAIN_PROBLEMS)
+        made = data.generated(kind, config.seed, "train", TRAIN_PROBLEMS, pictures)
         train = [Source(kind, list(map(solved, made)))]
-        asked = data.GENERATED[kind](0, "held_out", n) if n else []
+        asked = data.generated(kind, 0, "held_out", n, pictures) if n else []
         held_out = Source(kind, list(map(solved, asked)))
     else:
         train = [Source(name, load(name, not names, "train"), weight) for name, weight in named]
@@ -62,10 +70,12 @@ def rows(
     return [*train, held_out, *sets]
 
 
-_SOLUTIONS: dict[str, Callable[[str], str]] = {  # of a generated question
-    "completion_key": arithmetic.careful_solution,
-    "chosen_key": arithmetic.careful_solution,
-    "rejected_key": arithmetic.wrong_solution,
+_SOLUTIONS: dict[str, tuple[Callable[[Any], str], Callable[[Any], str]]] = {  # right, wrong
+    "arithmetic": (
+        lambda row: arithmetic.careful_solution(row["question"]),
+        lambda row: arithmetic.wrong_solution(row["question"]),
+    ),
+    "shapes": (lambda row: row["answer"], shapes.wrong_answer),
 }
 
 

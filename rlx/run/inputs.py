@@ -31,8 +31,9 @@ from rlx.rollout.tool_use import ToolUse
 from rlx.rollout.workflows import Prompts, Workflow, encode, render
 from rlx.run import dataset_rows, model_checks
 from rlx.run.room_options import RunOptions, agents_of, check_reward, judge_of, pool_of
-from rlx.run.tokenizer_files import load_tokenizer
+from rlx.run.tokenizer_files import image_prompts, load_tokenizer
 from rlx.sandbox.sandbox import SandboxOptions
+from rlx.system.image_store import ImageStore
 from rlx.train import dry_call
 from rlx.train.train_options import TrainOptions
 
@@ -56,6 +57,7 @@ class Inputs:
     model_dir: Path
     model_config: ModelConfig
     prompts: Prompts  # renders rows into prompts
+    images: ImageStore  # of the rows
     reward_pool: RewardPool
     named: NamedWorkflow  # factory of the workflow in `rollout.workflow`
     workflow: Workflow
@@ -76,6 +78,7 @@ class Inputs:
 def prepare(config: ConfigDict, row: Row = lambda *_: nullcontext(lambda *_: None)) -> Inputs:
     """Read and check all that a run needs, in the doctor's order; UserError names what is wrong."""
     inputs = Inputs()
+    inputs.images = ImageStore()
     inputs.options = RunOptions.of(config)
     with row("config", "values"):  # a run stops at the first error, the doctor records it
         configs.check(config)
@@ -125,6 +128,7 @@ def _read_model(config: ConfigDict, inputs: Inputs, row: Row) -> None:
             max_prompt_tokens=data.max_prompt_tokens,
             max_model_len=inputs.model_config.max_position,
             vocab_size=most,
+            images=image_prompts(inputs.model_dir, tokenizer, inputs.images),
         )
         if len(tokenizer) > most:
             say(f"{len(tokenizer)} tokens, the model has {most}: rows with others are refused",
@@ -153,7 +157,9 @@ def _read_rows(config: ConfigDict, inputs: Inputs, row: Row) -> None:
     with row("config", "judge"):
         inputs.judge = judge_of(config)
     with row("data", "rows") as say:
-        inputs.read = dataset_rows.rows(config, inputs.algorithm, inputs.weights, options)
+        inputs.read = dataset_rows.rows(
+            config, inputs.algorithm, inputs.weights, options, inputs.images
+        )
         end = len(inputs.read) - len(config.eval.sets) * bool(config.eval.num_questions)
         *train, held_out = inputs.read[:end]
         counts = [f"{len(s.rows)} of {s.name}" for s in train]
@@ -201,8 +207,9 @@ def _workflow(config: ConfigDict, inputs: Inputs) -> Workflow:
             )
         n = config.sampling.n_samples
         return OnlineWorkflow(
-            online, agents, config.online, prompts.tokenizer, options.sampling, n, answering
-        )
+            online, agents, config.online, prompts.tokenizer, options.sampling, n, answering,
+            prompts.images,
+        )  # fmt: skip
     pairs = inputs.algorithm.data == "pairs"
     return AnswerWorkflow(
         prompts,

@@ -17,7 +17,6 @@ from subprocess import Popen
 from threading import TIMEOUT_MAX, Event
 from typing import Any
 
-import numpy as np
 from ml_collections import ConfigDict
 
 from rlx.agents.online_workflow import OnlineWorkflow, RunContext
@@ -140,7 +139,8 @@ def build(
         config.fleet.kv_on_update = "recompute"  # as servers do after a sleep, for replays
     parts.sizes = sizes = sizes_of(config, inputs.model_config)
     found = {"remat": sizes.train.remat, "token_budget": sizes.train.token_budget}
-    decided = {**precision.dtypes, **found}
+    inputs.images.move(workdir / "images")
+    decided = {**precision.dtypes, **found, "image_dir": str(workdir / "images")}
     inputs.train = replace(inputs.train, **decided)
     inputs.options = options = RunOptions.of(config)
     messages = [precision.message, fit.message, *resume.prepare_workdir(config, workdir)]
@@ -263,11 +263,13 @@ def build(
     if options.served:
         kept, level = config.fleet.kv_on_update, CACHE if turns else None
         parts.fleet = servers.fleet(
-            limits=options.limits, kv_on_update=kept, on_message=say, sleep=level
-        )
+            limits=options.limits, kv_on_update=kept, on_message=say, sleep=level,
+            image=inputs.images.get,
+        )  # fmt: skip
     fleet = parts.fleet
     fleets = {
-        name: teacher.fleet(found, options.limits, say, name) for name, found in scoring.items()
+        name: teacher.fleet(found, options.limits, say, name, inputs.images.get)
+        for name, found in scoring.items()
     }
     parts.teacher_fleet = fleets.get(options.teacher.name)
     parts.loop = loop = LoopThread("executor")
@@ -404,7 +406,7 @@ def _gate(config: ConfigDict, inputs: Inputs, first: Path, saved: Path) -> Gate:
     """Return the run's gate; its prompts are evenly spread training rows."""
     rows, count = inputs.train_rows, min(config.gate.prompts, len(inputs.train_rows))
     chosen = [rows[i * len(rows) // count] for i in range(count)]
-    prompts = [np.array(inputs.prompts.ids(row), np.int32) for row in chosen]
+    prompts = [inputs.prompts.ids(row) for row in chosen]
     training, model = inputs.options.sampling, config.model
     budget = min(config.gate.max_new_tokens, training.max_new_tokens)
     exact = model.compute_dtype == model.publish_dtype == "float32"

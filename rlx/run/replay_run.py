@@ -140,7 +140,8 @@ def replay(
 
             def make(config: ConfigDict) -> Update:
                 options = TrainOptions.of(config), RunOptions.of(config).context
-                return conductor.driver(hosts, partial(library.make, *options), path=str(model))
+                own = {"path": str(model), "image_dir": str(recorded.workdir / "images")}
+                return conductor.driver(hosts, partial(library.make, *options), **own)
 
             begun, differing, compared, same = time.monotonic(), 0, [0, 0], True
             say(f"replaying steps {plan.begin + 1} to {plan.last} from "

@@ -73,6 +73,7 @@ def _transcript(step: int, group: Group, trajectory: Trajectory) -> dict[str, An
         "trajectory_id": trajectory.trajectory_id,
         "prompt": trajectory.prompt,
         "completion": trajectory.completion,
+        **({"images": list(trajectory.images)} if trajectory.images else {}),
         **turns,
         "reward": trajectory.reward,
         "stop_reason": trajectory.stop_reason,

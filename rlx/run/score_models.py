@@ -35,13 +35,15 @@ from rlx.rewards.reward_pool import RewardPool
 from rlx.rewards.rewards import JUDGE
 from rlx.rollout.attempts import Skipped
 from rlx.rollout.executor import group_seed
+from rlx.rollout.images import RowImages
 from rlx.rollout.teacher_scores import JudgeRewarded
 from rlx.rollout.workflows import Prompts, Workflow
 from rlx.run import allocate, flags
 from rlx.run.export import directory_of
 from rlx.run.room_options import RunOptions, agents_of, joining_of, judge_of, pool_of
-from rlx.run.tokenizer_files import load_tokenizer
+from rlx.run.tokenizer_files import image_prompts, load_tokenizer
 from rlx.sandbox.sandbox import SandboxOptions
+from rlx.system.image_store import ImageStore
 from rlx.system.jsonl import set_aside, write_atomically
 from rlx.system.workdir_lock import lock_workdir, make_directory
 
@@ -68,6 +70,7 @@ def eval_options(config: ConfigDict, values: Any) -> Asked:
         maj_at=number("maj_at", numbers, ()) if n_samples else (),
         workflow=workflow,
         workflow_kwargs=kwargs,
+        images=RowImages(ImageStore(), config.data.image_key, config.data.image_hosts),
     )
 
 
@@ -178,11 +181,13 @@ class _Model:
     def prompts(self) -> Prompts:
         """Return what renders questions for the model."""
         data = self.config.data
+        tokenizer = load_tokenizer(self.directory, data.system_prompt, data.chat_template)
         return Prompts(
-            load_tokenizer(self.directory, data.system_prompt, data.chat_template),
+            tokenizer,
             system_prompt=data.system_prompt,
             max_prompt_tokens=data.max_prompt_tokens,
             max_model_len=load_config(self.directory).max_position,
+            images=image_prompts(self.directory, tokenizer, self.asked.images.store),
         )
 
     def set_of(self, found: Benchmark, rows: Sequence[Mapping[str, Any]]) -> _Set | None:
@@ -226,7 +231,9 @@ class _Model:
         Raises the first failure that concerns all rows, after the other samples are written.
         """
         options, asked = self.options, self.asked
-        fleet = servers.fleet(limits=options.limits, on_message=_say)
+        fleet = servers.fleet(
+            limits=options.limits, on_message=_say, image=self.asked.images.store.get
+        )
 
         async def connect() -> Fleet:
             try:

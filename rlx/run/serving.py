@@ -7,16 +7,16 @@ import signal
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rlx.agents.online import OnlineOptions, OnlineSessions
 from rlx.agents.workflow import gateway_class
 from rlx.base import UserError, explained
 from rlx.cli import command
 from rlx.fleet import tls as fleet_tls
-from rlx.fleet.client import Fleet
 from rlx.fleet.requests import Sampling
 from rlx.fleet.tls import Tls
+from rlx.launch.local import LocalServers, RunningServers
+from rlx.run.tokenizer_files import Served
 
 
 def read_keys(path: str) -> tuple[str, ...]:
@@ -54,9 +54,11 @@ class GatewayServer:
     def __post_init__(self) -> None:
         require_guarded(self.host, bool((self.keys or self.online) and self.tls))
 
-    async def serve(self, fleet: Fleet, tokenizer: Any, name: str) -> None:
-        """Connect `fleet`, answer until SIGINT or SIGTERM; UserError if a server or port fails."""
-        make, online = gateway_class(), None
+    async def serve(
+        self, servers: LocalServers | RunningServers, served: Served, name: str
+    ) -> None:
+        """Connect, answer until SIGINT or SIGTERM; UserError if a server or port fails."""
+        make, online, fleet = gateway_class(), None, servers.fleet(image=served.store.get)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(fleet.close)
             await fleet.connect()
@@ -64,8 +66,8 @@ class GatewayServer:
             if self.online:
                 online = OnlineSessions(Path(self.directory), self.online, most)
             gateway = make(
-                fleet, tokenizer, name=name, tool_format=self.tool_format, host=self.host,
-                port=self.port, tls=self.tls, online=online,
+                fleet, served.tokenizer, name=name, tool_format=self.tool_format, host=self.host,
+                port=self.port, tls=self.tls, online=online, images=served.images,
             )  # fmt: skip
             stack.push_async_callback(gateway.stop)
             untrained = replace(most, unscored=True)

@@ -1,17 +1,18 @@
 """Load a model's tokenizer and check its chat template."""
 
+import json
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from rlx.base import UserError, explained
+from rlx.base import PromptTokens, UserError, explained
 from rlx.cli.user_code import words
 from rlx.rollout import arithmetic, data
 from rlx.rollout.control_tokens import RAW
-from rlx.rollout.workflows import encode, render
+from rlx.rollout.images import ImagePrompts, RowImages
+from rlx.rollout.workflows import Prompts, render
+from rlx.system.image_store import ImageStore
 
 QUESTION = "What is 12 + 30?"  # for the check of a chat template
 
@@ -62,17 +63,39 @@ def load_tokenizer(model_dir: Path, system_prompt: str = "", chat_template: str 
     return tokenizer
 
 
-def read_prompts(path: str, tokenizer: Any, count: int) -> list[np.ndarray]:
-    """Return up to `count` prompts, [T] int32 each, rendered by the chat template."""
+def image_prompts(model_dir: Path, tokenizer: Any, store: ImageStore) -> ImagePrompts | None:
+    """Return what expands the images of prompts; None if the model takes none, or UserError."""
+    path = model_dir / "config.json"
+    takes = path.exists() and "vision_config" in json.loads(path.read_text())
+    return ImagePrompts(model_dir, tokenizer, store) if takes else None
+
+
+class Served(NamedTuple):
+    """The parts of a model that a gateway needs."""
+
+    tokenizer: Any
+    images: ImagePrompts | None
+    store: ImageStore  # of the images that clients send
+
+    @classmethod
+    def load(cls, model_dir: Path, chat_template: str) -> "Served":
+        """Return the parts in an HF directory; or UserError."""
+        tokenizer, store = load_tokenizer(model_dir, chat_template=chat_template), ImageStore()
+        return cls(tokenizer, image_prompts(model_dir, tokenizer, store), store)
+
+
+def read_prompts(path: str, model_dir: Path, count: int, store: ImageStore) -> list[PromptTokens]:
+    """Return up to `count` prompts, rendered by the model's chat template; keep their images."""
     if not path:
         rows = arithmetic.problems(0, "held_out", count)
     elif path.lower().endswith(data.FORMATS):  # rows with `question`
-        rows = data.load(path, answer_key="")[:count]
+        rows = data.load(path, answer_key="", most=count, images=RowImages(store, "images"))
     else:
         with explained(f"cannot read prompts from {path}", "give a text file"):
             lines = Path(path).read_text().splitlines()  # a prompt in each
         rows = [{"question": line} for line in lines if line.strip()][:count]
     if not rows:
         raise UserError(f"{path} has no prompts; give rows with `question`, or lines of text")
-    texts = [render(tokenizer, row["question"]) for row in rows]
-    return [np.array(encode(tokenizer, text), np.int32) for text in texts]
+    tokenizer = load_tokenizer(model_dir)
+    prompts = Prompts(tokenizer, images=image_prompts(model_dir, tokenizer, store))
+    return [prompts.ids(row) for row in rows]

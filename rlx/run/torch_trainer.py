@@ -17,6 +17,7 @@ from rlx.model import mesh
 from rlx.model.directory import load_config
 from rlx.model.tensors import Buckets, write_directory
 from rlx.run.inputs import Inputs
+from rlx.system.image_store import ImageStore
 from rlx.train.contract import Update
 from rlx.train.hosts import Hosts
 from rlx.train.train_options import TrainOptions
@@ -80,9 +81,14 @@ def random_weights(inputs: Inputs, directory: Path) -> None:
         model = packed_model.empty(inputs.model_dir)
     model = packed_model.Valued(model) if inputs.model_config.value_head else model
     dtype = np.dtype(inputs.train.publish_dtype)
-    tensors = {name: p.detach().numpy().astype(dtype) for name, p in model.named_parameters()}
+    named = packed_model.reverted(model, {k: p.detach() for k, p in model.named_parameters()})
+    tensors = {name: p.numpy().astype(dtype) for name, p in named.items()}
     write_directory(directory, inputs.model_config, Buckets.of(tensors), inputs.model_dir)
 
 
 def make(options: TrainOptions, context: int, path: str, **dtypes: Any) -> Update:
-    return TorchUpdate(load_config(path), replace(options, **dtypes), Path(path))
+    options = replace(options, **dtypes)
+    update = TorchUpdate(load_config(path), options, Path(path))
+    if options.image_dir:
+        update.images = ImageStore(Path(options.image_dir)).get
+    return update

@@ -46,6 +46,7 @@ class FlatBatch:
     owners: np.ndarray  # int64; the trajectory of each reward
     num_groups: int
     masks: Arrays  # `joined_masks` of the trajectories
+    images: tuple[tuple[str, ...], ...] = ()  # names of each trajectory's images; (): none has any
 
     @property
     def num_sequences(self) -> int:
@@ -179,8 +180,11 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
         "truncated": per_sequence(cut & (np.diff(owners, append=-1) != 0), bool, False),
         "valid": per_sequence(True, bool, False),
     }
-    masks = joined_masks(trajectories)
-    return FlatBatch(tokens, sequences, starts, sizes, group_of, owners, len(groups), masks)
+    masks, images = joined_masks(trajectories), tuple(t.images for t in trajectories)
+    return FlatBatch(
+        tokens, sequences, starts, sizes, group_of, owners, len(groups), masks,
+        images if any(images) else (),
+    )  # fmt: skip
 
 
 def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
@@ -355,7 +359,8 @@ def microbatches(flat: FlatBatch, ids: np.ndarray, packed: PackPlan) -> list[Arr
       [B, T] arrays of each microbatch: `tokens`, `positions`, `sequence_ids`, `loss_mask`,
       `behaviour_logprobs`, `versions` as in `flat.tokens`; int32 `segment_ids`, from 1 in each row
       and 0 at padding; int32 `flat_index` into the flat axis. At padding the index is the axis's
-      size, which a gather with fill and a scatter with drop ignore.
+      size, which a gather with fill and a scatter with drop ignore. If a trajectory of the batch
+      has images, `images` [B] has for each row a tuple of its segments' names, each a tuple.
     """
     lengths = np.repeat([length for _, length in packed.shapes], [n for n, _ in packed.shapes])
     total, beginnings = int(lengths.sum()), np.cumsum(lengths) - lengths
@@ -381,8 +386,15 @@ def microbatches(flat: FlatBatch, ids: np.ndarray, packed: PackPlan) -> list[Arr
     out["sequence_ids"][segments == 0] = len(flat.sequences["valid"])
     cuts = np.cumsum([rows * length for rows, length in packed.shapes])[:-1]
     parts = {name: np.split(values, cuts) for name, values in out.items()}
+    if flat.images:
+        named = np.empty(len(lengths), object)
+        for row in range(len(lengths)):
+            named[row] = ()
+        for row, one in zip(rows, ids[order], strict=True):
+            named[row] += (flat.images[one],)
+        parts["images"] = np.split(named, np.cumsum([count for count, _ in packed.shapes])[:-1])
     return [
-        {name: part[i].reshape(shape) for name, part in parts.items()}
+        {name: x[i] if name == "images" else x[i].reshape(shape) for name, x in parts.items()}
         for i, shape in enumerate(packed.shapes)
     ]
 

@@ -95,6 +95,7 @@ class TrainOptions:
     lora: LoraConfig | None = None  # the adapters; None: the whole model is trained
     seed: int = 0
     publish_dtype: str = "float32"  # of exported weights
+    image_dir: str = ""  # directory of the run's `ImageStore`
     compile: bool = option(
         False, "compile at each start for faster steps; trainer=torch: torch.compile of each "
         "layer; trainer=jax: oneDNN's products, in bfloat16 on x86 CPUs from JAX 0.12",
@@ -102,6 +103,10 @@ class TrainOptions:
     share_prefixes: str = option(
         "auto", "compute tokens that trajectories of a batch begin with once, not in each; auto: "
         "where that costs less", prefix_trees.MODES,
+    )  # fmt: skip
+    vision: str = option(
+        "frozen", "tower of a model that sees images: frozen, so that each image is computed once, "
+        "or trained with the language model; trainer=torch", ("frozen", "trained"),
     )  # fmt: skip
     offload_optimizer: bool = option(False, "trainer=torch on a GPU: moments in the host's memory")
     balance_coefficient: float = option(

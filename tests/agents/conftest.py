@@ -48,11 +48,11 @@ class AgentTools:
 
     @staticmethod
     @asynccontextmanager
-    async def fleet(engine, limits=LIMITS):
+    async def fleet(engine, limits=LIMITS, image=None):
         """A connected Fleet of one server with `engine`."""
         server = Server(lambda: engine)
         await server.start()
-        fleet = Fleet([f"127.0.0.1:{server.port}"], limits=limits)
+        fleet = Fleet([f"127.0.0.1:{server.port}"], limits=limits, image=image)
         try:
             await fleet.connect()
             yield fleet, server
@@ -63,16 +63,19 @@ class AgentTools:
     @classmethod
     @asynccontextmanager
     async def gateway(
-        cls, engine=None, sampling=None, template=None, tokenizer="", limits=LIMITS, **options
-    ):
+        cls, engine=None, sampling=None, template=None, tokenizer="", limits=LIMITS, images=None,
+        **options,
+    ):  # fmt: skip
         """A gateway with a session; yields gateway, session, engine, server, fleet."""
         engine = engine or cls.engine()
         if tokenizer:  # of a real model
             tokenizer = load_tokenizer(Path(tokenizer))
         else:
             tokenizer = cls.tokenizer(template) if template else cls.tokenizer()
-        async with cls.fleet(engine, limits) as (fleet, server):
-            gateway = Gateway(fleet, tokenizer)
+        images = images and images(tokenizer)
+        get = images and images.store.get
+        async with cls.fleet(engine, limits, get) as (fleet, server):
+            gateway = Gateway(fleet, tokenizer, images=images)
             await gateway.start()
             try:
                 yield SimpleNamespace(

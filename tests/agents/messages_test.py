@@ -178,11 +178,11 @@ def test_errors_are_the_clients_own_exceptions(agents):
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]},
          "messages[0].content[0].text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]},
          "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [
             {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}]}]}]},
-         "messages[0].content[0].content[0]"),
+         "messages[0].content[0].content[0].source"),
         ({"messages": [{"role": "assistant", "content": [
             {"type": "tool_use", "id": "t", "name": "f", "input": "{}"}]}]},
          "messages[0].content[0].input"),

@@ -9,6 +9,7 @@ end it as a model's engine would. Without a script it repeats what the last user
 import asyncio
 import re
 
+from rlx.engines.engine import MissingImage
 from rlx.fleet.requests import Chunk, EngineStatus
 
 TEMPLATE = (
@@ -54,6 +55,7 @@ class ScriptedEngine:
         self.decode_steps = 3
         self.version = 0
         self.requests, self.aborted, self.running = [], 0, 0
+        self.images, self.added = {}, 0  # by name; how often one was added
 
     def gather(self, together):
         """From now on, so many requests must be there before one is answered, once."""
@@ -82,7 +84,12 @@ class ScriptedEngine:
     def status(self):
         return EngineStatus(self.version, self.running, 0, self.slots, self.max_model_len, 0, False)
 
+    async def add_image(self, name, data):
+        self.images[name], self.added = data, self.added + 1
+
     async def generate(self, request):
+        if missing := set(request.images) - self.images.keys():
+            raise MissingImage(f"image {min(missing)} is not here")
         if len(request.prompt_tokens) >= min(self.room, self.max_model_len):
             raise ValueError(
                 f"the prompt has {len(request.prompt_tokens)} tokens, max_model_len is "

@@ -34,7 +34,7 @@ def text(ids):
     return "".join(f"<{i}>" for i in ids)
 
 
-def encode(written):
+def encode(written, images=()):
     return [int(part) for part in written.strip("<>").split("><") if part]
 
 

@@ -15,7 +15,8 @@ import copy
 import hashlib
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,18 +24,21 @@ import numpy as np
 
 from rlx.base import UserError
 from rlx.cli.user_code import words
-from rlx.engines.engine import NO_WEIGHTS, EngineOptions, EngineStopped
+from rlx.engines.engine import NO_WEIGHTS, EngineOptions, EngineStopped, MissingImage
 from rlx.engines.model_engine import ModelEngine
 from rlx.engines.stop_strings import StopStrings
+from rlx.engines.vllm.vllm_images import PreparedImage, prepared, with_images
 from rlx.engines.vllm.vllm_start import on_cpu, start_llm
 from rlx.fleet.requests import Chunk, EngineStatus, Request, Sampling, ScoreRequest, Scores
 from rlx.model import kept_tokens
 from rlx.model.tensors import shards
+from rlx.system import image_store
 
 _FLUSH_SECONDS = 0.05  # interval of chunks
 _UNWATCHED = 10  # × _FLUSH_SECONDS is the interval of unwatched requests
 _STAGE_POLL_SECONDS = 0.005
 _GAP_NS = 200_000_000  # longest between steps of one span
+_MOST_IMAGE_BYTES = 4 << 30  # of prepared images
 _SCORE_ATTEMPTS = 16  # an update may abort each
 
 
@@ -57,6 +61,7 @@ class VllmEngine(ModelEngine):
         if self._config.value_head:
             raise UserError(f"{model_path} is a reward model; serve it with --engine=jax")
         self._slots, self._hang_seconds = slots, hang_seconds
+        self._preparing = asyncio.Lock()
         self._options = {"slots": slots, "max_model_len": self._max_model_len, **options}
         self._samples: dict[str, _Sample] = {}
         self._serial = 0  # of the last request
@@ -66,6 +71,7 @@ class VllmEngine(ModelEngine):
         self._asleep = 0  # level of `pause`; 1 once new weights have come
         self._watcher: asyncio.Task | None = None
         self._cpu = on_cpu()
+        self._images: OrderedDict[str, PreparedImage] = OrderedDict()
         self.llm: Any = None  # vLLM's AsyncLLM, once started
 
     async def start(self) -> None:
@@ -99,6 +105,16 @@ class VllmEngine(ModelEngine):
                 "above for the reason"
             ) from error
         self._generated = 0
+
+    async def add_image(self, name: str, data: bytes) -> None:
+        renderer = self.llm.renderer
+        if renderer.mm_processor is None:
+            raise ValueError("the server's model takes no images; leave them out")
+        picture = image_store.opened(data)
+        async with self._preparing:
+            self._images[name] = await asyncio.to_thread(prepared, renderer, picture)
+        while sum(image.num_bytes for image in self._images.values()) > _MOST_IMAGE_BYTES:
+            self._images.popitem(last=False)
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
         self._check_request(request)
@@ -248,6 +264,7 @@ class VllmEngine(ModelEngine):
         return self._processed(
             request.request_id,
             request.prompt_tokens,
+            request.images,
             priority=-request.priority,  # vLLM serves the lowest first
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -265,6 +282,7 @@ class VllmEngine(ModelEngine):
         return self._processed(
             "score",
             request.tokens[:-1],
+            request.images,
             priority=0,
             temperature=request.temperature,
             max_tokens=1,
@@ -273,10 +291,17 @@ class VllmEngine(ModelEngine):
             prompt_logprobs=0,
         )
 
-    def _processed(self, name: str, prompt: np.ndarray, *, priority: int, **sampling: Any) -> Any:
+    def _processed(
+        self,
+        name: str,
+        prompt: np.ndarray,
+        images: Sequence[str],
+        *,
+        priority: int,
+        **sampling: Any,
+    ) -> Any:
         from vllm import SamplingParams
         from vllm.exceptions import VLLMValidationError
-        from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         try:
@@ -285,7 +310,7 @@ class VllmEngine(ModelEngine):
             )
             return self.llm.input_processor.process_inputs(
                 name,
-                tokens_input(prompt.tolist()),
+                self._input(prompt, images),
                 params,
                 supported_tasks=self._tasks,
                 priority=priority,
@@ -295,6 +320,24 @@ class VllmEngine(ModelEngine):
             named = named or ("guide" if sampling.get("structured_outputs") else "")
             field = f"{named}: " if named else ""
             raise ValueError(f"{field}vLLM does not take the request: {error}") from error
+
+    def _input(self, prompt: np.ndarray, images: Sequence[str]) -> Any:
+        from vllm.inputs.engine import tokens_input
+
+        if not images:
+            return tokens_input(prompt.tolist())
+        missing = [name for name in images if name not in self._images]
+        if missing:
+            raise MissingImage(f"image {missing[0]} is not here; add it first")
+        limit = self.llm.model_config.multimodal_config.get_limit_per_prompt("image")
+        if len(images) > limit:
+            raise ValueError(
+                f"the prompt has {len(images)} images, the engine takes {limit}; leave some out or "
+                "raise limit_mm_per_prompt in fleet.engine_args"
+            )
+        for name in images:
+            self._images.move_to_end(name)
+        return with_images(prompt, images, [self._images[name] for name in images])
 
     def _for_sample(self, core: Any, request: Request, index: int) -> Any:
         own = copy.copy(core)
@@ -311,6 +354,11 @@ class VllmEngine(ModelEngine):
         core = sample.core = copy.copy(sample.core)
         core.request_id = f"rlx-{self._serial}"
         core.cache_salt = str(self._version)
+        if core.mm_features:  # an image's features depend on the weights, too
+            core.mm_features = [
+                replace(image, identifier=f"{image.mm_hash}-{self._version}")
+                for image in core.mm_features
+            ]
         self._samples[core.request_id] = sample
         await self._core(self.llm.engine_core.add_request_async(core))
 

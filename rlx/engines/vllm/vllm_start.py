@@ -88,6 +88,7 @@ def start_llm(
         "scheduling_policy": "priority",
         "disable_log_stats": True,
         "worker_extension_cls": _WORKER,
+        "mm_processor_cache_gb": 0,  # the engine keeps prepared images
     }
     names = {field.name for field in dataclasses.fields(AsyncEngineArgs)} - fixed.keys()
     options |= read_engine_args(engine_args, names, fixed)

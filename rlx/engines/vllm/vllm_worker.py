@@ -258,7 +258,7 @@ def check(tensors: Tensors, spec: dict[str, tuple[int, ...]]) -> None:
 
 def plan(model: torch.nn.Module, spec: dict[str, Any]) -> dict[str, list[str]]:
     """Return vLLM's parameter → HF tensors to join on axis 0; ValueError if either is missing."""
-    fused = getattr(model, "packed_modules_mapping", {})
+    fused, spec = getattr(model, "packed_modules_mapping", {}), renamed(model, spec)
     sources: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
@@ -269,8 +269,9 @@ def plan(model: torch.nn.Module, spec: dict[str, Any]) -> dict[str, list[str]]:
             numbers = range(len(parameter))
             parts = [f"{prefix}.{i}.{part}.weight" for i in numbers for part in _EXPERTS[leaf]]
         if not all(part in spec for part in parts):
-            if name == "lm_head.weight" and "model.embed_tokens.weight" in spec:  # tied
-                parts = ["model.embed_tokens.weight"]
+            tied = [other for other in spec if other.endswith("embed_tokens.weight")]
+            if name.endswith("lm_head.weight") and tied:
+                parts = tied
             else:
                 raise ValueError(f"vLLM's parameter {name} has no tensor in the checkpoint")
         sources[name] = parts
@@ -280,13 +281,19 @@ def plan(model: torch.nn.Module, spec: dict[str, Any]) -> dict[str, list[str]]:
     return sources
 
 
+def renamed(model: torch.nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return tensors by vLLM's own names, which differ from HF's in models with images."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    return mapper.get_rename_mapper().apply_dict(tensors) if mapper else tensors
+
+
 def stage_packed(
     model: torch.nn.Module, tensors: Tensors, dtype: torch.dtype
 ) -> Callable[[], None]:
     """Pack `tensors` for a CPU; return a function that exchanges the weights."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-    sources = plan(model, tensors)
+    sources, tensors = plan(model, tensors), renamed(model, tensors)
     joined: dict[str, torch.Tensor] = {}
     steps: list[Callable[[], None]] = []
     for owner, module in model.named_modules(remove_duplicate=False):

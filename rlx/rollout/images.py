@@ -1,0 +1,254 @@
+"""Images in rows, messages and prompts.
+
+    a file, bytes, a data URI ─▶ `image_part`: {"type": "image", "image": "image:NAME"} ─▶ chat
+    template ─▶ text with placeholders ─▶ `ImagePrompts.expanded`, by the model's own processor
+
+NAME is that of the run's `ImageStore`. Files named by a row stay where they are until it is drawn.
+"""
+
+import base64
+import binascii
+import functools
+import io
+import re
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlx.base import UserError, explained
+from rlx.system import image_store
+from rlx.system.image_store import ImageStore
+
+NAME = "image:"  # begins the name of an image in the store
+MARK = "<image>"  # where a text has an image of the row's column
+_MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
+_DATA = re.compile(r"data:[\w/+.-]*;base64,(.*)", re.DOTALL)
+_AROUND = "@@IMAGE@@"  # to find what a chat template writes for an image
+_SECONDS = 30.0  # for an image from the network
+Part = Mapping[str, Any]
+
+
+def data_uri(value: Any) -> str | None:
+    """Return an image's bytes, or Pillow's picture, as a data URI; None for other values."""
+    if hasattr(value, "save") and hasattr(value, "convert"):  # a picture of Pillow
+        file = io.BytesIO()
+        value.save(file, "PNG")
+        value = file.getvalue()
+    if not isinstance(value, bytes) or not value.startswith(_MAGIC):
+        return None
+    return "data:image;base64," + base64.b64encode(value).decode()
+
+
+def source_of(part: Part) -> Any:
+    """Return an image in the forms of data sets and APIs: a text or bytes; None if it is none.
+
+    The forms are those of transformers, OpenAI's chat and responses, and Anthropic's messages.
+    """
+    found = part.get("image", part.get("image_url", part.get("url", part.get("path"))))
+    source = part.get("source")
+    if isinstance(source, Mapping):
+        kind = source.get("type")
+        found = f"data:image;base64,{source.get('data')}" if kind == "base64" else source.get("url")
+    if isinstance(found, Mapping):
+        found = found.get("bytes") or found.get("url") or found.get("path")
+    return found
+
+
+def is_image(part: Any) -> bool:
+    """Return whether a part of a message's content is an image."""
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url", "input_image")
+
+
+def images_in(messages: Sequence[Mapping[str, Any]]) -> list[Part]:
+    """Return the parts of messages' contents that are images, in order."""
+    parts = (m["content"] for m in messages if isinstance(m.get("content"), list))
+    return [part for content in parts for part in content if is_image(part)]
+
+
+def image_part(
+    part: Part, store: ImageStore, folder: Path | None = None, hosts: Collection[str] = ()
+) -> dict[str, str]:
+    """Return a part with an image by its name in the store, or by its file.
+
+    Args:
+      folder: of paths that are not absolute; None: files are refused.
+      hosts: from which images are fetched.
+
+    Raises:
+      UserError: no image, or one that cannot be read, is too large, or is not allowed here.
+    """
+    source = source_of(part)
+    if isinstance(source, str) and source.startswith(NAME):
+        return {"type": "image", "image": source}
+    if isinstance(source, str) and not (found := _DATA.fullmatch(source)):
+        if re.match(r"https?:", source):
+            return _kept(_fetched(source, hosts), store)
+        if folder is None:
+            raise UserError("an image must be a data URI with base64; files are not read here")
+        path = folder / source.removeprefix("file://")
+        if not path.is_file():
+            raise UserError(f"no image {path}; correct the path, which begins at {folder}")
+        return {"type": "image", "image": str(path)}
+    if isinstance(source, str) and found:
+        try:
+            source = base64.b64decode(found[1], validate=True)
+        except binascii.Error as error:
+            raise UserError(f"an image's base64 is damaged ({error}); encode it again") from None
+    if not isinstance(source, bytes):
+        raise UserError(f"an image must be bytes, a path or a data URI, got {part!s:.80}")
+    return _kept(source, store)
+
+
+def _kept(data: bytes, store: ImageStore) -> dict[str, str]:
+    try:
+        image_store.opened(data)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return {"type": "image", "image": NAME + store.put(data)}
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        """Refuse: another host may not be allowed."""
+
+
+def _fetched(url: str, hosts: Collection[str]) -> bytes:
+    host = urllib.parse.urlsplit(url).hostname or ""
+    if host not in hosts:
+        raise UserError(f"an image is at {host}, which data.image_hosts does not name; add it")
+    try:
+        with urllib.request.build_opener(_NoRedirects).open(url, timeout=_SECONDS) as reply:
+            return reply.read(image_store.MOST_BYTES + 1)
+    except (OSError, urllib.error.URLError) as error:
+        raise UserError(f"cannot fetch the image {url:.200} ({error}); check the address") from None
+
+
+@dataclass(frozen=True, eq=False)
+class RowImages:
+    """The images of a data set's rows."""
+
+    store: ImageStore
+    column: str = ""  # of a row's images, which its question gets; "": none
+    hosts: Collection[str] = ()  # from which images may be fetched
+
+    def put(self, parts: Sequence[Part], folder: Path, what: str) -> list[Part]:
+        """Return a content's parts, its images as of `image_part`; UserError shows `what`.
+
+        KeyError or TypeError for a part that is neither a text nor an image.
+        """
+        try:
+            return [
+                image_part(part, self.store, folder, self.hosts) if is_image(part)
+                else {"type": "text", "text": "" + part["text"]}
+                for part in parts
+            ]  # fmt: skip
+        except UserError as error:
+            raise UserError(f"{what}: {error}") from None
+
+
+def with_column(question: Any, images: Any, what: str) -> list[dict[str, Any]]:
+    """Return messages with a row's images where the texts have MARK, else before the first text."""
+    given = list(images) if isinstance(images, list | tuple) else [images]
+    parts = [image if is_image(image) else {"type": "image", "image": image} for image in given]
+    messages = [dict(m) for m in question] if isinstance(question, list) else [
+        {"role": "user", "content": question}
+    ]  # fmt: skip
+    marks = sum(str(m.get("content")).count(MARK) for m in messages)
+    if marks not in (0, len(parts)):
+        raise UserError(f"{what} has {marks} {MARK} and the row {len(parts)} images; make them fit")
+    left = iter(parts)
+    for message in messages:
+        texts = re.split(f"({MARK})", message["content"]) if marks else [message["content"]]
+        if message["role"] == "user" and not marks:
+            texts, marks = [MARK] * len(parts) + texts, len(parts)
+        message["content"] = [
+            next(left) if text == MARK else {"type": "text", "text": text}
+            for text in texts if text
+        ]  # fmt: skip
+    return messages
+
+
+class ImagePrompts:
+    """The images of prompts, and their placeholders, which a model's processor expands.
+
+    Args:
+      directory: of the model; UserError if it has no processor that can be loaded.
+      tokenizer: of the prompts.
+      store: for the images of rows that are drawn.
+    """
+
+    def __init__(self, directory: Path, tokenizer: Any, store: ImageStore):
+        from transformers import AutoProcessor
+
+        names = ("processor_config.json", "preprocessor_config.json")
+        if not any((directory / name).exists() for name in names):
+            raise UserError(
+                f"no processor_config.json in {directory}; copy the model's files there"
+            )
+        try:
+            self._processor = AutoProcessor.from_pretrained(directory, trust_remote_code=False)
+        except Exception as error:  # of many kinds: damaged files, packages that are missing
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(f"the processor in {directory} cannot be loaded: {reason}") from error
+        self.store = store
+        self._processor.tokenizer = self._texts = _Texts(tokenizer)
+        self._size = functools.lru_cache(65536)(
+            lambda name: image_store.opened(store.get(name)).size
+        )
+        self._for_sizes = functools.lru_cache(4096)(self._expanded)
+
+    def names(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        """Return the names of the images in messages, after putting their files into the store."""
+        found = []
+        for part in images_in(messages):
+            source = part["image"]
+            if not source.startswith(NAME):
+                with explained(f"cannot read the image {source}", "correct its path"):
+                    source = _kept(Path(source).read_bytes(), self.store)["image"]
+            found.append(source.removeprefix(NAME))
+        return tuple(found)
+
+    def shown(self, uri: str) -> tuple[str, tuple[str, ...]]:
+        """Return the placeholders of an image that a tool gave, and its name; raises UserError."""
+        part = image_part({"image": uri}, self.store)
+        parts = [{"type": "text", "text": _AROUND}, part, {"type": "text", "text": _AROUND}]
+        text = self._texts.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
+        names = self.names([{"content": [part]}])
+        return self.expanded(text.split(_AROUND)[1].strip(), names), names
+
+    def expanded(self, text: str, names: tuple[str, ...]) -> str:
+        """Return a rendered text with each placeholder as often as the processor repeats it."""
+        try:
+            return self._for_sizes(text, tuple(map(self._size, names)))
+        except ValueError as error:  # an image is damaged
+            raise UserError(str(error)) from None
+
+    def _expanded(self, text: str, sizes: tuple[tuple[int, int], ...]) -> str:
+        # Processors look at the sizes only.
+        pictures = [image_store.blank(size) for size in sizes]
+        try:
+            self._processor(text=[text], images=[pictures], return_tensors="np")
+        except Exception as error:  # of many kinds, by family
+            raise UserError(
+                f"the processor refuses a prompt with {len(sizes)} images ({error!s:.200}); "
+                "check that its chat template writes a placeholder for each"
+            ) from error
+        return self._texts.last
+
+
+class _Texts:
+    """A processor's tokenizer, which keeps the text that it got last."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer, self.last = tokenizer, ""
+
+    def __call__(self, text: Any, **options: Any) -> Any:
+        self.last = text if isinstance(text, str) else text[0]
+        return self._tokenizer(text, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)

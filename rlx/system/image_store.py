@@ -1,0 +1,103 @@
+"""The images of a run, each once, under a name that is a hash of its bytes."""
+
+import base64
+import functools
+import hashlib
+import io
+import os
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+from rlx.base import UserError, explained, install
+
+MOST_BYTES, MOST_PIXELS = 16 << 20, 1 << 26  # of an image file; a message holds 32 MiB
+
+
+def name_of(data: bytes) -> str:
+    """Return the name of an image: 32 hexadecimal digits of a hash of its file's bytes."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def opened(data: bytes) -> Any:
+    """Return an image file's picture, in Pillow's mode RGB.
+
+    ValueError if it is damaged, or larger than MOST_BYTES or MOST_PIXELS.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise UserError(f"images need Pillow ({error}); {install('vision')}") from None
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"an image has {len(data):,} bytes; shrink it to {MOST_BYTES:,} or fewer")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
+            with Image.open(io.BytesIO(data)) as picture:
+                pixels = picture.width * picture.height
+                if pixels <= MOST_PIXELS:  # known before any is decoded
+                    return picture.convert("RGB")
+        except Exception as error:  # decoders raise errors of many kinds
+            raise ValueError(f"an image cannot be read ({error}); give PNG or JPEG") from error
+    raise ValueError(f"an image has {pixels:,} pixels; shrink it to {MOST_PIXELS:,} or fewer")
+
+
+def blank(size: tuple[int, int]) -> Any:
+    """Return a picture of this width and height."""
+    from PIL import Image
+
+    return Image.new("RGB", size)
+
+
+def thumbnail(data: bytes, most: int = 160) -> str:
+    """Return an image as a data URI of a PNG of at most `most` × `most` pixels; as `opened`."""
+    picture, file = opened(data), io.BytesIO()
+    picture.thumbnail((most, most))
+    picture.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+class ImageStore:
+    """A directory of image files, as PNG, JPEG or another format that Pillow reads.
+
+    Several threads and processes may use one directory. Without one, files are in a temporary
+    directory until `move`.
+    """
+
+    def __init__(self, directory: Path | None = None):
+        self._given = directory
+        self._temporary: tempfile.TemporaryDirectory | None = None
+
+    @functools.cached_property
+    def _directory(self) -> Path:
+        if self._given:
+            return self._given
+        self._temporary = tempfile.TemporaryDirectory(prefix="rlx-images-")
+        return Path(self._temporary.name)
+
+    def move(self, directory: Path) -> None:
+        """Use another directory from now on, with the images so far."""
+        old, self._directory = self._temporary, directory
+        if old:
+            for path in Path(old.name).iterdir():
+                self.put(path.read_bytes())
+            old.cleanup()
+
+    def put(self, data: bytes) -> str:
+        """Keep an image file's bytes; return its name. UserError if it cannot be written."""
+        path = self._directory / name_of(data)
+        if not path.exists():
+            remedy = "free some space, or use another workdir"
+            with explained(f"cannot write the image {path}", remedy):
+                self._directory.mkdir(parents=True, exist_ok=True)
+                with tempfile.NamedTemporaryFile(dir=self._directory, delete=False) as file:
+                    file.write(data)
+                os.replace(file.name, path)
+        return path.name
+
+    def get(self, name: str) -> bytes:
+        """Return the bytes of an image; UserError if it is not here."""
+        path = self._directory / name
+        with explained(f"the image {path} is missing", "keep a run's images with its journal"):
+            return path.read_bytes()
