@@ -78,6 +78,7 @@ class Images:
         self.config, self.frozen = config, frozen
         self._directory, self._read = directory, read
         self._kept: OrderedDict[str, Image] = OrderedDict()
+        self._bytes = 0  # of these
 
     @cached_property
     def _processor(self) -> Any:
@@ -98,12 +99,13 @@ class Images:
         return found
 
     def _image(self, base: Any, name: str) -> Image:
-        found = self._kept.get(name) or self._processed(base, name)
-        self._kept[name] = found
+        if name not in self._kept:
+            self._kept[name] = self._processed(base, name)
+            self._bytes += self._kept[name].bytes
         self._kept.move_to_end(name)
-        while len(self._kept) > 1 and sum(x.bytes for x in self._kept.values()) > ROOM:
-            self._kept.popitem(last=False)
-        return found
+        while len(self._kept) > 1 and self._bytes > ROOM:
+            self._bytes -= self._kept.popitem(last=False)[1].bytes
+        return self._kept[name]
 
     def _processed(self, base: Any, name: str) -> Image:
         picture = image_store.opened(self._read(name))

@@ -72,6 +72,7 @@ class VllmEngine(ModelEngine):
         self._watcher: asyncio.Task | None = None
         self._cpu = on_cpu()
         self._images: OrderedDict[str, PreparedImage] = OrderedDict()
+        self._image_bytes = 0  # of these
         self.llm: Any = None  # vLLM's AsyncLLM, once started
 
     async def start(self) -> None:
@@ -112,9 +113,11 @@ class VllmEngine(ModelEngine):
             raise ValueError("the server's model takes no images; leave them out")
         picture = image_store.opened(data)
         async with self._preparing:
-            self._images[name] = await asyncio.to_thread(prepared, renderer, picture)
-        while sum(image.num_bytes for image in self._images.values()) > _MOST_IMAGE_BYTES:
-            self._images.popitem(last=False)
+            if name not in self._images:
+                self._images[name] = await asyncio.to_thread(prepared, renderer, picture)
+                self._image_bytes += self._images[name].num_bytes
+        while len(self._images) > 1 and self._image_bytes > _MOST_IMAGE_BYTES:
+            self._image_bytes -= self._images.popitem(last=False)[1].num_bytes
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
         self._check_request(request)
