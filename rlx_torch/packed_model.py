@@ -374,10 +374,29 @@ def logprobs(
     Returns:
       Two [B, T] float32, nats, as of `rlx.model.decoder.logprobs`; 0 at tokens that are not asked.
     """
-    asked, head = batch["asked"], model.get_output_embeddings()
-    states, drawn_from = hidden(model, batch)[asked - 1], _drawn_from(batch)
+    asked = batch["asked"]
     tokens = batch["tokens"].reshape(-1)[batch["places"][asked]].long()
-    cap = getattr(model.config, "final_logit_softcapping", None)
+    picked, entropy = scored(
+        model, hidden(model, batch)[asked - 1], tokens[:, None], chunk=chunk,
+        temperature=temperature, entropy_gradient=entropy_gradient, drawn_from=_drawn_from(batch),
+    )  # fmt: skip
+    return _back(picked[:, 0], batch, asked), _back(entropy, batch, asked)
+
+
+def scored(
+    model: Any, states: Tensor, targets: Tensor, *, chunk: int, temperature: float = 1.0,
+    entropy_gradient: bool = False,
+    drawn_from: Callable[[int, int, int], Tensor] | None = None,  # of `_drawn_from`
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return log-probabilities of K tokens after each state, and the distribution's entropy.
+
+    Args:
+      states: [N, D] of `hidden`. targets: [N, K] int64. Others as of `logprobs`.
+
+    Returns:
+      [N, K] and [N] float32, nats.
+    """
+    head, cap = model.get_output_embeddings(), getattr(model.config, "final_logit_softcapping", None)
     scale = getattr(model.config, "logit_scale", 1.0) / getattr(model.config, "logits_scaling", 1.0)
 
     def scores(states: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor]:
@@ -388,19 +407,17 @@ def logprobs(
         if drawn_from:
             logits = logits.masked_fill(~drawn_from(first, *logits.shape), kept_tokens.OUTSIDE)
         logprobs = torch.log_softmax(logits, -1)
-        picked = logprobs.gather(-1, targets[:, None])[:, 0]
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = -(logprobs.exp() * logprobs).sum(-1)
-        return picked, entropy
+        return logprobs.gather(-1, targets), entropy
 
-    starts = range(0, len(tokens), chunk)
-    parts = [*zip(states.split(chunk), tokens.split(chunk), starts, strict=True)]
+    starts = range(0, len(targets), chunk)
+    parts = [*zip(states.split(chunk), targets.split(chunk), starts, strict=True)]
     if len(parts) == 1:  # the backward pass would recompute all logits at once
-        found = [scores(*parts[0])]
-    else:
-        found = [checkpoint(scores, *part, use_reentrant=False) for part in parts]
+        return scores(*parts[0])
+    found = [checkpoint(scores, *part, use_reentrant=False) for part in parts]
     picked, entropy = (torch.cat(part) for part in zip(*found, strict=True))
-    return _back(picked, batch, asked), _back(entropy, batch, asked)
+    return picked, entropy
 
 
 def _drawn_from(batch: Batch) -> Callable[[int, int, int], Tensor] | None:

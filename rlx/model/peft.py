@@ -43,34 +43,44 @@ def to_peft(adapters: Params, config: ModelConfig, settings: LoraConfig) -> Buck
     return export(adapters, lora_config.table(config, settings), np.float32)
 
 
-def from_peft(
+def require_fit(
     tensors: Mapping[str, np.ndarray], config: ModelConfig, settings: LoraConfig
-) -> Params:
-    """Return the adapters of PEFT's tensors, float32; UserError names a missing or extra tensor."""
-    import jax.numpy as jnp
+) -> None:
+    """Raise UserError unless tensors have PEFT's names and shapes; it names the first that has not.
 
-    rows = lora_config.table(config, settings)
-    names = {name for row in rows for name in row.names}
-    if missing := sorted(names - set(tensors)):
+    Args:
+      tensors: name → array, or what reads it.
+    """
+    wanted = {n: row.hf_shape for row in lora_config.table(config, settings) for n in row.names}
+    if missing := sorted(set(wanted) - set(tensors)):
         raise UserError(
             f"{len(missing)} adapter tensors are missing, first {missing[0]!r}; {CONFIG} names "
             "other targets, or the adapter belongs to another model"
         )
-    if extra := sorted(set(tensors) - names):
+    if extra := sorted(set(tensors) - set(wanted)):
         raise UserError(
             f"{len(extra)} adapter tensors have no place in {config.architecture} with the targets "
             f"of {CONFIG}, first {extra[0]!r}; the adapter belongs to another model"
         )
+    for name, shape in wanted.items():
+        if (found := np.shape(tensors[name])) != shape:
+            raise UserError(
+                f"adapter tensor {name!r} has shape {found}, wanted {shape}; it does not fit "
+                f"{CONFIG} or the model"
+            )
+
+
+def from_peft(
+    tensors: Mapping[str, np.ndarray], config: ModelConfig, settings: LoraConfig
+) -> Params:
+    """Return the adapters of PEFT's tensors, float32; UserError as of `require_fit`."""
+    import jax.numpy as jnp
+
+    require_fit(tensors, config, settings)
     leaves = {}
-    for row in rows:
-        parts = [np.asarray(tensors[name]) for name in row.names]
-        for name, part in zip(row.names, parts, strict=True):
-            if part.shape != row.hf_shape:
-                raise UserError(
-                    f"adapter tensor {name!r} has shape {part.shape}, wanted {row.hf_shape}; it "
-                    f"does not fit {CONFIG} or the model"
-                )
-        leaves[row.path] = jnp.asarray(np.stack([part.T.astype(np.float32) for part in parts]))
+    for row in lora_config.table(config, settings):
+        parts = [np.asarray(tensors[name]).T.astype(np.float32) for name in row.names]
+        leaves[row.path] = jnp.asarray(np.stack(parts))
     return parameters.build(leaves)
 
 

@@ -1,22 +1,66 @@
-"""Serve a gateway in front of untrained servers, with its API keys and TLS."""
+"""Serve HTTP in front of untrained servers: flags, servers, API keys, TLS, and the gateway."""
 
 import asyncio
 import json
 import os
 import signal
-from contextlib import AsyncExitStack
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rlx.agents.online import OnlineOptions, OnlineSessions
 from rlx.agents.workflow import gateway_class
 from rlx.base import UserError, explained
 from rlx.cli import command
+from rlx.engines.engine import EngineOptions
 from rlx.fleet import tls as fleet_tls
+from rlx.fleet import wire
+from rlx.fleet.client import Fleet
 from rlx.fleet.requests import Sampling
-from rlx.fleet.tls import Tls
-from rlx.launch.local import LocalServers, RunningServers
+from rlx.fleet.tls import Tls, client_tls, server_tls
+from rlx.launch.local import servers_of
 from rlx.run.tokenizer_files import Served
+
+
+def add_flags(p: command.Parser, port: int) -> None:
+    """Add the flags of a model's servers and of what answers in front of them."""
+    p.add_argument("--model", required=True, help="HF directory or hub name")
+    p.add_argument("--name", default="", help="of the model for clients; default: its own")
+    p.add_argument("--servers", default="", help="running servers of the model: host:port,…")
+    p.add_argument("--tls", default="", help="of --servers: ca.pem, or ca.pem,cert.pem,key.pem")
+    p.add_argument("--engine", default="jax", choices=("jax", "vllm"), help="engine to start")
+    p.add_options(EngineOptions, "slots", "max_model_len")
+    p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    p.add_argument("--host", default="127.0.0.1", help="any but loopback needs --keys and TLS")
+    p.add_argument("--port", type=int, default=port, help="0: any")
+    p.add_argument("--keys", default="", help="file with one API key a line; default: any")
+    p.add_argument("--tls-cert", default="", help="PEM file: certificate")
+    p.add_argument("--tls-key", default="", help="PEM file: its key")
+
+
+def guards(a: Namespace) -> tuple[tuple[str, ...], Tls | None]:
+    """Return the API keys and TLS of the flags; UserError for files that cannot be read."""
+    return read_keys(a.keys), server_tls(a.tls_cert, a.tls_key, "")
+
+
+@contextmanager
+def fleet_of(
+    a: Namespace, model: Path, image: Callable[[str], bytes] | None = None, **local: Any
+) -> Iterator[Fleet]:
+    """Yield the fleet of the flags' running servers; without them, of servers of `model`.
+
+    `image` is of the fleet, `local` of servers that are started.
+    """
+    with tempfile.TemporaryDirectory() as workdir, servers_of(
+        list(filter(None, a.servers.split(","))), model, token=wire.take_token(os.environ),
+        tls=client_tls(*[*a.tls.split(","), "", ""][:3]), workdir=workdir, engine=a.engine,
+        dtype=a.dtype, max_model_len=a.max_model_len, slots=a.slots, **local,
+    ) as servers:  # fmt: skip
+        yield servers.fleet(image=image)
 
 
 def read_keys(path: str) -> tuple[str, ...]:
@@ -54,11 +98,9 @@ class GatewayServer:
     def __post_init__(self) -> None:
         require_guarded(self.host, bool((self.keys or self.online) and self.tls))
 
-    async def serve(
-        self, servers: LocalServers | RunningServers, served: Served, name: str
-    ) -> None:
-        """Connect, answer until SIGINT or SIGTERM; UserError if a server or port fails."""
-        make, online, fleet = gateway_class(), None, servers.fleet(image=served.store.get)
+    async def serve(self, fleet: Fleet, served: Served, name: str) -> None:
+        """Connect `fleet`, answer until SIGINT or SIGTERM; UserError if a server or port fails."""
+        make, online = gateway_class(), None
         async with AsyncExitStack() as stack:
             stack.push_async_callback(fleet.close)
             await fleet.connect()

@@ -1,35 +1,50 @@
-"""Bytes of Tinker's binary messages ⇄ numpy arrays; tinker_messages.proto has their schema."""
+"""Bytes of Tinker's binary messages ⇄ numpy arrays, by the schema of the client's own package."""
 
+import importlib.util
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
 from rlx.agents.dialects import ApiError
-from rlx.base import UserError
+from rlx.base import UserError, install
 from rlx.fleet.sample import Completion
-from rlx.tinker import tinker_messages_pb2 as pb
 from rlx.tinker.target_rows import TargetDatum
 
-_DTYPES = {pb.FLOAT32: np.float32, pb.INT64: np.int64, pb.INT32: np.int32}
+
+@cache
+def schema() -> Any:
+    """Return the client's module of messages; UserError if the client is not installed."""
+    if not (client := importlib.util.find_spec("tinker")) or not client.origin:
+        raise UserError(f"the messages of Tinker's API need its client; {install('tinker')}")
+    # Not `import tinker.proto`, which would import torch.
+    file = Path(client.origin).parent / "proto/tinker_public_pb2.py"
+    spec = importlib.util.spec_from_file_location("tinker_public_pb2", file)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def request_of(body: bytes) -> pb.ForwardBackwardRequest:
-    """Return a request's message; ApiError (400) if the bytes are none."""
+def request_of(body: bytes) -> dict[str, Any]:
+    """Return a request's fields and, in `message`, all of it; ApiError (400) for other bytes."""
     try:
-        return pb.ForwardBackwardRequest.FromString(body)
+        message = schema().ForwardBackwardRequest.FromString(body)
     except DecodeError:
         raise ApiError(400, "the body is not a ForwardBackwardRequest; use `tinker`") from None
+    return {"model_id": message.model_id, "seq_id": message.seq_id, "message": message}
 
 
-def options_of(message: pb.ForwardBackwardRequest) -> dict[str, Any]:
+def options_of(message: Any) -> dict[str, Any]:
     """Return the loss's options: name → number or text."""
     given = message.loss_fn_config_v2.items()
     return {k: v.number if v.HasField("number") else v.text for k, v in given}
 
 
-def data_of(message: pb.ForwardBackwardRequest) -> list[TargetDatum]:
+def data_of(message: Any) -> list[TargetDatum]:
     """Return the data of a request; UserError for images, sound or a malformed tensor."""
     found = []
     for index, datum in enumerate(message.data):
@@ -48,8 +63,9 @@ def data_of(message: pb.ForwardBackwardRequest) -> list[TargetDatum]:
     return found
 
 
-def _array(tensor: pb.Tensor) -> np.ndarray:
-    dtype, shape, sparse = _DTYPES[tensor.dtype], tuple(tensor.shape), tensor.sparse_csr
+def _array(tensor: Any) -> np.ndarray:
+    dtypes = {1: np.float32, 2: np.int64, 3: np.int32}  # the schema's DType
+    dtype, shape, sparse = dtypes[tensor.dtype], tuple(tensor.shape), tensor.sparse_csr
     if not tensor.HasField("sparse_csr"):
         return np.frombuffer(tensor.dense, dtype).reshape(shape or -1)
     dense = np.zeros(shape, dtype)
@@ -61,14 +77,18 @@ def _array(tensor: pb.Tensor) -> np.ndarray:
 
 def losses_reply(logprobs: Sequence[np.ndarray], losses: Sequence[np.ndarray]) -> bytes:
     """Return a ForwardBackwardOutput with a record for each datum; arrays are float32."""
+    pb = schema()
     reply = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     reply.metrics["loss:sum"] = sum(float(x.sum(dtype=np.float64)) for x in losses)
     for pair in zip(logprobs, losses, strict=True):
         record = reply.loss_fn_outputs.add(num_datums=1)
-        for name, array in zip(("logprobs", "elementwise_loss"), pair, strict=True):
-            field, ends = record.fields[name], np.array([0, array.nbytes], np.int64)
-            field.data, field.offsets, field.dtype = array.tobytes(), ends.tobytes(), pb.FLOAT32
-            field.trailing_shape.extend(array.shape[1:])
+        for name, x in zip(("logprobs", "elementwise_loss"), pair, strict=True):
+            ends = np.array([0, x.nbytes], np.int64).tobytes()
+            record.fields[name].MergeFrom(
+                pb.BatchedTensor(
+                    data=x.tobytes(), offsets=ends, dtype=1, trailing_shape=x.shape[1:]
+                )
+            )
     return reply.SerializeToString()
 
 
@@ -77,9 +97,9 @@ def sample_reply(completions: Sequence[Completion], prompt: np.ndarray | None, t
 
     `top` is the number of the most likely tokens that come with each sampled one.
     """
-    reply = pb.SampleResponse(prompt_logprobs=None if prompt is None else prompt.tobytes())
+    reply = schema().SampleResponse(prompt_logprobs=None if prompt is None else prompt.tobytes())
     for c in completions:
-        stop = pb.LENGTH if c.stop_reason == "length" else pb.STOP
+        stop = int(c.stop_reason == "length")  # the schema's StopReason
         tokens, logprobs = c.tokens.tobytes(), c.logprobs.tobytes()
         sequence = reply.sequences.add(stop_reason=stop, tokens=tokens, logprobs=logprobs)
         if top and c.top_tokens is not None and c.top_logprobs is not None:

@@ -27,14 +27,13 @@ class TargetDatum:
 
     def mistake(self, loss: str, model: ModelConfig) -> str:
         """Return why this cannot be computed, or ""."""
-        size, names, ids = len(self.tokens), LOSSES[loss][1], self.targets
+        size, names, ids = len(self.tokens), LOSSES[loss], self.targets
         if not 0 < size <= model.max_position:
             return f"{size} tokens, and the model takes 1 to {model.max_position}"
         if ids.ndim not in (1, 2) or len(ids) != size or not ids.size:
             return f"target_tokens of shape {ids.shape} for {size} tokens"
-        if min(ids.min(), self.tokens.min()) < 0 or max(
-            ids.max(), self.tokens.max()
-        ) >= model.vocab_size:  # fmt: skip
+        every = np.append(self.tokens, ids)
+        if every.min() < 0 or every.max() >= model.vocab_size:
             return f"a token out of the vocabulary of {model.vocab_size}"
         if wrong := (set(self.inputs) ^ set(names)) - (set(DEFAULTS) & set(names)):
             return f"unknown or missing {min(wrong)}; {loss} reads {', '.join(names)}"
@@ -51,11 +50,12 @@ class TargetRows:
     # [B, T] int32 tokens, positions, segment_ids (0 is padding); [B, T, K] int32 targets, float32
     # inputs of the loss
     batches: list[dict[str, np.ndarray]]
-    places: list[tuple[int, Any, tuple[int, ...]]]  # of each datum: microbatch, index, shape
+    places: list[tuple[Any, tuple[int, ...]]]  # of each datum: index in all tokens, shape
 
     def of_data(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return [B, T, K] arrays of the microbatches as arrays of the data's own shapes."""
-        return [np.array(parts[i][at]).reshape(shape) for i, at, shape in self.places]
+        whole = np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
+        return [whole[at].reshape(shape) for at, shape in self.places]
 
 
 def pack(
@@ -68,9 +68,8 @@ def pack(
     """
     if loss not in LOSSES:
         raise unknown("loss_fn", loss, LOSSES)
-    names = LOSSES[loss][1]
     for name, value in options.items():
-        if name not in names or name not in DEFAULTS or not isinstance(value, float):
+        if name not in LOSSES[loss] or name not in DEFAULTS or not isinstance(value, float):
             raise UserError(f"loss_fn_config of {loss} has no {name}={value!r}; leave it out")
     for index, datum in enumerate(data):
         if wrong := datum.mistake(loss, model):
@@ -81,24 +80,26 @@ def pack(
     budget = max(budget, int(sizes.max()))
     plan = packing.plan(sizes, budget, [64 << n for n in range(20) if 64 << n <= budget])
     width = packing.power_of_two(max(d.targets.size // len(d.tokens) for d in data), 1)
-    batches = []
-    for shape in plan.shapes:
-        batch = {k: np.zeros(shape, np.int32) for k in ("tokens", "positions", "segment_ids")}
-        batch["targets"] = np.full((*shape, width), NO_TARGET, np.int32)
-        fills = {**DEFAULTS, **options}
-        batch |= {k: np.full((*shape, width), fills.get(k, 0.0), np.float32) for k in names}
-        batches.append(batch)
-    rows = [(part, row) for part, (count, _) in enumerate(plan.shapes) for row in range(count)]
-    used, places = np.zeros((2, len(rows)), int), []  # tokens and segments of each row
-    for datum, size, number in zip(data, sizes, plan.rows, strict=True):
-        (part, row), (start, _) = rows[number], used[:, number]
-        used[:, number] += size, 1
-        at: tuple = row, slice(start, start + size)
-        batch = batches[part]
-        batch["tokens"][at], batch["positions"][at] = datum.tokens, np.arange(size)
-        batch["segment_ids"][at] = used[1, number]
-        at = (*at, slice(datum.targets.size // size))
+    lengths = np.concatenate([[length] * count for count, length in plan.shapes])
+    total, fills = int(lengths.sum()), {**DEFAULTS, **options}
+    flat = {k: np.zeros(total, np.int32) for k in ("tokens", "positions", "segment_ids")}
+    flat["targets"] = np.full((total, width), NO_TARGET, np.int32)
+    for name in LOSSES[loss]:
+        flat[name] = np.full((total, width), fills.get(name, 0.0), np.float32)
+    free, used, places = np.cumsum(lengths) - lengths, np.zeros(len(lengths), int), []
+    for datum, size, row in zip(data, sizes, plan.rows, strict=True):
+        at: Any = slice(free[row], free[row] + size)
+        free[row], used[row] = free[row] + size, used[row] + 1
+        flat["tokens"][at], flat["positions"][at] = datum.tokens, np.arange(size)
+        flat["segment_ids"][at] = used[row]
+        at = at, slice(datum.targets.size // size)
         for name, values in (("targets", datum.targets), *datum.inputs.items()):
-            batch[name][at] = values.reshape(size, -1)
-        places.append((part, at, datum.targets.shape))
+            flat[name][at] = values.reshape(size, -1)
+        places.append((at, datum.targets.shape))
+    ends = np.cumsum([count * length for count, length in plan.shapes])[:-1]
+    cut = {name: np.split(values, ends) for name, values in flat.items()}
+    batches = [
+        {name: parts[i].reshape(*shape, *parts[i].shape[1:]) for name, parts in cut.items()}
+        for i, shape in enumerate(plan.shapes)
+    ]
     return TargetRows(batches, places)

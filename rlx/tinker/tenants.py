@@ -1,13 +1,14 @@
 """Tenants, one for each API key: sessions, models, samplers, results, and checkpoints on disk."""
 
+import asyncio
 import json
 import re
 import secrets
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -17,7 +18,7 @@ from typing import Any
 from rlx.agents.dialects import ApiError
 from rlx.base import UserError
 from rlx.system.atomic_directory import atomic_directory
-from rlx.tinker.jax_lora import LoraState
+from rlx.tinker.lora_trainer import LoraState
 
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 UNNAMED = "unnamed"  # kind of a sampler's weights that end with their session
@@ -27,38 +28,33 @@ _KEPT = 200  # fetched results
 _RECORD = "record.json"
 
 
-@dataclass
-class InOrder:
-    """Numbered requests of a model, which arrive in any order and run in order from 0. Pure."""
-
-    next: int = 0
-    waiting: dict[int, Any] = field(default_factory=dict)
-
-    def add(self, number: int, request: Any) -> list[Any]:
-        """Return the requests that can run now, in order; a number that came before is ignored."""
-        if number >= self.next:
-            self.waiting.setdefault(number, request)
-        ready = []
-        while self.next in self.waiting:
-            ready.append(self.waiting.pop(self.next))
-            self.next += 1
-        return ready
-
-
 @dataclass(eq=False)
 class TrainedModel:
-    """A client's model with the id SESSION:train:N."""
+    """A client's model with the id SESSION:train:N, whose numbered requests run in order from 0."""
 
     id: str
     record: dict[str, Any]  # describes it to clients, also in its checkpoints
     state: LoraState | None = None  # until its first request has run
-    order: InOrder = field(default_factory=InOrder)
+    next: int = 0  # number of the request that runs now, or will
+    _turn: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     def trained(self) -> LoraState:
         """Return its adapters; UserError if they could not be made."""
         if self.state is None:
             raise UserError(f"{self.id} could not be created; its first request says why")
         return self.state
+
+    async def run(self, number: int, work: Callable[["TrainedModel"], Any], on: Executor) -> Any:
+        """Return the result of `work`, called after the requests with lower numbers."""
+        async with self._turn:
+            await self._turn.wait_for(lambda: number == self.next)
+            try:
+                # A session's end cancels the wait, not the work, which no other may overlap.
+                call = asyncio.get_running_loop().run_in_executor(on, work, self)
+                return await asyncio.shield(call) or {"model_id": self.id}
+            finally:
+                self.next += 1
+                self._turn.notify_all()
 
 
 class Tenant:
@@ -72,7 +68,7 @@ class Tenant:
         self._root, self._heard = root, dict[str, float]()  # session → last heartbeat
         self.models: dict[str, TrainedModel] = {}
         self.samplers: dict[str, str | None] = {}
-        self.futures: dict[str, Future] = {}
+        self.futures: dict[str, asyncio.Task] = {}
         self._fetched = deque[str]()
         self._remove_unnamed("*")  # of a server that was killed
 
@@ -96,7 +92,9 @@ class Tenant:
         self._heard.pop(session, None)
         for part in (self.models, self.samplers, self.futures):
             for name in [name for name in part if name.startswith(f"{session}:")]:
-                del part[name]  # type: ignore[attr-defined]
+                ended: Any = part.pop(name)  # type: ignore[attr-defined]
+                if part is self.futures:
+                    ended.cancel()
         self._remove_unnamed(session)
 
     def _remove_unnamed(self, session: str) -> None:
@@ -108,6 +106,12 @@ class Tenant:
         if name not in getattr(self, what):
             raise ApiError(404, f"there is no {name!r:.80} among your {what}; create it first")
         return getattr(self, what)[name]
+
+    def promise(self, name: str, work: Coroutine) -> None:
+        """Begin what a client may fetch by `name`."""
+        self.futures[name] = task = asyncio.create_task(work)
+        # Else asyncio reports an error that no client fetched.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def fetched(self, name: str) -> None:
         """Note that a client has a result; forget those but the latest, as one may be lost."""

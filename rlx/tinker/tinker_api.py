@@ -14,7 +14,6 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +25,7 @@ from aiohttp import web
 from rlx.agents import dialects, http_listener, online_routes
 from rlx.agents.dialects import ApiError
 from rlx.agents.http_listener import HttpListener
-from rlx.base import UserError
+from rlx.base import UserError, install
 from rlx.fleet import adapter
 from rlx.fleet import tls as fleet_tls
 from rlx.fleet.client import Fleet
@@ -37,7 +36,7 @@ from rlx.run import serving
 from rlx.system.host_port import bracketed
 from rlx.system.threads import DaemonThreads, in_thread
 from rlx.tinker import binary_messages
-from rlx.tinker.jax_lora import ADAM, ADAPTER, JaxLora, LoraState
+from rlx.tinker.lora_trainer import ADAM, ADAPTER, LoraTrainer
 from rlx.tinker.samplers import Samplers
 from rlx.tinker.target_rows import pack
 from rlx.tinker.tenants import UNNAMED, Tenant, TrainedModel, utc
@@ -55,7 +54,7 @@ _Json = Mapping[str, Any]
 class TinkerApi:
     """Handlers on the running loop; those of JSON take a tenant, and body and path in one."""
 
-    trainer: JaxLora
+    trainer: LoraTrainer
     samplers: Samplers
     names: tuple[str, ...]  # of the base for clients; the first is in answers
     tokenizer: str  # directory or hub name for clients
@@ -65,9 +64,6 @@ class TinkerApi:
     _tenants: dict[str, Tenant] = field(default_factory=dict)
     _links: dict[str, tuple[Path, float]] = field(default_factory=dict)  # directory and end
     _device: DaemonThreads = field(default_factory=lambda: DaemonThreads(1))
-
-    def __post_init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes; the last one refuses what no other takes."""
@@ -82,6 +78,7 @@ class TinkerApi:
             "POST session_heartbeat": lambda tenant, given: {"_": tenant.beat(given["session_id"])},
             "POST sessions/{session}/finish": lambda tenant, given: tenant.end(given["session"]),
             "POST create_model": self._create_model, "POST get_info": self._info,
+            "POST forward_backward": self._forward_backward,
             "POST optim_step": self._optim_step, "POST load_weights": self._load,
             "POST save_weights": partial(self._save, "weights"),
             "POST save_weights_external": partial(self._save, "external_weights"),
@@ -100,7 +97,6 @@ class TinkerApi:
 
         return [
             *(route(*each) for each in handlers.items()),
-            web.post("/api/v1/forward_backward", self._forward_backward),
             web.post("/api/v1/retrieve_future", self._retrieve),
             web.get("/download/{link}/{file}", self._download),
             web.route("*", "/{_:.*}", _not_here),
@@ -116,7 +112,9 @@ class TinkerApi:
         return self._tenants[name]
 
     async def _json(self, handler: Callable[[Tenant, _Json], Any], request: web.Request) -> Any:
-        tenant, given = self._tenant(request), dialects.parse(await request.read() or b"{}")
+        tenant, body = self._tenant(request), await request.read()
+        binary = handler == self._forward_backward
+        given = binary_messages.request_of(body) if binary else dialects.parse(body or b"{}")
         if not isinstance(given, dict):
             raise dialects.invalid("the body", given, "a JSON object")
         path = {**request.match_info, "origin": str(request.url.origin())}
@@ -127,34 +125,32 @@ class TinkerApi:
     def _submit(self, tenant: Tenant, given: _Json, work: Callable[[TrainedModel], Any]) -> _Json:
         """Promise the result of `work`, which runs when it is the turn of the request's number."""
         model, number = tenant.find("models", given.get("model_id")), given.get("seq_id")
-        name, future = f"{model.id}:{number}", Future[Any]()
+        name = f"{model.id}:{number}"
         if name not in tenant.futures:  # else a client sends it again
-            if not isinstance(number, int) or number < model.order.next:
+            if not isinstance(number, int) or number < model.next:
                 raise ApiError(
                     410, f"request {name:.80} is long past or has no number; send a new one"
                 )
-            tenant.futures[name] = future
-            for each in model.order.add(number, (future, work)):
-                self._device.submit(_settle, model, *each)
+            tenant.promise(name, model.run(number, work, self._device))
         return {"request_id": name, "model_id": model.id}
 
     async def _retrieve(self, request: web.Request) -> web.Response:
         tenant, name = self._tenant(request), dialects.parse(await request.read())["request_id"]
-        future = asyncio.wrap_future(tenant.find("futures", name))
-        future.add_done_callback(asyncio.Future.exception)  # else asyncio reports it later
-        if not (await asyncio.wait([future], timeout=HOLD_SECONDS))[0]:
+        task = tenant.find("futures", name)
+        if not (await asyncio.wait([task], timeout=HOLD_SECONDS))[0]:
             again = {"type": "try_again", "request_id": name, "queue_state": "active"}
             return web.json_response(again)
         tenant.fetched(name)
-        if error := future.exception():
+        gone = task.cancelled() and ApiError(410, "its session has ended")
+        if error := gone or task.exception():
             mistake = isinstance(error, UserError | ApiError | ValueError)
             if not mistake:
                 http_listener.LOGGER.error("request %s failed", name, exc_info=error)
             why = " ".join(str(error).split()) or type(error).__name__
             return web.json_response({"error": why, "category": "user" if mistake else "server"})
-        if isinstance(future.result(), bytes):
-            return web.Response(body=future.result(), content_type="application/x-protobuf")
-        return web.json_response(future.result())
+        if isinstance(task.result(), bytes):
+            return web.Response(body=task.result(), content_type="application/x-protobuf")
+        return web.json_response(task.result())
 
     # Models and their training.
 
@@ -198,25 +194,25 @@ class TinkerApi:
         data = {"model_name": self.names[0], "tokenizer_id": self.tokenizer}
         return {"model_id": model.id, "model_data": data, **model.record}
 
-    async def _forward_backward(self, request: web.Request) -> web.Response:
-        tenant, asked = self._tenant(request), binary_messages.request_of(await request.read())
+    def _forward_backward(self, tenant: Tenant, given: _Json) -> _Json:
+        asked = given["message"]
 
         def work(model: TrainedModel) -> bytes:
             data, options = binary_messages.data_of(asked), binary_messages.options_of(asked)
             rows = pack(data, asked.loss_fn, options, self.trainer.config, self.budget)
-            given = model.trained(), asked.loss_fn, rows, not asked.forward_only
-            parts = zip(*self.trainer.run(*given), strict=True)
-            return binary_messages.losses_reply(*map(rows.of_data, parts))
+            state, backward = model.trained(), not asked.forward_only
+            return binary_messages.losses_reply(
+                *self.trainer.run(state, asked.loss_fn, rows, backward)
+            )
 
-        promise = self._submit(tenant, {"model_id": asked.model_id, "seq_id": asked.seq_id}, work)
-        return web.json_response(promise)
+        return self._submit(tenant, given, work)
 
     def _optim_step(self, tenant: Tenant, given: _Json) -> _Json:
         def work(model: TrainedModel) -> _Json:
             adam = given.get("adam_params")
             if not isinstance(adam, dict) or set(adam) - set(ADAM):
                 raise UserError("optim_step has other parameters than Adam's; give AdamParams")
-            return {"metrics": {"grad_norm": model.trained().step(adam)}}
+            return {"metrics": {"grad_norm": self.trainer.step(model.trained(), adam)}}
 
         return self._submit(tenant, given, work)
 
@@ -233,9 +229,11 @@ class TinkerApi:
             path = f"tinker://{model.id}/{place}"
             end = given.get("ttl_seconds") and time.time() + given["ttl_seconds"]
             own = {"checkpoint_metadata": given.get("user_metadata"), "expires": end}
-            record = {**model.record, **own, "updates": int(state.moments.count)}
-            write = partial(state.save, config=self.trainer.config, base=self.tokenizer)
-            write = partial(write, moments=kind == "weights")
+            record = {**model.record, **own, "updates": state.updates}
+
+            def write(place: Path) -> None:
+                self.trainer.save(state, place, self.tokenizer, moments=kind == "weights")
+
             saved = tenant.save(path, record, write, bool(given.get("overwrite")))
             if given.get("path"):
                 return saved
@@ -251,7 +249,7 @@ class TinkerApi:
             raise ApiError(400, "a sampler's weights have no optimizer; load a saved state")
 
         def work(model: TrainedModel) -> None:
-            model.state = LoraState.load(where, self.trainer.config, updates)
+            model.state = self.trainer.load(where, updates)
 
         if given.get("session_id"):
             return self._new_model(tenant, given, record, work)
@@ -307,7 +305,7 @@ class TinkerApi:
         path, name = tenant.find("samplers", sampler), f"{sampler}:{given.get('seq_id')}"
         if name not in tenant.futures:  # else a client sends it again
             work = self._generate(path and tenant.checkpoint(path)[0] / ADAPTER, given)
-            tenant.futures[name] = asyncio.run_coroutine_threadsafe(work, self._loop)
+            tenant.promise(name, work)
         ids = [f"{name}:{index}" for index in range(given["num_samples"])]
         return {"request_id": name, "sample_sequence_ids": ids}
 
@@ -334,13 +332,6 @@ class TinkerApi:
         return binary_messages.sample_reply(*found, top)
 
 
-def _settle(model: TrainedModel, future: Future, work: Callable[[TrainedModel], Any]) -> None:
-    try:
-        future.set_result(work(model) or {"model_id": model.id})
-    except BaseException as error:
-        future.set_exception(error)
-
-
 async def _not_here(request: web.Request) -> web.Response:
     what = f"{request.method} {request.path}"
     raise ApiError(501, f"{what} is not part of this server; docs/tinker.md lists what is")
@@ -360,15 +351,29 @@ async def errors_as_json(request: web.Request, handler: Callable) -> web.StreamR
     return web.json_response({"error": why}, status=status)
 
 
+def trainer_class(name: str) -> Callable[[Path, str, int], LoraTrainer]:
+    """Return what makes the trainer of a library; UserError if that is not installed."""
+    if name == "jax":
+        from rlx.tinker.jax_lora import JaxLora
+
+        return JaxLora
+    try:
+        from rlx.tinker.torch_lora import TorchLora
+    except ImportError as error:
+        raise UserError(f"--trainer=torch needs PyTorch ({error}); {install('torch')}") from None
+    return TorchLora
+
+
 async def serve(
-    fleet: Fleet, make: Callable[[JaxLora, Samplers], TinkerApi], model: Path, dtype: str,
-    host: str, port: int, tls: Tls | None,
+    fleet: Fleet, make: Callable[[LoraTrainer, Samplers], TinkerApi],
+    load: Callable[[Path, str, int], LoraTrainer], model: Path, dtype: str, host: str, port: int,
+    tls: Tls | None,
 ) -> None:  # fmt: skip
     """Connect the fleet, load `model` in `dtype`, answer until a signal; UserError if one fails."""
     async with AsyncExitStack() as stack:
         stack.push_async_callback(fleet.close)
         base, _ = await asyncio.gather(in_thread(adapter.digest, model), fleet.connect())
-        trainer = await in_thread(JaxLora, model, dtype, fleet.context)
+        trainer = await in_thread(load, model, dtype, fleet.context)
         api, listener = make(trainer, Samplers(fleet, base, dtype)), HttpListener()
         around = (listener.watch, errors_as_json)
         app = web.Application(middlewares=around, client_max_size=MAX_BODY)

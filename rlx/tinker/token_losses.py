@@ -1,52 +1,43 @@
-"""Losses of Tinker's API, one number for each target, written once for JAX and torch.
+"""Losses of Tinker's API, written once for JAX's arrays and torch's tensors.
 
-p is the model's log-probability of the target, q (`logprobs`) that of the policy which sampled it,
-A its `advantages`; all are [...] float32. `forward_backward` sums over targets, without a mean.
-Formulas: https://tinker-docs.thinkingmachines.ai/losses
+`forward_backward` sums them over targets, without a mean. Formulas:
+https://tinker-docs.thinkingmachines.ai/losses
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from rlx.algorithms.array_ops import Array, ops_of
 
 # Inputs that may be missing; others that a loss reads must be given for every target.
 DEFAULTS = {"weights": 1.0, "clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 _SAMPLED, _CLIPS = ("logprobs", "advantages"), ("clip_low_threshold", "clip_high_threshold")
-Inputs = Mapping[str, Array]
-
-
-def cross_entropy(p: Array, given: Inputs) -> Array:
-    """Return −weights · p."""
-    return -given["weights"] * p
-
-
-def importance_sampling(p: Array, given: Inputs) -> Array:
-    """Return −r · A with r = exp(p − q)."""
-    return -_ratio(p, given) * given["advantages"]
-
-
-def ppo(p: Array, given: Inputs) -> Array:
-    """Return −min(r · A, clip(r, low, high) · A) (arXiv 1707.06347, eq. 7)."""
-    advantages = given["advantages"]
-    return -ops_of(p).lib.minimum(_ratio(p, given) * advantages, _clipped(p, given) * advantages)
-
-
-def cispo(p: Array, given: Inputs) -> Array:
-    """Return −clip(r, low, high) · A · p, the ratio without gradient (arXiv 2506.13585, eq. 4)."""
-    return -ops_of(p).frozen(_clipped(p, given)) * given["advantages"] * p
-
-
-def _ratio(p: Array, given: Inputs) -> Array:
-    return ops_of(p).lib.exp(p - given["logprobs"])
-
-
-def _clipped(p: Array, given: Inputs) -> Array:
-    return ops_of(p).lib.clip(_ratio(p, given), *(given[name] for name in _CLIPS))
-
-
-LOSSES: dict[str, tuple[Callable[[Array, Inputs], Array], tuple[str, ...]]] = {
-    "cross_entropy": (cross_entropy, ("weights",)),  # name → function, the inputs that it reads
-    "importance_sampling": (importance_sampling, _SAMPLED),
-    "ppo": (ppo, (*_SAMPLED, *_CLIPS)),
-    "cispo": (cispo, (*_SAMPLED, *_CLIPS)),
+LOSSES: dict[str, tuple[str, ...]] = {  # name → the inputs that it reads
+    "cross_entropy": ("weights",),
+    "importance_sampling": _SAMPLED,
+    "ppo": (*_SAMPLED, *_CLIPS),
+    "cispo": (*_SAMPLED, *_CLIPS),
 }
+
+
+def loss_of(name: str, p: Array, given: Mapping[str, Array]) -> Array:
+    """Return the loss of each target, with r = exp(p − logprobs) and c = clip(r, low, high).
+
+        cross_entropy        −weights·p
+        importance_sampling  −r·advantages
+        ppo                  −min(r·advantages, c·advantages)    (arXiv 1707.06347, eq. 7)
+        cispo                −c·advantages·p, c without gradient (arXiv 2506.13585, eq. 4)
+
+    Args:
+      p: [...] float32, the model's log-probabilities of the targets.
+      given: inputs of the loss, of the same shape; `logprobs` are of the policy that sampled.
+    """
+    if name == "cross_entropy":
+        return -given["weights"] * p
+    ops, advantages = ops_of(p), given["advantages"]
+    ratio = ops.lib.exp(p - given["logprobs"])
+    if name == "importance_sampling":
+        return -ratio * advantages
+    clipped = ops.lib.clip(ratio, *(given[end] for end in _CLIPS))
+    if name == "ppo":
+        return -ops.lib.minimum(ratio * advantages, clipped * advantages)
+    return -ops.frozen(clipped) * advantages * p

@@ -13,13 +13,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="session")
-def tinker_server(tmp_path_factory):
+@pytest.fixture(scope="session", params=["jax", pytest.param("torch", marks=pytest.mark.torch)])
+def tinker_server(tmp_path_factory, request):
     """`python -m rlx.tinker` on a free port; base_url, and the directory of its checkpoints."""
     workdir = tmp_path_factory.mktemp("tinker")
     command = [
         sys.executable, "-m", "rlx.tinker", "--model=rlx:arithmetic", "--port=0", "--slots=16",
-        "--name=Qwen/Qwen3-8B-Base",
+        "--name=Qwen/Qwen3-8B-Base", f"--trainer={request.param}",
         f"--workdir={workdir / 'saved'}",
     ]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

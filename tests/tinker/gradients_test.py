@@ -4,31 +4,39 @@ import numpy as np
 import pytest
 
 from rlx.base import UserError
-from rlx.model import peft as rlx_peft
 from rlx.model.directory import resolve
 from rlx.model.lora_config import LoraConfig
-from rlx.tinker.jax_lora import JaxLora, LoraState
+from rlx.tinker.lora_trainer import ADAPTER
 from rlx.tinker.target_rows import TargetDatum, pack
+from rlx.tinker.tinker_api import trainer_class
 from rlx.tinker.token_losses import LOSSES
 
 MODEL = resolve("rlx:arithmetic")
 
 
-@pytest.fixture(scope="module")
-def trainer():
-    return JaxLora(MODEL, "float32", 64)
+@pytest.fixture(scope="module", params=["jax", pytest.param("torch", marks=pytest.mark.torch)])
+def trainer(request):
+    return trainer_class(request.param)(MODEL, "float32", 64)
 
 
-def adapters(trainer, rank=3):
+def adapters(trainer, rank=3, seed=1):
     """Adapters whose B is not zero."""
-    import jax
+    state, rng = trainer.fresh(LoraConfig(rank, 32.0), seed), np.random.default_rng(0)
+    arrays = {
+        k: x + 0.05 * rng.standard_normal(x.shape, np.float32)
+        for k, x in sorted(trainer.get(state.adapters, state.lora).items())
+    }
+    state.adapters = trainer.put(arrays, state.lora)
+    return state
 
-    state = trainer.fresh(LoraConfig(rank, 32.0), 1)
-    rng = np.random.default_rng(0)
-    moved = jax.tree.map(
-        lambda x: x + 0.05 * rng.standard_normal(x.shape, np.float32), state.adapters
-    )
-    return LoraState.of(state.lora, moved)
+
+def same(trainer, one, other):
+    """Asserts that two states have equal numbers."""
+    for name in ("adapters", "mu", "nu", "grads"):
+        both = [trainer.get(getattr(state, name), state.lora) for state in (one, other)]
+        for key, values in both[0].items():
+            np.testing.assert_array_equal(values, both[1][key], err_msg=f"{name} {key}")
+    assert one.updates == other.updates
 
 
 def some_data(vocab, loss, wide=False):
@@ -36,7 +44,7 @@ def some_data(vocab, loss, wide=False):
     data = []
     for size in (5, 17, 9, 30, 1):
         shape = (size, 2) if wide and size != 9 else (size,)
-        inputs = {name: rng.standard_normal(shape).astype(np.float32) for name in LOSSES[loss][1]}
+        inputs = {name: rng.standard_normal(shape).astype(np.float32) for name in LOSSES[loss]}
         if "logprobs" in inputs:
             inputs["logprobs"] = -np.abs(inputs["logprobs"]) - 2
             inputs.pop("clip_low_threshold", None), inputs.pop("clip_high_threshold", None)
@@ -87,20 +95,20 @@ def test_losses_and_gradients_are_those_of_plain_torch(trainer, tmp_path, loss, 
     if wide and loss != "cross_entropy":
         pytest.skip("several targets a token are for distillation")
     state = adapters(trainer)
-    state.save(tmp_path, trainer.config, str(MODEL), moments=False)
+    trainer.save(state, tmp_path, str(MODEL), moments=False)
     options = (
         {"clip_low_threshold": 0.7, "clip_high_threshold": 1.4} if loss in ("ppo", "cispo") else {}
     )
     data = some_data(trainer.config.vocab_size, loss, wide)
     rows = pack(data, loss, options, trainer.config, 32)
     assert len(rows.batches) > 1
-    logprobs, losses = map(rows.of_data, zip(*trainer.run(state, loss, rows, True), strict=True))
-    wanted, total, grads = by_torch(tmp_path / "adapter", data, loss)
+    logprobs, losses = trainer.run(state, loss, rows, True)
+    wanted, total, grads = by_torch(tmp_path / ADAPTER, data, loss)
     for one, other in zip(logprobs, wanted, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)
     most = float(sum(np.abs(x).sum() for x in losses))
     assert sum(x.sum() for x in losses) == pytest.approx(total, abs=1e-5 * most)
-    found = rlx_peft.to_peft(state.grads, trainer.config, state.lora).arrays()
+    found = trainer.get(state.grads, state.lora)
     assert set(found) == set(grads)
     scale = max(np.abs(g).max() for g in grads.values())
     for name, grad in found.items():
@@ -112,7 +120,7 @@ def test_steps_are_those_of_torch_s_adamw(trainer, tmp_path):
     import torch
 
     state = adapters(trainer)
-    names = rlx_peft.to_peft(state.adapters, trainer.config, state.lora).arrays()
+    names = trainer.get(state.adapters, state.lora)
     ours = {
         name: torch.nn.Parameter(torch.tensor(x, dtype=torch.float64)) for name, x in names.items()
     }
@@ -122,29 +130,45 @@ def test_steps_are_those_of_torch_s_adamw(trainer, tmp_path):
     rows = pack(data, "cross_entropy", {}, trainer.config, 64)
     for clip in (0.0, 0.5, 1e9):
         trainer.run(state, "cross_entropy", rows, True)
-        grads = rlx_peft.to_peft(state.grads, trainer.config, state.lora).arrays()
+        grads = trainer.get(state.grads, state.lora)
         for name, parameter in ours.items():
             parameter.grad = torch.tensor(grads[name], dtype=torch.float64)
         norm = torch.nn.utils.clip_grad_norm_(ours.values(), clip or 1e30)
         adam.step()
-        assert state.step(
-            {"learning_rate": 0.01, "grad_clip_norm": clip, **given}
-        ) == pytest.approx(norm.item(), rel=1e-5)
-        found = rlx_peft.to_peft(state.adapters, trainer.config, state.lora).arrays()
+        options = {"learning_rate": 0.01, "grad_clip_norm": clip, **given}
+        assert trainer.step(state, options) == pytest.approx(norm.item(), rel=1e-5)
+        found = trainer.get(state.adapters, state.lora)
         for name, parameter in ours.items():
             np.testing.assert_allclose(found[name], parameter.detach(), atol=2e-6, err_msg=name)
 
 
 def test_a_base_in_bfloat16_gives_about_the_same(trainer):
-    state, half = adapters(trainer), JaxLora(MODEL, "bfloat16", 64)
+    state, half = adapters(trainer), type(trainer)(MODEL, "bfloat16", 64)
     data = some_data(trainer.config.vocab_size, "cross_entropy")
     rows = pack(data, "cross_entropy", {}, trainer.config, 64)
-    found = []
-    for each in (trainer, half):
-        parts = zip(*each.run(state, "cross_entropy", rows, True), strict=True)
-        found.append(np.concatenate(rows.of_data(next(iter(parts)))))
+    both = [each.run(state, "cross_entropy", rows, True)[0] for each in (trainer, half)]
+    found = [np.concatenate(each) for each in both]
     np.testing.assert_allclose(found[0], found[1], atol=0.5)
     assert not np.array_equal(*found)
+
+
+def test_clients_with_other_ranks_and_matrices_do_not_disturb_one_another(trainer):
+    data = some_data(trainer.config.vocab_size, "cross_entropy")
+    rows = pack(data, "cross_entropy", {}, trainer.config, 64)
+
+    def trained(state):
+        trainer.run(state, "cross_entropy", rows, True)
+        trainer.step(state, {})
+        return state
+
+    def make():
+        return adapters(trainer), trainer.fresh(LoraConfig(5, 32.0, ("q", "v")), 2)
+
+    by_itself = [trained(trained(state)) for state in make()]
+    in_turns = [trained(state) for state in [trained(state) for state in make()]]
+    for one, other in zip(by_itself, in_turns, strict=True):
+        same(trainer, one, other)
+    assert len(in_turns[1].adapters) < len(in_turns[0].adapters)
 
 
 def test_two_requests_before_a_step_add_and_a_step_forgets(trainer):
@@ -155,8 +179,8 @@ def test_two_requests_before_a_step_add_and_a_step_forgets(trainer):
         trainer.run(one, "cross_entropy", rows, True)
         trainer.run(one, "cross_entropy", rows, False)  # adds nothing
     trainer.run(other, "cross_entropy", pack(data, "cross_entropy", {}, trainer.config, 64), True)
-    assert one.step({}) == pytest.approx(other.step({}), rel=1e-5)
-    assert one.step({}) == 0.0
+    assert trainer.step(one, {}) == pytest.approx(trainer.step(other, {}), rel=1e-5)
+    assert trainer.step(one, {}) == 0.0
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(trainer):
@@ -167,23 +191,48 @@ def test_a_gradient_that_is_not_finite_changes_nothing(trainer):
     rows = pack(data, "importance_sampling", {}, trainer.config, 64)
     trainer.run(state, "importance_sampling", rows, True)
     with pytest.raises(UserError, match="not finite"):
-        state.step({})
+        trainer.step(state, {})
     assert state.adapters is before
-    assert state.step({}) == 0.0
+    assert (trainer.step(state, {}), state.updates) == (0.0, 1)
 
 
 def test_a_saved_state_comes_back_exactly(trainer, tmp_path):
-    import jax
-
     data = some_data(trainer.config.vocab_size, "cross_entropy")
     rows, state = pack(data, "cross_entropy", {}, trainer.config, 64), adapters(trainer)
     for _ in range(2):
         trainer.run(state, "cross_entropy", rows, True)
-        state.step({"learning_rate": 0.01})
-    state.save(tmp_path, trainer.config, "base", moments=True)
-    again = LoraState.load(tmp_path, trainer.config, 2)
+        trainer.step(state, {"learning_rate": 0.01})
+    trainer.save(state, tmp_path, "base", moments=True)
+    again = trainer.load(tmp_path, 2)
+    same(trainer, state, again)
     for each in (state, again):
         trainer.run(each, "cross_entropy", rows, True)
-        each.step({"learning_rate": 0.01})
-    jax.tree.map(np.testing.assert_array_equal, state.adapters, again.adapters)
-    jax.tree.map(np.testing.assert_array_equal, state.moments, again.moments)
+        trainer.step(each, {"learning_rate": 0.01})
+    same(trainer, state, again)
+
+
+def test_a_checkpoint_of_another_model_is_refused(trainer, tmp_path):
+    state = adapters(trainer)
+    arrays = trainer.get(state.adapters, state.lora)
+    name = min(arrays)
+    for wrong, why in [
+        ({k: x for k, x in arrays.items() if k != name}, "1 adapter tensors are missing"),
+        (arrays | {"other": arrays[name]}, "1 adapter tensors have no place"),
+        (arrays | {name: arrays[name][:, 1:]}, "has shape"),
+    ]:
+        with pytest.raises(UserError, match=why):
+            trainer.put(wrong, state.lora)
+
+
+@pytest.mark.torch
+def test_both_trainers_begin_with_the_same_adapters_and_read_each_other_s(tmp_path):
+    both = [trainer_class(name)(MODEL, "float32", 64) for name in ("jax", "torch")]
+    states = [adapters(each) for each in both]
+    for each, state in zip(both, states, strict=True):
+        each.save(state, tmp_path / type(each).__name__, "base", moments=True)
+    swapped = [
+        each.load(tmp_path / type(other).__name__)
+        for each, other in zip(both, both[::-1], strict=True)
+    ]
+    for each, one, other in zip(both, states, swapped, strict=True):
+        same(each, one, other)

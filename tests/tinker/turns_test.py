@@ -1,19 +1,63 @@
 """Orders: requests of one model by their numbers, and weights of several on one fleet."""
 
-from hypothesis import given
+import asyncio
+from functools import partial
+from threading import Event
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx.tinker.samplers import WeightTurns
-from rlx.tinker.tenants import InOrder
+from rlx.system.threads import DaemonThreads
+from rlx.tinker.tenants import TrainedModel
 
 
-@given(st.permutations(range(12)), st.lists(st.integers(0, 11)))
-def test_requests_run_once_each_in_the_order_of_their_numbers(numbers, again):
-    order, ran = InOrder(), []
-    for number in [*numbers, *again]:
-        ran += order.add(number, number)
+@settings(max_examples=20, deadline=None)
+@given(st.permutations(range(12)), st.sets(st.integers(0, 11)))
+def test_requests_run_one_at_a_time_in_the_order_of_their_numbers(numbers, failing):
+    ran = []
+
+    def work(number, model):
+        assert model.next == number
+        ran.append(number)
+        if number in failing:
+            raise ValueError(number)
+        return {"number": number}
+
+    async def whole():
+        model, pool = TrainedModel("run", {}), DaemonThreads(1)
+        calls = [model.run(number, partial(work, number), pool) for number in numbers]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    for number, found in zip(numbers, asyncio.run(whole()), strict=True):
+        assert (found == {"number": number}) != isinstance(found, ValueError)
+        assert isinstance(found, ValueError) == (number in failing)
     assert ran == list(range(12))
-    assert not order.waiting
+
+
+def test_a_cancelled_wait_lets_no_other_request_begin_while_its_work_runs():
+    ran, begun, leave = [], Event(), Event()
+
+    def long(model):
+        begun.set()
+        assert leave.wait(10)
+        ran.append("long")
+
+    async def whole():
+        model, other, pool = TrainedModel("a", {}), TrainedModel("b", {}), DaemonThreads(1)
+        first = asyncio.create_task(model.run(0, long, pool))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        first.cancel()
+        second = asyncio.create_task(other.run(0, lambda model: ran.append("other"), pool))
+        await asyncio.sleep(0.1)
+        assert ran == []
+        leave.set()
+        assert await second == {"model_id": "b"}
+        assert first.cancelled()
+
+    asyncio.run(whole())
+    assert ran == ["long", "other"]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))

@@ -1,0 +1,66 @@
+"""The trainer of Tinker's API in PyTorch, for models of transformers. Imports no JAX."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from rlx.model import peft
+from rlx.model.directory import load_config
+from rlx.model.lora_config import PREFIX, LoraConfig
+from rlx.model.model_config import CHUNK
+from rlx.tinker.lora_trainer import LoraState, LoraTrainer, Tensors
+from rlx.tinker.target_rows import NO_TARGET
+from rlx.tinker.token_losses import loss_of
+from rlx_torch import packed_model
+
+
+class TorchLora(LoraTrainer):
+    """Trains on the first GPU, or without one on the CPU; adapters have PEFT's names."""
+
+    def __init__(self, directory: Path, dtype: str, context: int):
+        self.config = load_config(directory).within(context)
+        self._dtype = getattr(torch, dtype)
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model = packed_model.load(directory, self._device, dtype, remat=True)
+        self._model.requires_grad_(False)
+        self._adapters, self._scale = Tensors(), 1.0  # of the current call
+        head = self._model.get_output_embeddings()
+        for name, module in self._model.named_modules():
+            if isinstance(module, nn.Linear) and module is not head:
+                module.to(self._dtype)  # no update needs the digits that the products drop
+                module.register_forward_hook(partial(self._add, PREFIX + name))
+
+    def _add(self, name: str, module: nn.Module, given: Any, out: Tensor) -> Tensor:
+        """Return a matrix's output plus that of the current adapter, if it has one."""
+        down, up = (self._adapters.get(f"{name}.lora_{half}.weight") for half in "AB")
+        return out if down is None else out + linear(linear(given[0], down), up) * self._scale
+
+    def put(self, arrays: Mapping[str, np.ndarray], lora: LoraConfig) -> Tensors:
+        peft.require_fit(arrays, self.config, lora)
+        return {k: torch.tensor(np.array(x), device=self._device) for k, x in arrays.items()}
+
+    def get(self, tensors: Tensors, lora: LoraConfig) -> dict[str, np.ndarray]:
+        return {k: x.cpu().numpy() for k, x in tensors.items()}
+
+    def microbatch(self, state: LoraState, loss: str, batch: Any, backward: bool) -> tuple:
+        own = {k: x.detach().requires_grad_(backward) for k, x in state.adapters.items()}
+        self._adapters, self._scale = own, state.lora.scale
+        given = packed_model.put(batch, self._device)
+        targets, places = given["targets"], given["places"]
+        low = self._dtype != torch.float32
+        with torch.set_grad_enabled(backward), torch.autocast(self._device, self._dtype, low):
+            x = packed_model.hidden(self._model, given)
+            ids = targets.flatten(0, 1)[places].long()
+            found, _ = packed_model.scored(self._model, x, ids.clamp(min=0), chunk=CHUNK)
+        logprobs = torch.zeros_like(targets, dtype=torch.float32).flatten(0, 1)
+        logprobs = logprobs.index_put((places,), found).view(targets.shape)
+        logprobs = torch.where(targets != NO_TARGET, logprobs, 0.0)
+        losses = torch.where(targets != NO_TARGET, loss_of(loss, logprobs, given), 0.0)
+        grads = torch.autograd.grad(losses.sum(), [*own.values()]) if backward else ()
+        return logprobs.detach().cpu(), losses.detach().cpu(), dict(zip(own, grads, strict=False))
