@@ -396,7 +396,8 @@ def scored(
     Returns:
       [N, K] and [N] float32, nats.
     """
-    head, cap = model.get_output_embeddings(), getattr(model.config, "final_logit_softcapping", None)
+    head = model.get_output_embeddings()
+    cap = getattr(model.config, "final_logit_softcapping", None)
     scale = getattr(model.config, "logit_scale", 1.0) / getattr(model.config, "logits_scaling", 1.0)
 
     def scores(states: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor]:

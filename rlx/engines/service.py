@@ -63,7 +63,8 @@ class RolloutService(rpc.RolloutServicer):
 
     engine: Engine  # a started engine
     _: KW_ONLY
-    weight_roots: Sequence[str] = ()  # directories with files that a publish by path may name
+    # Directories with the files that a publish by path, or a request's adapter, may name.
+    weight_roots: Sequence[str] = ()
     stage_dir: str = "/dev/shm"  # directory for weights received as chunks
     model_dir: str = ""  # HF directory that adapters are added to; "" refuses adapters
     max_queue: int = 16384  # samples and scores that may be running or waiting
@@ -116,6 +117,8 @@ class RolloutService(rpc.RolloutServicer):
 
         async with self._refusing(request, context) as own:
             wanted = wire.request_from(request)
+            if wanted.sampling.adapter:
+                self._allowed(wanted.sampling.adapter)
             with self._place(wanted.n):
                 stream = self.engine.generate(wanted)
                 hold = _HOLD_SECONDS * (_UNWATCHED if wanted.unwatched else 1)
@@ -138,6 +141,8 @@ class RolloutService(rpc.RolloutServicer):
     async def Score(self, request, context):
         async with self._refusing(request, context):
             wanted = wire.score_from(request)
+            if wanted.adapter:
+                self._allowed(wanted.adapter)
             with self._place(1):
                 return wire.score_reply(await self.engine.score(wanted))
 
@@ -264,16 +269,21 @@ class RolloutService(rpc.RolloutServicer):
         reply.monotonic_ns = self.clock()
         return reply
 
-    async def _verified(self, header: pb.PublishHeader) -> str:
-        """Return the real path of the named file after comparing size and checksum."""
-        path = os.path.realpath(header.path)
+    def _allowed(self, given: str) -> str:
+        """Return the real path of a file or directory below the weight roots."""
+        path = os.path.realpath(given)
         if not any(os.path.commonpath((path, root)) == root for root in self._roots):
             allowed = ", ".join(self._roots) or "none is"
             raise RequestError(
                 _Code.PERMISSION_DENIED,
-                f"{header.path} is outside the weight roots ({allowed} allowed); start the server "
+                f"{given} is outside the weight roots ({allowed} allowed); start the server "
                 "with --weight-root, or publish by stream",
             )
+        return path
+
+    async def _verified(self, header: pb.PublishHeader) -> str:
+        """Return the real path of the named file after comparing size and checksum."""
+        path = self._allowed(header.path)
         start_ns, cancelled = self.clock(), threading.Event()
         try:
             found = os.stat(path)

@@ -278,8 +278,9 @@ class Fleet:
         return found
 
     async def score(
-        self, tokens: Any, first: int, *, temperature: float = 1.0, values: bool = False
-    ) -> np.ndarray:
+        self, tokens: Any, first: int, *, temperature: float = 1.0, values: bool = False,
+        adapter: str = "",
+    ) -> np.ndarray:  # fmt: skip
         """Return the log-probabilities of a sequence's tokens under the current weights.
 
         All scores belong to one version; during a publish that is the old or the new one. They are
@@ -291,9 +292,10 @@ class Fleet:
           first: in [1, T − 1], the first token to score.
           temperature: τ in [0.01, 100] of log softmax(logits / τ).
           values: return a reward model's values after these tokens instead.
+          adapter: as in Sampling.
         """
         ids, images = np.asarray(tokens, np.int32), images_of(tokens)
-        request = ScoreRequest(ids, first, temperature, images)
+        request = ScoreRequest(ids, first, temperature, adapter, images)
         member, avoid, attempts, busy = None, None, 0, 0
         while True:
             member = await self._balancer.pick(None, member, avoid)

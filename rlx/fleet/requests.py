@@ -36,6 +36,9 @@ class Sampling:
     # Report the tokens that top-p, top-k, the minimum length and the guide left to draw from.
     # Behaviour logprobs are then renormalised over them. Ignored if greedy.
     return_masks: bool = False
+    # PEFT directory, at the server, that is added to the weights for this request; "": none. vLLM
+    # only, with its argument enable_lora.
+    adapter: str = ""
 
     @property
     def truncation(self) -> str:
@@ -88,6 +91,7 @@ class ScoreRequest:
     tokens: np.ndarray  # [T] int32, 2 ≤ T ≤ max_model_len
     first: int  # in [1, T − 1], the first token to score
     temperature: float = 1.0  # in [LEAST_TEMPERATURE, MOST_TEMPERATURE]
+    adapter: str = ""  # as in Sampling
     images: tuple[str, ...] = ()  # as of Request
 
 

@@ -39,7 +39,7 @@ CACHE: Freed
 CACHE_AND_WEIGHTS: Freed
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "stop", "stop_token_ids", "seed", "guide", "top_logprobs", "unscored", "return_masks")
+    __slots__ = ("temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "stop", "stop_token_ids", "seed", "guide", "top_logprobs", "unscored", "return_masks", "adapter")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class Sampling(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     UNSCORED_FIELD_NUMBER: _ClassVar[int]
     RETURN_MASKS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -64,7 +65,8 @@ class Sampling(_message.Message):
     top_logprobs: int
     unscored: bool
     return_masks: bool
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., guide: _Optional[str] = ..., top_logprobs: _Optional[int] = ..., unscored: _Optional[bool] = ..., return_masks: _Optional[bool] = ...) -> None: ...
+    adapter: str
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., guide: _Optional[str] = ..., top_logprobs: _Optional[int] = ..., unscored: _Optional[bool] = ..., return_masks: _Optional[bool] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "prompt_tokens", "sampling", "n", "first_index", "prefix_len", "priority", "instance", "unwatched", "images")
@@ -115,18 +117,20 @@ class GenerateReply(_message.Message):
     def __init__(self, index: _Optional[_Iterable[int]] = ..., count: _Optional[_Iterable[int]] = ..., stop_reason: _Optional[_Iterable[_Union[StopReason, str]]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., versions: _Optional[_Iterable[int]] = ..., top_tokens: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., kept: _Optional[bytes] = ..., kept_sizes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("tokens", "first", "temperature", "instance", "images")
+    __slots__ = ("tokens", "first", "temperature", "instance", "adapter", "images")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     first: int
     temperature: float
     instance: str
+    adapter: str
     images: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., first: _Optional[int] = ..., temperature: _Optional[float] = ..., instance: _Optional[str] = ..., images: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., first: _Optional[int] = ..., temperature: _Optional[float] = ..., instance: _Optional[str] = ..., adapter: _Optional[str] = ..., images: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ImageFile(_message.Message):
     __slots__ = ("name", "data")

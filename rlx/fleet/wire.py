@@ -99,7 +99,7 @@ def request_from(message: pb.GenerateRequest) -> Request:
 def score_message(request: ScoreRequest) -> pb.ScoreRequest:
     return pb.ScoreRequest(
         tokens=request.tokens.tolist(), first=request.first, temperature=request.temperature,
-        images=request.images,
+        adapter=request.adapter, images=request.images,
     )  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def score_from(message: pb.ScoreRequest) -> ScoreRequest:
     wanted = f"in [{LEAST_TEMPERATURE:g}, {MOST_TEMPERATURE:g}]"
     _require(good, "temperature", temperature, wanted)
     tokens = np.fromiter(message.tokens, np.int32, length)
-    return ScoreRequest(tokens, message.first, temperature, tuple(message.images))
+    return ScoreRequest(tokens, message.first, temperature, message.adapter, tuple(message.images))
 
 
 def score_reply(scores: Scores) -> pb.ScoreReply:

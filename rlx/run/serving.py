@@ -24,6 +24,7 @@ from rlx.fleet.requests import Sampling
 from rlx.fleet.tls import Tls, client_tls, server_tls
 from rlx.launch.local import servers_of
 from rlx.run.tokenizer_files import Served
+from rlx.system.host_port import bracketed
 
 
 def add_flags(p: command.Parser, port: int) -> None:
@@ -117,6 +118,23 @@ class GatewayServer:
                 gateway.sessions.open(untrained, key, endless=True)
             await gateway.start()
             await until_signal(gateway.base_url())
+
+
+async def answer(make: Callable[[Any], Any], host: str, port: int, tls: Tls | None) -> None:
+    """Serve an aiohttp application until SIGINT or SIGTERM; UserError if the port is taken.
+
+    Args:
+      make: makes the application, of its outermost middleware.
+    """
+    from rlx.agents.http_listener import HttpListener
+
+    listener = HttpListener()
+    https = fleet_tls.https(tls) if tls else None
+    port = await listener.open(make(listener.watch), host, port, https)
+    try:
+        await until_signal(f"http{'s' if tls else ''}://{bracketed(host, port)}")
+    finally:
+        await listener.close()
 
 
 async def until_signal(base_url: str) -> None:

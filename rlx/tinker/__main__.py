@@ -6,15 +6,20 @@ SIGTERM or SIGINT ends it.
 """
 
 import asyncio
-from functools import partial
 from pathlib import Path
+from typing import Any
 
+from rlx.base import UserError
 from rlx.cli import command
 from rlx.doctor import failures
+from rlx.fleet import adapter
+from rlx.fleet.client import Fleet
 from rlx.model.directory import at_hand, resolve
 from rlx.run import serving
-from rlx.tinker import binary_messages
-from rlx.tinker.tinker_api import TinkerApi, serve, trainer_class
+from rlx.system.threads import in_thread
+from rlx.tinker import binary_messages, lora_trainer
+from rlx.tinker.samplers import Samplers, engine_options
+from rlx.tinker.tinker_api import TinkerApi
 
 
 def main() -> None:
@@ -22,20 +27,32 @@ def main() -> None:
     p = command.Parser("rlx.tinker", description=__doc__, allow_abbrev=False)
     serving.add_flags(p, port=8400)
     p.add_argument("--trainer", default="jax", choices=("jax", "torch"))
+    p.add_argument("--adapters", type=int, default=0, help="side by side on vLLM; 0: in turns")
     p.add_argument("--budget", type=int, default=8192, help="tokens of a microbatch")
     p.add_argument("--workdir", default="rlx-tinker", help="directory of checkpoints")
     a = p.parse_args()
     keys, tls = serving.guards(a)
     serving.require_guarded(a.host, bool(keys and tls))
+    if a.adapters and a.engine != "vllm" and not a.servers:
+        raise UserError(f"--adapters={a.adapters} needs vLLM; give --engine=vllm, or leave it out")
     binary_messages.schema()
-    load, model = trainer_class(a.trainer), resolve(a.model, "--model").absolute()
-    make = partial(
-        TinkerApi, names=tuple(dict.fromkeys((a.name or a.model, a.model, str(model)))), keys=keys,
-        tokenizer=str(model) if at_hand(a.model) else a.model, directory=Path(a.workdir),
-        budget=a.budget,
-    )  # fmt: skip
-    with serving.fleet_of(a, model, publish_dir="/dev/shm") as fleet:
-        asyncio.run(serve(fleet, make, load, model, a.dtype, a.host, a.port, tls))
+    load, model = lora_trainer.trainer_class(a.trainer), resolve(a.model, "--model").absolute()
+    names = tuple(dict.fromkeys((a.name or a.model, a.model, str(model))))
+    tokenizer = str(model) if at_hand(a.model) else a.model
+    directory = Path(a.workdir).absolute()
+
+    async def answer(fleet: Fleet) -> None:
+        try:
+            base, _ = await asyncio.gather(in_thread(adapter.digest, model), fleet.connect())
+            trainer: Any = await in_thread(load, model, a.dtype, fleet.context)
+            samplers = Samplers(fleet, base, a.dtype, side_by_side=a.adapters > 0)
+            api = TinkerApi(trainer, samplers, names, tokenizer, keys, directory, a.budget)
+            await serving.answer(api.application, a.host, a.port, tls)
+        finally:
+            await fleet.close()
+
+    with serving.fleet_of(a, model, **engine_options(a.adapters, directory)) as fleet:
+        asyncio.run(answer(fleet))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,9 @@ from rlx.base import UserError, install
 from rlx.fleet.sample import Completion
 from rlx.tinker.target_rows import TargetDatum
 
+_FLOAT32 = 1  # of the schema's DType
+_DTYPES = {_FLOAT32: np.float32, 2: np.int64, 3: np.int32}
+
 
 @cache
 def schema() -> Any:
@@ -23,7 +26,8 @@ def schema() -> Any:
     # Not `import tinker.proto`, which would import torch.
     file = Path(client.origin).parent / "proto/tinker_public_pb2.py"
     spec = importlib.util.spec_from_file_location("tinker_public_pb2", file)
-    assert spec and spec.loader
+    assert spec
+    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -64,8 +68,7 @@ def data_of(message: Any) -> list[TargetDatum]:
 
 
 def _array(tensor: Any) -> np.ndarray:
-    dtypes = {1: np.float32, 2: np.int64, 3: np.int32}  # the schema's DType
-    dtype, shape, sparse = dtypes[tensor.dtype], tuple(tensor.shape), tensor.sparse_csr
+    dtype, shape, sparse = _DTYPES[tensor.dtype], tuple(tensor.shape), tensor.sparse_csr
     if not tensor.HasField("sparse_csr"):
         return np.frombuffer(tensor.dense, dtype).reshape(shape or -1)
     dense = np.zeros(shape, dtype)
@@ -77,18 +80,14 @@ def _array(tensor: Any) -> np.ndarray:
 
 def losses_reply(logprobs: Sequence[np.ndarray], losses: Sequence[np.ndarray]) -> bytes:
     """Return a ForwardBackwardOutput with a record for each datum; arrays are float32."""
-    pb = schema()
-    reply = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    reply = schema().ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     reply.metrics["loss:sum"] = sum(float(x.sum(dtype=np.float64)) for x in losses)
     for pair in zip(logprobs, losses, strict=True):
         record = reply.loss_fn_outputs.add(num_datums=1)
         for name, x in zip(("logprobs", "elementwise_loss"), pair, strict=True):
-            ends = np.array([0, x.nbytes], np.int64).tobytes()
-            record.fields[name].MergeFrom(
-                pb.BatchedTensor(
-                    data=x.tobytes(), offsets=ends, dtype=1, trailing_shape=x.shape[1:]
-                )
-            )
+            field, ends = record.fields[name], np.array([0, x.nbytes], np.int64)
+            field.data, field.offsets, field.dtype = x.tobytes(), ends.tobytes(), _FLOAT32
+            field.trailing_shape.extend(x.shape[1:])
     return reply.SerializeToString()
 
 

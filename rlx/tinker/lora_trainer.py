@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.base import UserError
+from rlx.base import UserError, install
 from rlx.model import lora_config, peft
 from rlx.model.lora_config import LoraConfig
 from rlx.model.model_config import ModelConfig
@@ -68,7 +68,7 @@ class LoraTrainer(ABC):
 
     @abstractmethod
     def put(self, arrays: Mapping[str, np.ndarray], lora: LoraConfig) -> Tensors:
-        """Return tensors with PEFT's names as the library's arrays; UserError if they do not fit."""
+        """Return tensors with PEFT's names as the library's; UserError if they do not fit."""
 
     @abstractmethod
     def get(self, tensors: Tensors, lora: LoraConfig) -> dict[str, np.ndarray]:
@@ -149,3 +149,16 @@ class LoraTrainer(ABC):
                 setattr(state, name, self.put(tensors, lora))
         state.updates = updates
         return state
+
+
+def trainer_class(name: str) -> Callable[[Path, str, int], LoraTrainer]:
+    """Return what makes a trainer of directory, dtype and context; UserError if it cannot."""
+    if name == "jax":
+        from rlx.tinker.jax_lora import JaxLora
+
+        return JaxLora
+    try:
+        from rlx.tinker.torch_lora import TorchLora
+    except ImportError as error:
+        raise UserError(f"--trainer=torch needs PyTorch ({error}); {install('torch')}") from None
+    return TorchLora

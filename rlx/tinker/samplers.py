@@ -1,8 +1,8 @@
-"""Sampling from many clients' adapters by one fleet, which serves those of one at a time."""
+"""Sampling from many clients' adapters by one fleet: side by side, or one at a time."""
 
 import asyncio
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,14 @@ from rlx.fleet.sample import Completion
 from rlx.model import peft
 from rlx.model.tensors import open_tensors
 from rlx.system.threads import in_thread
+
+_MOST_RANK = 64  # of adapters side by side; vLLM gives each as much memory
+
+
+def engine_options(adapters: int, directory: Path) -> dict[str, Any]:
+    """Return options of servers that read adapters below `directory`, {} for none side by side."""
+    lora = f"enable_lora=true;max_loras={adapters};max_lora_rank={_MOST_RANK}"
+    return {"engine_args": lora, "weight_roots": [str(directory)]} if adapters else {}
 
 
 @dataclass
@@ -57,10 +65,12 @@ class Samplers:
     Args:
       fleet: connected; its servers have the base with the digest `base`.
       dtype: of the sum of base and adapter, on the servers.
+      side_by_side: whether the servers read adapters by themselves, where their base stays.
     """
 
-    def __init__(self, fleet: Fleet, base: bytes, dtype: str):
+    def __init__(self, fleet: Fleet, base: bytes, dtype: str, side_by_side: bool = False):
         self._fleet, self._base, self._dtype = fleet, base, dtype
+        self._side_by_side = side_by_side
         self._turns, self._version = WeightTurns(), 0
         self._published: tuple[Hashable, asyncio.Future] | None = None
 
@@ -71,18 +81,26 @@ class Samplers:
 
         They are [P] float32, NaN at other tokens and at the first; None if `scored` is 0.
         """
-        turn, given = asyncio.get_running_loop().create_future(), np.asarray(prompt, np.int32)
+        if self._side_by_side:
+            return await self._ask(str(adapter or ""), prompt, sampling, n, scored)
+        turn = asyncio.get_running_loop().create_future()
         weights = adapter and (adapter, (adapter / peft.WEIGHTS).stat().st_mtime_ns)
         self._begin(self._turns.add(weights, turn))
         try:
             await asyncio.shield(await turn)
-            completions = await self._fleet.generate(given, sampling, n)
-            logprobs, first = np.full(len(given), np.nan, np.float32), max(len(given) - scored, 1)
-            if scored and len(given) > 1:
-                logprobs[first:] = (await self._fleet.score(given, first))[first:]
-            return completions, logprobs if scored else None
+            return await self._ask("", prompt, sampling, n, scored)
         finally:
             self._begin(self._turns.end())
+
+    async def _ask(
+        self, adapter: str, prompt: Sequence[int], sampling: Sampling, n: int, scored: int
+    ) -> tuple[list[Completion], np.ndarray | None]:
+        given = np.asarray(prompt, np.int32)
+        completions = await self._fleet.generate(given, replace(sampling, adapter=adapter), n)
+        logprobs, first = np.full(len(given), np.nan, np.float32), max(len(given) - scored, 1)
+        if scored and len(given) > 1:
+            logprobs[first:] = (await self._fleet.score(given, first, adapter=adapter))[first:]
+        return completions, logprobs if scored else None
 
     def _begin(self, turns: list[Any]) -> None:
         """Let requests for the same weights begin, after these are published."""

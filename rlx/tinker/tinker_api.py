@@ -14,7 +14,6 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,17 +23,10 @@ from aiohttp import web
 
 from rlx.agents import dialects, http_listener, online_routes
 from rlx.agents.dialects import ApiError
-from rlx.agents.http_listener import HttpListener
-from rlx.base import UserError, install
-from rlx.fleet import adapter
-from rlx.fleet import tls as fleet_tls
-from rlx.fleet.client import Fleet
+from rlx.base import UserError
 from rlx.fleet.requests import Sampling
-from rlx.fleet.tls import Tls
 from rlx.model.lora_config import LoraConfig
-from rlx.run import serving
-from rlx.system.host_port import bracketed
-from rlx.system.threads import DaemonThreads, in_thread
+from rlx.system.threads import DaemonThreads
 from rlx.tinker import binary_messages
 from rlx.tinker.lora_trainer import ADAM, ADAPTER, LoraTrainer
 from rlx.tinker.samplers import Samplers
@@ -62,11 +54,11 @@ class TinkerApi:
     directory: Path  # of checkpoints
     budget: int  # tokens of a microbatch
     _tenants: dict[str, Tenant] = field(default_factory=dict)
-    _links: dict[str, tuple[Path, float]] = field(default_factory=dict)  # directory and end
+    _links: dict[str, Path] = field(default_factory=dict)  # secret → directory to download
     _device: DaemonThreads = field(default_factory=lambda: DaemonThreads(1))
 
-    def routes(self) -> list[web.RouteDef]:
-        """Return the routes; the last one refuses what no other takes."""
+    def application(self, around: Any) -> web.Application:
+        """Return the application in a middleware; its last route refuses what no other takes."""
         run, checkpoint = "training_runs/{run}", "training_runs/{run}/checkpoints/{kind}/{name}"
         handlers: dict[str, Callable[[Tenant, _Json], Any]] = {
             "POST client/config": lambda tenant, given: {},
@@ -95,12 +87,16 @@ class TinkerApi:
             method, path = name.split()
             return web.route(method, f"/api/v1/{path}", partial(self._json, handler))
 
-        return [
-            *(route(*each) for each in handlers.items()),
-            web.post("/api/v1/retrieve_future", self._retrieve),
-            web.get("/download/{link}/{file}", self._download),
-            web.route("*", "/{_:.*}", _not_here),
-        ]
+        app = web.Application(middlewares=(around, _errors_as_json), client_max_size=MAX_BODY)
+        app.add_routes(
+            [
+                *(route(*each) for each in handlers.items()),
+                web.post("/api/v1/retrieve_future", self._retrieve),
+                web.get("/download/{link}/{file}", self._download),
+                web.route("*", "/{_:.*}", _not_here),
+            ]
+        )
+        return app
 
     def _tenant(self, request: web.Request) -> Tenant:
         key = online_routes.header_key(request)
@@ -271,16 +267,19 @@ class TinkerApi:
         shutil.rmtree(tenant.checkpoint(_CHECKPOINT.format(**given))[0], ignore_errors=True)
 
     def _link(self, tenant: Tenant, given: _Json) -> _Json:
-        where, end = tenant.checkpoint(_CHECKPOINT.format(**given))[0], time.time() + _LINK_SECONDS
-        link = secrets.token_urlsafe(24)
-        self._links[link] = where / ADAPTER, end
-        files, url = (where / ADAPTER).iterdir(), f"{given['origin']}/download/{link}"
-        return {"urls": {f.name: f"{url}/{f.name}" for f in files}, "expires": utc(end)}
+        where, link = tenant.checkpoint(_CHECKPOINT.format(**given))[0], secrets.token_urlsafe(24)
+        self._links[link] = where / ADAPTER
+        asyncio.get_running_loop().call_later(_LINK_SECONDS, self._links.pop, link)
+        urls = {
+            f.name: f"{given['origin']}/download/{link}/{f.name}"
+            for f in self._links[link].iterdir()
+        }
+        return {"urls": urls, "expires": utc(time.time() + _LINK_SECONDS)}
 
     async def _download(self, request: web.Request) -> web.FileResponse:
-        where, end = self._links.get(request.match_info["link"], (Path(), 0.0))
+        where = self._links.get(request.match_info["link"], Path())
         file = where / Path(request.match_info["file"]).name
-        if time.time() > end or not file.is_file():
+        if where == Path() or not file.is_file():
             raise ApiError(404, "the link or its checkpoint is gone; fetch new URLs")
         return web.FileResponse(file)
 
@@ -338,7 +337,7 @@ async def _not_here(request: web.Request) -> web.Response:
 
 
 @web.middleware
-async def errors_as_json(request: web.Request, handler: Callable) -> web.StreamResponse:
+async def _errors_as_json(request: web.Request, handler: Callable) -> web.StreamResponse:
     """Answer errors by {"error": one line}."""
     try:
         return await handler(request)
@@ -349,35 +348,3 @@ async def errors_as_json(request: web.Request, handler: Callable) -> web.StreamR
     except web.HTTPRequestEntityTooLarge:
         status, why = 413, f"the body is larger than {MAX_BODY >> 20} MiB; send fewer data at once"
     return web.json_response({"error": why}, status=status)
-
-
-def trainer_class(name: str) -> Callable[[Path, str, int], LoraTrainer]:
-    """Return what makes the trainer of a library; UserError if that is not installed."""
-    if name == "jax":
-        from rlx.tinker.jax_lora import JaxLora
-
-        return JaxLora
-    try:
-        from rlx.tinker.torch_lora import TorchLora
-    except ImportError as error:
-        raise UserError(f"--trainer=torch needs PyTorch ({error}); {install('torch')}") from None
-    return TorchLora
-
-
-async def serve(
-    fleet: Fleet, make: Callable[[LoraTrainer, Samplers], TinkerApi],
-    load: Callable[[Path, str, int], LoraTrainer], model: Path, dtype: str, host: str, port: int,
-    tls: Tls | None,
-) -> None:  # fmt: skip
-    """Connect the fleet, load `model` in `dtype`, answer until a signal; UserError if one fails."""
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(fleet.close)
-        base, _ = await asyncio.gather(in_thread(adapter.digest, model), fleet.connect())
-        trainer = await in_thread(load, model, dtype, fleet.context)
-        api, listener = make(trainer, Samplers(fleet, base, dtype)), HttpListener()
-        around = (listener.watch, errors_as_json)
-        app = web.Application(middlewares=around, client_max_size=MAX_BODY)
-        app.add_routes(api.routes())
-        port = await listener.open(app, host, port, fleet_tls.https(tls) if tls else None)
-        stack.push_async_callback(listener.close)
-        await serving.until_signal(f"http{'s' if tls else ''}://{bracketed(host, port)}")

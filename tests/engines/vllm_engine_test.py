@@ -22,8 +22,9 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlx.fleet.requests import Sampling, Timeouts
-from rlx.model import hf, kept_tokens
+from rlx.model import hf, kept_tokens, lora, peft
 from rlx.model import params as parameters
+from rlx.model.lora_config import LoraConfig
 from rlx.model.model_config import TRAITS, ModelConfig
 from rlx.model.rope_config import Rope
 from tests.fixtures.commands import ended
@@ -88,6 +89,63 @@ def test_other_models_before_and_after_an_update(tiny_model_dir, tmp_path, archi
         for sample in out.values():
             assert set(sample.versions) == {version}
             assert_scored(wanted, prompt_of(1), sample)
+
+
+def test_requests_with_adapters_side_by_side(tiny_model_dir, tmp_path):
+    """Two adapters and the base at once; a changed directory counts; weights may come as well."""
+    random_model(tmp_path / "m", "Qwen3ForCausalLM", tiny_model_dir, qk_norm=True)
+    config, base = model = hf.load(tmp_path / "m")
+
+    def adapted(name, rank, seed):
+        own = LoraConfig(rank, 32.0)
+        pairs = lora.init(config, own, jax.random.key(seed))
+        pairs = jax.tree.map(
+            lambda x: x + 0.05 * jax.random.normal(jax.random.key(9), x.shape), pairs
+        )
+        peft.save(tmp_path / name, config, own, pairs)
+        return config, lora.merge(base, pairs, own)
+
+    wanted = {
+        "": model,
+        str(tmp_path / "a"): adapted("a", 4, 1),
+        str(tmp_path / "b"): adapted("b", 8, 2),
+    }
+    options = {"engine_args": "enable_lora=true;max_loras=2;max_lora_rank=8"}
+    weights = tmp_path / "new.safetensors"
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    save_file({name: tensor * np.float32(0.7) for name, tensor in tensors.items()}, weights)
+    with servers_of(tmp_path / "m", tmp_path, **options) as servers:
+        served = Served(*servers.wait(), servers.token)
+
+        async def all_at_once():
+            given = {"n": 2, "max_new_tokens": 20}
+            calls = [served.collect(prompt_of(1), adapter=each, **given) for each in wanted]
+            return await asyncio.gather(*calls)
+
+        try:
+            for each, out in zip(wanted, served.do(all_at_once()), strict=True):
+                for sample in out.values():
+                    assert_scored(wanted[each], prompt_of(1), sample)
+                tokens = np.concatenate([prompt_of(1), out[0].tokens])
+                scores = served.do(served.score(tokens, len(prompt_of(1)), adapter=each))
+                np.testing.assert_allclose(scores.logprobs, out[0].logprobs, atol=1e-4)
+            wanted[str(tmp_path / "a")] = adapted("a", 4, 3)
+            (again,) = served.ask(
+                prompt_of(1), max_new_tokens=20, adapter=str(tmp_path / "a")
+            ).values()
+            assert_scored(wanted[str(tmp_path / "a")], prompt_of(1), again)
+            for wrong, code in [
+                ("/etc", CODE.PERMISSION_DENIED),
+                (tmp_path / "c", CODE.INVALID_ARGUMENT),
+            ]:
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    served.ask(prompt_of(1), adapter=str(wrong))
+                assert refused.value.code() == code
+            served.do(served.load(weights, 1))
+            (after,) = served.ask(prompt_of(1), max_new_tokens=20).values()
+        finally:
+            served.close()
+    assert_scored(with_weights(model, weights), prompt_of(1), after)
 
 
 def test_two_workers_with_a_slice_of_each_layer_are_one_server(tiny_model_dir, tmp_path):

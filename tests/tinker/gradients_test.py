@@ -6,9 +6,8 @@ import pytest
 from rlx.base import UserError
 from rlx.model.directory import resolve
 from rlx.model.lora_config import LoraConfig
-from rlx.tinker.lora_trainer import ADAPTER
+from rlx.tinker.lora_trainer import ADAPTER, trainer_class
 from rlx.tinker.target_rows import TargetDatum, pack
-from rlx.tinker.tinker_api import trainer_class
 from rlx.tinker.token_losses import LOSSES
 
 MODEL = resolve("rlx:arithmetic")

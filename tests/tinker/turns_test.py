@@ -7,8 +7,8 @@ from threading import Event
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlx.tinker.samplers import WeightTurns
 from rlx.system.threads import DaemonThreads
+from rlx.tinker.samplers import WeightTurns
 from rlx.tinker.tenants import TrainedModel
 
 

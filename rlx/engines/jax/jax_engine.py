@@ -110,6 +110,8 @@ class JaxEngine(ModelEngine):
 
     async def score(self, request: ScoreRequest) -> Scores:
         self._check_score(request)
+        if request.adapter:
+            raise ValueError("adapter is not supported by the JAX engine; use --engine=vllm")
         values = self._config.value_head
         if values:  # a value belongs to the token before it: score one more token
             longer = np.append(request.tokens, np.int32(0))
@@ -185,8 +187,9 @@ class JaxEngine(ModelEngine):
     def _checked(self, request: Request) -> LiveRequest:
         """Return `request` ready for the queue; raise ValueError if it is refused."""
         self._check_request(request)
-        if request.sampling.top_logprobs:
-            raise ValueError("top_logprobs is not supported by the JAX engine; use --engine=vllm")
+        for name in ("top_logprobs", "adapter"):
+            if getattr(request.sampling, name):
+                raise ValueError(f"{name} is not supported by the JAX engine; use --engine=vllm")
         stops = self._stop_tokens(request.sampling)
         if len(stops) > MAX_STOPS:
             raise ValueError(

@@ -18,6 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,7 @@ class VllmEngine(ModelEngine):
         self._options = {"slots": slots, "max_model_len": self._max_model_len, **options}
         self._samples: dict[str, _Sample] = {}
         self._serial = 0  # of the last request
+        self._adapters: dict[tuple[str, int], int] = {}  # directory and time of change → number
         self._busy = (0, 0)  # start and last step of the current span, ns
         self._flushing, self._flushes = False, 0
         self._changing = asyncio.Lock()
@@ -268,6 +270,7 @@ class VllmEngine(ModelEngine):
             request.request_id,
             request.prompt_tokens,
             request.images,
+            sampling.adapter,
             priority=-request.priority,  # vLLM serves the lowest first
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -286,6 +289,7 @@ class VllmEngine(ModelEngine):
             "score",
             request.tokens[:-1],
             request.images,
+            request.adapter,
             priority=0,
             temperature=request.temperature,
             max_tokens=1,
@@ -294,11 +298,23 @@ class VllmEngine(ModelEngine):
             prompt_logprobs=0,
         )
 
+    def _lora(self, path: str) -> Any:
+        """Return vLLM's request for an adapter, None for ""; it keeps those used of late."""
+        from vllm.lora.request import LoRARequest
+
+        try:
+            changed = (Path(path) / "adapter_model.safetensors").stat().st_mtime_ns if path else 0
+        except OSError as error:
+            raise ValueError(f"adapter={path} cannot be read here: {error.strerror}") from None
+        number = self._adapters.setdefault((path, changed), len(self._adapters) + 1)
+        return LoRARequest(f"{path}@{changed}", number, path) if path else None
+
     def _processed(
         self,
         name: str,
         prompt: np.ndarray,
         images: Sequence[str],
+        adapter: str,
         *,
         priority: int,
         **sampling: Any,
@@ -316,6 +332,7 @@ class VllmEngine(ModelEngine):
                 self._input(prompt, images),
                 params,
                 supported_tasks=self._tasks,
+                lora_request=self._lora(adapter),
                 priority=priority,
             )
         except (VLLMValidationError, ValueError, TypeError, OverflowError) as error:

@@ -137,6 +137,15 @@ def prompt_logprobs(
     return found
 
 
+def shrink_adapted(
+    plain: Callable, x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor,
+    indices: torch.Tensor, scaling: float = 1.0,
+) -> None:  # fmt: skip
+    """Replace vLLM's product with A on a CPU, which gives tokens without an adapter the last."""
+    plain(x, weights, out, indices, scaling)
+    out[: len(indices)][indices < 0] = 0.0
+
+
 class TensorParallelExecutor(MultiprocExecutor):
     """vLLM's executor of several workers, whose EngineCore ends with its server."""
 
@@ -170,6 +179,12 @@ class RolloutWorker:
         runner.sample_tokens = partial(_sample_tokens, runner, runner.sample_tokens)
         if self.device.type == "cpu":
             plan(self.model_runner.model, self._spec)  # refuse an unknown model now
+            if runner.lora_config:
+                from vllm.lora.ops.torch_ops import lora_ops
+                from vllm.lora.punica_wrapper import punica_cpu
+
+                for module in (lora_ops, punica_cpu):
+                    module.bgmv_shrink = partial(shrink_adapted, module.bgmv_shrink)
 
     def rlx_stage(self, path: str) -> None:
         """Start a thread that reads, checks and packs the weights at `path`."""
@@ -261,9 +276,10 @@ def plan(model: torch.nn.Module, spec: dict[str, Any]) -> dict[str, list[str]]:
     fused, spec = getattr(model, "packed_modules_mapping", {}), renamed(model, spec)
     sources: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner, _, leaf = name.rpartition(".")
+        own = name.replace(".base_layer.", ".")  # with adapters, which are no parameters
+        owner, _, leaf = own.rpartition(".")
         prefix, _, module = owner.rpartition(".")
-        own = name.replace(".experts.gate.", ".gate.")  # two modules share a router
+        own = own.replace(".experts.gate.", ".gate.")  # two modules share a router
         parts = [f"{prefix}.{part}.{leaf}" for part in fused.get(module, ())] or [own]
         if leaf in _EXPERTS:  # one parameter for all experts of a layer
             numbers = range(len(parameter))
