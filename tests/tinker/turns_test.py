@@ -4,11 +4,13 @@ import asyncio
 from functools import partial
 from threading import Event
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlx.fleet.requests import Sampling
 from rlx.system.threads import DaemonThreads
-from rlx.tinker.samplers import WeightTurns
+from rlx.tinker.samplers import Samplers, WeightTurns
 from rlx.tinker.tenants import TrainedModel
 
 
@@ -92,3 +94,24 @@ def test_those_who_wait_for_other_weights_are_not_overtaken():
     assert turns.add("b", 5) == []
     assert turns.end() == []
     assert turns.end() == [3, 5]
+
+
+def test_servers_that_read_adapters_get_one_with_each_request(tmp_path):
+    asked = []
+
+    class Fleet:  # without `publish`
+        async def generate(self, prompt, sampling, n):
+            asked.append(sampling.adapter)
+            return []
+
+        async def score(self, prompt, first, *, adapter):
+            asked.append(adapter)
+            return np.zeros(len(prompt), np.float32)
+
+    async def whole():
+        samplers = Samplers(Fleet(), b"", "float32", side_by_side=True)
+        for adapter in (tmp_path, None):
+            await samplers.sample(adapter, [1, 2, 3], Sampling(), 1, 3)
+
+    asyncio.run(whole())
+    assert asked == [str(tmp_path), str(tmp_path), "", ""]
