@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from rlx.base import UserError
 from rlx.model import peft
 from rlx.model.directory import load_config
 from rlx.model.lora_config import PREFIX, LoraConfig
@@ -25,6 +26,9 @@ class TorchLora(LoraTrainer):
 
     def __init__(self, directory: Path, dtype: str, context: int):
         self.config = load_config(directory).within(context)
+        if self.config.foreign:  # whose matrices have names that no table knows
+            why = f"{self.config.why}; rlx.tinker trains models of rlx's decoder"
+            raise UserError(f"{why}: use another model")
         self._dtype = getattr(torch, dtype)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = packed_model.load(directory, self._device, dtype, remat=True)
