@@ -96,7 +96,8 @@ class LoraTrainer(ABC):
 
     def _state(self, lora: LoraConfig, arrays: Mapping[str, np.ndarray]) -> LoraState:
         adapters = self.put(arrays, lora)
-        return LoraState(lora, adapters, *({k: x * 0 for k, x in adapters.items()} for _ in "mng"))
+        mu, nu, grads = ({k: x * 0 for k, x in adapters.items()} for _ in range(3))
+        return LoraState(lora, adapters, mu, nu, grads)
 
     def run(
         self, state: LoraState, loss: str, rows: TargetRows, backward: bool

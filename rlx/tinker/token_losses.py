@@ -29,7 +29,7 @@ def loss_of(name: str, p: Array, given: Mapping[str, Array]) -> Array:
 
     Args:
       p: [...] float32, the model's log-probabilities of the targets.
-      given: inputs of the loss, of the same shape; `logprobs` are of the policy that sampled.
+      given: inputs of the loss, of the same shape; the policy that sampled gave `logprobs`.
     """
     if name == "cross_entropy":
         return -given["weights"] * p

@@ -42,8 +42,10 @@ class TorchLora(LoraTrainer):
 
     def _add(self, name: str, module: nn.Module, given: Any, out: Tensor) -> Tensor:
         """Return a matrix's output plus that of the current adapter, if it has one."""
-        down, up = (self._adapters.get(f"{name}.lora_{half}.weight") for half in "AB")
-        return out if down is None else out + linear(linear(given[0], down), up) * self._scale
+        if f"{name}.lora_A.weight" not in self._adapters:
+            return out
+        down, up = (self._adapters[f"{name}.lora_{half}.weight"] for half in "AB")
+        return out + linear(linear(given[0], down), up) * self._scale
 
     def put(self, arrays: Mapping[str, np.ndarray], lora: LoraConfig) -> Tensors:
         peft.require_fit(arrays, self.config, lora)
