@@ -205,6 +205,8 @@ class VllmEngine(ModelEngine):
             raise
 
     async def load(self, path: str, version: int, kv: str = "keep") -> int:
+        if self.llm.vllm_config.lora_config:
+            raise ValueError("a server with enable_lora keeps its weights; name adapters instead")
         async with self._changing:
             start = self._clock()
             if self._asleep:
