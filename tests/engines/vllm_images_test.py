@@ -103,7 +103,7 @@ def test_tokens_and_scores_are_transformers_before_and_after_an_update(model_dir
             # An image token that the model drew is a token like any other.
             marks = [int(prompt[4])] * 2
             tokens = np.concatenate([prompt, marks, [5, 6]]).astype(np.int32)
-            score = ScoreRequest(tokens, len(prompt), 1.0, NAMES)
+            score = ScoreRequest(tokens, len(prompt), 1.0, images=NAMES)
             with pytest.raises(MissingImage):
                 await engine.score(score)
             for name, data in zip(NAMES, FILES, strict=True):
@@ -114,18 +114,18 @@ def test_tokens_and_scores_are_transformers_before_and_after_an_update(model_dir
                 drawn += chunk.tokens
                 logprobs += chunk.logprobs
             asked = np.concatenate([prompt, drawn]).astype(np.int32)
-            before = await engine.score(ScoreRequest(asked, len(prompt), 1.0, NAMES))
-            swapped = await engine.score(ScoreRequest(asked, len(prompt), 1.0, NAMES[::-1]))
+            before = await engine.score(ScoreRequest(asked, len(prompt), 1.0, images=NAMES))
+            swapped = await engine.score(ScoreRequest(asked, len(prompt), 1.0, images=NAMES[::-1]))
             marked = await engine.score(score)
             weights = load_file(model_dir / "model.safetensors")
             weights = {name: 1.5 * x for name, x in weights.items()}
             save_file(weights, tmp_path / "new.safetensors")
             await engine.load(str(tmp_path / "new.safetensors"), 1)
-            after = await engine.score(ScoreRequest(asked, len(prompt), 1.0, NAMES))
+            after = await engine.score(ScoreRequest(asked, len(prompt), 1.0, images=NAMES))
             with pytest.raises(ValueError, match="cannot be read"):
                 await engine.add_image("x", b"nothing")
             with pytest.raises(ValueError, match="no placeholders of image"):
-                await engine.score(ScoreRequest(asked[6:], len(prompt) - 6, 1.0, NAMES))
+                await engine.score(ScoreRequest(asked[6:], len(prompt) - 6, 1.0, images=NAMES))
             return asked, logprobs, before, swapped, marked, after, weights
         finally:
             await engine.close()
