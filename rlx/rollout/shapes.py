@@ -32,7 +32,7 @@ BACKGROUND = (128, 128, 128)  # 0 for a model, which is easier to learn from tha
 _PNG = "data:image/png;base64,"
 
 
-class Shape(NamedTuple):
+class Figure(NamedTuple):
     """A shape in a cell, which is an index of PLACES."""
 
     cell: int
@@ -40,7 +40,7 @@ class Shape(NamedTuple):
     shape: str
 
 
-Scene = tuple[Shape, ...]
+Scene = tuple[Figure, ...]
 
 
 def problems(seed: int, split: str, n: int) -> list[dict[str, Any]]:
@@ -108,7 +108,7 @@ def picture(scene: Scene, rng: random.Random) -> bytes:
 def _draw(rng: random.Random, split: str) -> dict[str, Any] | None:
     """Return the rows of one picture; None if it belongs to the other split."""
     cells = sorted(rng.sample(range(len(PLACES)), rng.randint(1, len(PLACES))))
-    scene = tuple(Shape(cell, rng.choice([*COLOURS]), rng.choice(SHAPES)) for cell in cells)
+    scene = tuple(Figure(cell, rng.choice([*COLOURS]), rng.choice(SHAPES)) for cell in cells)
     if arithmetic.split_of(str(scene)) != split:
         return None
     image, rows = _PNG + base64.b64encode(picture(scene, rng)).decode(), []

@@ -54,7 +54,7 @@ def fleet_of(
 ) -> Iterator[Fleet]:
     """Yield the fleet of the flags' running servers; without them, of servers of `model`.
 
-    `image` is of the fleet, `local` of servers that are started.
+    `image` returns the file of a prompt's image, `local` are options of servers to start.
     """
     with tempfile.TemporaryDirectory() as workdir, servers_of(
         list(filter(None, a.servers.split(","))), model, token=wire.take_token(os.environ),

@@ -51,6 +51,7 @@ RUN = {  # page → the tests that run its blocks, all of them
 READ = {
     "rlx.k8s": "tests/run/kubernetes_test.py",
     "rlx push": "tests/push_test.py",
+    "configs/shapes": "tests/run/images_run_test.py",
     "rlx sweep": "tests/run/run_grid_test.py",
     "observe/monitoring": "tests/observe/monitoring_test.py",
     "prometheus --config.file": "tests/run/trainer_metrics_test.py",
