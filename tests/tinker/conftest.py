@@ -28,7 +28,8 @@ def tinker_server(tmp_path_factory, request):
     try:
         line = server.stdout.readline()
         assert line, (workdir / "log").read_text()
-        yield SimpleNamespace(url=json.loads(line)["base_url"], saved=workdir / "saved")
+        url = json.loads(line)["base_url"]
+        yield SimpleNamespace(url=url, saved=workdir / "saved", trainer=request.param)
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(60)

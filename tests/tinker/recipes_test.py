@@ -79,9 +79,10 @@ def place(tmp_path_factory):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_runs_to_its_end(tinker_server, place, recipe):
     module = recipe.removesuffix("_ppo")
+    log = place / f"{recipe}-{tinker_server.trainer}"  # an older one would be continued
     command = [
         sys.executable, "-m", f"tinker_cookbook.recipes.{module}", f"model_name={NAME}",
-        f"log_path={place / recipe}", *RECIPES[recipe].split(),
+        f"log_path={log}", *RECIPES[recipe].split(),
     ]  # fmt: skip
     env = {
         **os.environ, "HF_HOME": str(place), "HF_HUB_OFFLINE": "1", "TINKER_API_KEY": "tml-recipes",
@@ -89,5 +90,4 @@ def test_a_recipe_runs_to_its_end(tinker_server, place, recipe):
     }  # fmt: skip
     done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    saved = [*(place / recipe).glob("checkpoints.jsonl")]
-    assert "sampler_path" in saved[0].read_text()
+    assert "sampler_path" in (log / "checkpoints.jsonl").read_text()
