@@ -270,7 +270,7 @@ SECTIONS = {
         **_EVERY,
         num_questions=option(200, "number of held-out rows, of each set; 0: no evaluations", "0"),
         sets=option((), "further held-out rows, (name, source) pairs, graded like the others"),
-        n_samples=option(0, "answers drawn to each question as in training, besides the greedy "
+        samples=option(0, "answers drawn to each question as in training, besides the greedy "
                          "one", "0"),
         max_new_tokens=option(0, "longest answer; 0: sampling.max_new_tokens", "0"),
     ),

@@ -223,7 +223,7 @@ def processor(directory: Path) -> Any:
     try:
         from transformers import AutoImageProcessor
 
-        return AutoImageProcessor.from_pretrained(directory)
+        return AutoImageProcessor.from_pretrained(directory, trust_remote_code=False)
     except ImportError as error:
         text = str(error).strip().splitlines()[0]
         raise UserError(f"images need packages ({text}); {install('vision')}") from None

@@ -153,6 +153,10 @@ class Call:
         channel.calls[self] = None
         channel.there.send(self._begin)
 
+    def invocation_metadata(self) -> tuple:
+        """Return no metadata, as of a client without traces."""
+        return ()
+
     def _begin(self) -> None:
         link = self._channel.link
         if not link.service:

@@ -249,7 +249,8 @@ def _image_inputs(model: Any, model_dir: Path, ids: Any, pictures: list) -> dict
     """Return further arguments of a model of transformers for the images among tokens [1, T]."""
     from transformers import AutoImageProcessor
 
-    found = AutoImageProcessor.from_pretrained(model_dir)(images=[pictures], return_tensors="pt")
+    processor = AutoImageProcessor.from_pretrained(model_dir, trust_remote_code=False)
+    found = processor(images=[pictures], return_tensors="pt")
     holders = (ids == model.config.image_token_id).int()
     every = {**found, "token_type_ids": holders, "mm_token_type_ids": holders}
     takes = inspect.signature(model.forward).parameters

@@ -256,7 +256,7 @@ def build(
         say=say,
         sets=inputs.eval_sets,
         drawn=replace(options.sampling, return_masks=False, seed=config.seed),
-        n_samples=config.eval.n_samples,
+        n_samples=config.eval.samples,
     )
     parts.fleet = NoFleet()
     parts.laps["records"] = time.monotonic_ns()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 PAGE = Path("docs/agents.md").read_text()
 AGENT, PROGRAM, ASK = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-(BRIEF,) = re.findall(r"```python\n(.*?)```", Path("docs/running.md").read_text(), re.DOTALL)
+*_, BRIEF = re.findall(r"```python\n(.*?)```", Path("docs/running.md").read_text(), re.DOTALL)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from rlx.launch.local import LocalServers
 TESTS = Path(__file__).parent
 COMMAND = (sys.executable, str(TESTS.parent / "fixtures" / "arithmetic_engine.py"))
 NOBODY = 65534
-CALLS = {"Generate", "Score", "Publish", "Pause", "Resume", "Status"}
+CALLS = {"AddImage", "Generate", "Score", "Publish", "Pause", "Resume", "Status"}
 
 
 @pytest.fixture(scope="module")

@@ -206,7 +206,7 @@ def test_a_reward_s_parameters_are_the_columns_that_rows_need(tmp_path):
     assert {name: rewards.columns(name) for name in rewards.REWARDS} == {
         "gsm8k": ["answer"], "math": [], "arithmetic": ["answer"], "code": ["answer"],
         "gsm8k_unfinished": ["answer"], "math_unfinished": [],
-        "reasoning_gym": ["question", "task"],
+        "reasoning_gym": ["question", "task"], "exact": ["answer"],
     }  # fmt: skip
     file = tmp_path / "mine.py"
     file.write_text("def score(p, c, pi, ci, level, *, answer='', steps, **row):\n    return 1.0\n")
