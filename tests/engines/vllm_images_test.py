@@ -1,6 +1,8 @@
 """vLLM with images: tokens and scores are transformers', before and after an update."""
 
 import asyncio
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -88,56 +90,65 @@ def wanted(path, tokens, first, weights=None):
     return logits[first - 1 : -1].gather(1, ids[0, first:, None])[:, 0].numpy()
 
 
+async def measured(model_dir, weights, out):
+    """Write what an engine says of both pictures, before and after an update, to an .npz file."""
+    from rlx.engines.vllm.vllm_engine import VllmEngine
+
+    prompt = prompt_of(model_dir)
+    engine = VllmEngine(str(model_dir), slots=4, max_model_len=64)
+    await engine.start()
+
+    async def score(tokens, names=NAMES):
+        return (await engine.score(ScoreRequest(tokens, len(prompt), 1.0, images=names))).logprobs
+
+    try:
+        # An image token that the model drew is a token like any other.
+        marks = [int(prompt[4])] * 2
+        marked = np.concatenate([prompt, marks, [5, 6]]).astype(np.int32)
+        with pytest.raises(MissingImage):
+            await score(marked)
+        for name, data in zip(NAMES, FILES, strict=True):
+            await engine.add_image(name, data)
+        drawn, logprobs = [], []
+        sampling = Sampling(max_new_tokens=6, seed=1)
+        async for chunk in engine.generate(Request("a", prompt, sampling, images=NAMES)):
+            drawn += chunk.tokens
+            logprobs += chunk.logprobs
+        asked = np.concatenate([prompt, drawn]).astype(np.int32)
+        found = {"prompt": prompt, "asked": asked, "logprobs": logprobs}
+        found |= {"before": await score(asked), "swapped": await score(asked, NAMES[::-1])}
+        found["marked"] = await score(marked)
+        await engine.load(str(weights), 1)
+        found["after"] = await score(asked)
+        with pytest.raises(ValueError, match="cannot be read"):
+            await engine.add_image("x", b"nothing")
+        with pytest.raises(ValueError, match="no placeholders of image"):
+            await engine.score(ScoreRequest(asked[6:], len(prompt) - 6, 1.0, images=NAMES))
+        np.savez(out, **found)
+    finally:
+        await engine.close()
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_tokens_and_scores_are_transformers_before_and_after_an_update(model_dir, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    from rlx.engines.vllm.vllm_engine import VllmEngine
-
-    prompt = prompt_of(model_dir)
-
-    async def main():
-        engine = VllmEngine(str(model_dir), slots=4, max_model_len=64)
-        await engine.start()
-        try:
-            # An image token that the model drew is a token like any other.
-            marks = [int(prompt[4])] * 2
-            tokens = np.concatenate([prompt, marks, [5, 6]]).astype(np.int32)
-            score = ScoreRequest(tokens, len(prompt), 1.0, images=NAMES)
-            with pytest.raises(MissingImage):
-                await engine.score(score)
-            for name, data in zip(NAMES, FILES, strict=True):
-                await engine.add_image(name, data)
-            drawn, logprobs = [], []
-            sampling = Sampling(max_new_tokens=6, seed=1)
-            async for chunk in engine.generate(Request("a", prompt, sampling, images=NAMES)):
-                drawn += chunk.tokens
-                logprobs += chunk.logprobs
-            asked = np.concatenate([prompt, drawn]).astype(np.int32)
-            before = await engine.score(ScoreRequest(asked, len(prompt), 1.0, images=NAMES))
-            swapped = await engine.score(ScoreRequest(asked, len(prompt), 1.0, images=NAMES[::-1]))
-            marked = await engine.score(score)
-            weights = load_file(model_dir / "model.safetensors")
-            weights = {name: 1.5 * x for name, x in weights.items()}
-            save_file(weights, tmp_path / "new.safetensors")
-            await engine.load(str(tmp_path / "new.safetensors"), 1)
-            after = await engine.score(ScoreRequest(asked, len(prompt), 1.0, images=NAMES))
-            with pytest.raises(ValueError, match="cannot be read"):
-                await engine.add_image("x", b"nothing")
-            with pytest.raises(ValueError, match="no placeholders of image"):
-                await engine.score(ScoreRequest(asked[6:], len(prompt) - 6, 1.0, images=NAMES))
-            return asked, logprobs, before, swapped, marked, after, weights
-        finally:
-            await engine.close()
-
-    asked, logprobs, before, swapped, marked, after, weights = asyncio.run(main())
-    np.testing.assert_allclose(logprobs, before.logprobs, atol=1e-5)
+    weights = {n: 1.5 * x for n, x in load_file(model_dir / "model.safetensors").items()}
+    save_file(weights, tmp_path / "new.safetensors")
+    # vLLM forks, which only a process without JAX's threads may do.
+    places = [model_dir, tmp_path / "new.safetensors", tmp_path / "found.npz"]
+    command = [sys.executable, "-m", "tests.engines.vllm_images_test", *map(str, places)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = np.load(tmp_path / "found.npz")
+    prompt, asked, logprobs = found["prompt"], found["asked"], found["logprobs"]
+    np.testing.assert_allclose(logprobs, found["before"], atol=1e-5)
     if int(prompt[4]) not in asked[len(prompt) :]:  # transformers would take it for a placeholder
         np.testing.assert_allclose(logprobs, wanted(model_dir, asked, len(prompt)), atol=1e-4)
         new = wanted(model_dir, asked, len(prompt), weights)
-        np.testing.assert_allclose(after.logprobs, new, atol=1e-4)
-    assert np.abs(swapped.logprobs - before.logprobs).max() > 1e-3
-    assert np.isfinite(marked.logprobs).all()
+        np.testing.assert_allclose(found["after"], new, atol=1e-4)
+    assert np.abs(found["swapped"] - found["before"]).max() > 1e-3
+    assert np.isfinite(found["marked"]).all()
 
 
 def test_placeholders_are_found_in_order_and_sampled_marks_are_left_alone():
@@ -148,3 +159,7 @@ def test_placeholders_are_found_in_order_and_sampled_marks_are_left_alone():
     assert [(place.offset, place.length) for place in found] == [(2, 2), (8, 2)]
     with pytest.raises(ValueError, match="no placeholders of image 3"):
         with_images(prompt, ["a", "b", "c"], [image] * 3)
+
+
+if __name__ == "__main__":
+    asyncio.run(measured(*sys.argv[1:]))

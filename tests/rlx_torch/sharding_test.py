@@ -84,7 +84,7 @@ def test_what_tensor_cuts_is_what_transformers_plan_says():
     ],
 )
 def test_a_model_that_tensor_cannot_cut_is_one_line(plan, why):
-    config = SimpleNamespace(tie_word_embeddings=False, architectures=["Some"])
+    config = SimpleNamespace(model_type="some", tie_word_embeddings=False, architectures=["Some"])
     model = SimpleNamespace(tp_plan=plan, config=config)
     with pytest.raises(UserError, match=f"{why}.*use only fsdp"):
         sharding.check_plan(model)
