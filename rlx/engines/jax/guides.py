@@ -9,7 +9,7 @@ import numpy as np
 from rlx.base import install
 from rlx.model.model_config import ModelConfig
 
-_FORM = {"whitespace_flexible": False}  # as vLLM: small models would write nothing but blanks
+_FORM: Any = {"whitespace_flexible": False}  # as vLLM: small models would write nothing but blanks
 
 
 class Guide:
