@@ -129,6 +129,11 @@ class PromptTokens(list[int]):
         self.images = tuple(images)
 
 
+def with_images(tokens: Any, images: Sequence[str]) -> Any:
+    """Return tokens as PromptTokens with the names of their images; unchanged without any."""
+    return PromptTokens(map(int, tokens), images) if images else tokens
+
+
 def images_of(*parts: Any) -> tuple[str, ...]:
     """Return the names of the images in token sequences, which only PromptTokens have."""
     return tuple(name for part in parts for name in getattr(part, "images", ()))

@@ -35,7 +35,7 @@ from rlx.agents.online import OnlineSessions
 from rlx.agents.sessions import Interaction, Session, Sessions, TurnPlace, message_key
 from rlx.agents.stream_text import Logprobs, StreamText, token_bytes
 from rlx.agents.tool_calls import Reader
-from rlx.base import PromptTokens, UserError, install
+from rlx.base import UserError, install, with_images
 from rlx.engines.stop_strings import cut
 from rlx.fleet import tls as fleet_tls
 from rlx.fleet.client import Fleet
@@ -328,8 +328,7 @@ class Gateway:
         sticky = None if p.session.endless else p.session.key  # too many calls for one server
         try:
             return await (p.session.fleet or self.fleet).generate(
-                PromptTokens(p.tokens.tolist(), p.images), p.chat.sampling, p.chat.n,
-                session=sticky,
+                with_images(p.tokens, p.images), p.chat.sampling, p.chat.n, session=sticky,
                 priority=p.session.priority, **options,
             )  # fmt: skip
         except ValueError as error:

@@ -60,7 +60,7 @@ def read(data: Any, defaults: Sampling, *, temperature_fixed: bool = False) -> C
     """Check a request's JSON and return it; raise ApiError (400), which names the field.
 
     `defaults.max_new_tokens` is also the upper limit. With `temperature_fixed`, for training,
-    another temperature is refused, which the losses assume.
+    another temperature than the default is refused, because losses assume it.
     """
     given = dialects.checked(data, SCHEMA, IGNORED, _KNOWN)
     if not (messages := given.get("messages")):

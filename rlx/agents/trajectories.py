@@ -21,7 +21,7 @@ import numpy as np
 
 from rlx.agents.agent_options import EXPORTS
 from rlx.agents.sessions import Interaction
-from rlx.base import Group, PromptTokens, Trajectory, UserError
+from rlx.base import Group, Trajectory, UserError, with_images
 from rlx.rollout.control_tokens import plain
 from rlx.rollout.workflows import joined
 
@@ -199,7 +199,7 @@ def _trajectory(turns: Sequence[Interaction], first: int, **fields: Any) -> Traj
     before = [0, *(len(t.prompt_tokens) + len(t.completion.tokens) for t in turns)]
     seen = [0, *(len(t.images) for t in turns)]
     new = [
-        (PromptTokens(t.prompt_tokens[length:].tolist(), t.images[count:]), t.completion)
+        (with_images(t.prompt_tokens[length:], t.images[count:]), t.completion)
         for t, length, count in zip(turns, before, seen, strict=False)
     ]
     last, begun = turns[-1], plain(turns[0].prompt_text)

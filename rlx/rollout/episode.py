@@ -12,13 +12,13 @@ import numpy as np
 
 from rlx.base import (
     Group,
-    PromptTokens,
     Trajectory,
     UserError,
     images_of,
     joined_masks,
     seed_of,
-)  # fmt: skip
+    with_images,
+)
 from rlx.engines.stop_strings import cut
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
@@ -68,7 +68,7 @@ class Episode:
         """Let the model continue to its end, a stop string, or the end of its budget."""
         before = [part for seen, made in self._turns for part in (seen, made.tokens)]
         whole = np.concatenate([*before, self._shown]).astype(np.int32)
-        prompt = PromptTokens(whole.tolist(), images_of(*before, self._shown))
+        prompt = with_images(whole, images_of(*before, self._shown))
         # The seed of the previous piece would repeat its draws.
         text = f"{self._sampling.seed} sample {self._index} piece {self._pieces}"
         seeded = replace(self._sampling, seed=seed_of(text.encode()))
@@ -84,7 +84,7 @@ class Episode:
         if len(tokens) >= self.left:
             self.truncate()
             return False
-        self._shown = PromptTokens(tokens, images)
+        self._shown = with_images(tokens, images)
         self.left -= len(tokens)
         return True
 

@@ -11,9 +11,7 @@ import binascii
 import functools
 import io
 import re
-import urllib.error
-import urllib.parse
-import urllib.request
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +23,7 @@ from rlx.system.image_store import ImageStore
 
 NAME = "image:"  # begins the name of an image in the store
 MARK = "<image>"  # where a text has an image of the row's column
-_MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
+_MAGIC = re.compile(rb"\x89PNG\r\n|\xff\xd8\xff|GIF8[79]a|RIFF....WEBP|II\*\0|MM\0\*", re.DOTALL)
 _DATA = re.compile(r"data:[\w/+.-]*;base64,(.*)", re.DOTALL)
 _AROUND = "@@IMAGE@@"  # to find what a chat template writes for an image
 _SECONDS = 30.0  # for an image from the network
@@ -38,7 +36,7 @@ def data_uri(value: Any) -> str | None:
         file = io.BytesIO()
         value.save(file, "PNG")
         value = file.getvalue()
-    if not isinstance(value, bytes) or not value.startswith(_MAGIC):
+    if not isinstance(value, bytes) or not _MAGIC.match(value):
         return None
     return "data:image;base64," + base64.b64encode(value).decode()
 
@@ -82,7 +80,7 @@ def image_part(
       UserError: no image, or one that cannot be read, is too large, or is not allowed here.
     """
     source = source_of(part)
-    if isinstance(source, str) and source.startswith(NAME):
+    if isinstance(source, str) and source.startswith(NAME) and folder:
         return {"type": "image", "image": source}
     if isinstance(source, str) and not (found := _DATA.fullmatch(source)):
         if re.match(r"https?:", source):
@@ -111,19 +109,21 @@ def _kept(data: bytes, store: ImageStore) -> dict[str, str]:
     return {"type": "image", "image": NAME + store.put(data)}
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any) -> None:
-        """Refuse: another host may not be allowed."""
-
-
 def _fetched(url: str, hosts: Collection[str]) -> bytes:
+    import urllib.parse
+    import urllib.request
+
+    class NoRedirects(urllib.request.HTTPRedirectHandler):
+        def redirect_request(self, *_: Any) -> None:
+            """Refuse: another host may not be allowed."""
+
     host = urllib.parse.urlsplit(url).hostname or ""
     if host not in hosts:
         raise UserError(f"an image is at {host}, which data.image_hosts does not name; add it")
     try:
-        with urllib.request.build_opener(_NoRedirects).open(url, timeout=_SECONDS) as reply:
+        with urllib.request.build_opener(NoRedirects).open(url, timeout=_SECONDS) as reply:
             return reply.read(image_store.MOST_BYTES + 1)
-    except (OSError, urllib.error.URLError) as error:
+    except OSError as error:  # URLError is one
         raise UserError(f"cannot fetch the image {url:.200} ({error}); check the address") from None
 
 
@@ -157,19 +157,26 @@ def with_column(question: Any, images: Any, what: str) -> list[dict[str, Any]]:
     messages = [dict(m) for m in question] if isinstance(question, list) else [
         {"role": "user", "content": question}
     ]  # fmt: skip
-    marks = sum(str(m.get("content")).count(MARK) for m in messages)
-    if marks not in (0, len(parts)):
+    pieces = [_pieces(message.get("content")) for message in messages]
+    marks = sum(own.count(MARK) for own in pieces)
+    if not marks:
+        first = [at for at, message in enumerate(messages) if message.get("role") == "user"][:1]
+        for at in first:
+            pieces[at], marks = [MARK] * len(parts) + pieces[at], len(parts)
+    if marks != len(parts):
         raise UserError(f"{what} has {marks} {MARK} and the row {len(parts)} images; make them fit")
     left = iter(parts)
-    for message in messages:
-        texts = re.split(f"({MARK})", message["content"]) if marks else [message["content"]]
-        if message["role"] == "user" and not marks:
-            texts, marks = [MARK] * len(parts) + texts, len(parts)
-        message["content"] = [
-            next(left) if text == MARK else {"type": "text", "text": text}
-            for text in texts if text
-        ]  # fmt: skip
+    for message, own in zip(messages, pieces, strict=True):
+        message["content"] = [next(left) if piece == MARK else piece for piece in own]
     return messages
+
+
+def _pieces(content: Any) -> list[Any]:
+    """Return the parts of a content, MARK for each image that it leaves to the row's column."""
+    if isinstance(content, list):
+        return [MARK if is_image(p) and source_of(p) is None else p for p in content]
+    texts = filter(None, re.split(f"({MARK})", content) if isinstance(content, str) else ())
+    return [text if text == MARK else {"type": "text", "text": text} for text in texts]
 
 
 class ImagePrompts:
@@ -196,6 +203,7 @@ class ImagePrompts:
             raise UserError(f"the processor in {directory} cannot be loaded: {reason}") from error
         self.store = store
         self._processor.tokenizer = self._texts = _Texts(tokenizer)
+        self._lock = threading.Lock()  # of these, which a gateway uses in several threads
         self._size = functools.lru_cache(65536)(
             lambda name: image_store.opened(store.get(name)).size
         )
@@ -231,13 +239,14 @@ class ImagePrompts:
         # Processors look at the sizes only.
         pictures = [image_store.blank(size) for size in sizes]
         try:
-            self._processor(text=[text], images=[pictures], return_tensors="np")
+            with self._lock:
+                self._processor(text=[text], images=[pictures], return_tensors="np")
+                return self._texts.last
         except Exception as error:  # of many kinds, by family
             raise UserError(
                 f"the processor refuses a prompt with {len(sizes)} images ({error!s:.200}); "
                 "check that its chat template writes a placeholder for each"
             ) from error
-        return self._texts.last
 
 
 class _Texts:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rlx.base import Group, PromptTokens, Trajectory, UserError
+from rlx.base import Group, Trajectory, UserError, with_images
 from rlx.rollout import workflows
 from rlx.rollout.datasets import answered
 from rlx.rollout.workflow_checks import checked
@@ -45,7 +45,7 @@ class Scored:
     async def _ask(self, t: Trajectory, tokens: np.ndarray, at: np.ndarray, **options: Any) -> Any:
         """Return the fleet's finite scores at the ascending positions `at`."""
         try:
-            given = PromptTokens(tokens.tolist(), t.images) if t.images else tokens
+            given = with_images(tokens, t.images)
             scores = (await self.scorer.score(given, int(at[0]), **options))[at]
         except ValueError as error:
             raise UserError(f"{self.who} refuses trajectory {t.trajectory_id}: {error}") from error

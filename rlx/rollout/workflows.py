@@ -17,7 +17,7 @@ from rlx.base import (
     images_of,
     joined_masks,
     place,
-)  # fmt: skip
+)
 from rlx.fleet.requests import Chunk, Sampling
 from rlx.fleet.sample import Completion
 from rlx.rewards.reward_pool import RewardCall, RewardPool

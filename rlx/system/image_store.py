@@ -5,6 +5,7 @@ import functools
 import hashlib
 import io
 import os
+import re
 import tempfile
 import warnings
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from rlx.base import UserError, explained, install
 
+_NAME = re.compile(r"[0-9a-f]{32}")
 MOST_BYTES, MOST_PIXELS = 16 << 20, 1 << 26  # of an image file; a message holds 32 MiB
 
 
@@ -97,7 +99,9 @@ class ImageStore:
         return path.name
 
     def get(self, name: str) -> bytes:
-        """Return the bytes of an image; UserError if it is not here."""
+        """Return the bytes of an image; UserError if it is not here, or `name` is no name."""
+        if not _NAME.fullmatch(name):  # a path would lead out of the directory
+            raise UserError(f"{name!r:.80} is no image's name; give the one that `put` returned")
         path = self._directory / name
         with explained(f"the image {path} is missing", "keep a run's images with its journal"):
             return path.read_bytes()

@@ -106,6 +106,7 @@ def test_each_api_takes_pictures(agents, made):
         (uri(RED[:-200]), "cannot be read"),
         ("https://example.com/a.png", "data.image_hosts"),
         ("/etc/passwd", "files are not read here"),
+        ("image:../../../etc/passwd", "files are not read here"),
     ],
 )
 def test_a_picture_that_cannot_be_taken_is_a_400(agents, made, url, words):

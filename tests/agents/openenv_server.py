@@ -14,7 +14,7 @@ class Guess(Action):
 
 
 class Seen(Observation):
-    """What the model reads."""
+    """An observation, which becomes a message to the model."""
 
     text: str
 

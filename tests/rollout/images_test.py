@@ -2,6 +2,7 @@
 
 import base64
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from rlx.base import UserError
 from rlx.journal import group_bytes
 from rlx.rollout import data
 from rlx.rollout.datasets import answered
-from rlx.rollout.images import ImagePrompts, RowImages, image_part
+from rlx.rollout.images import ImagePrompts, RowImages, data_uri, image_part
 from rlx.rollout.workflows import Prompts, joined
 from rlx.system import image_store
 from rlx.system.image_store import ImageStore, name_of
@@ -61,6 +62,7 @@ def test_every_form_of_an_image_gives_the_same_prompt(prompts, tmp_path):
     (tmp_path / "red.png").write_bytes(RED)
     text = {"type": "text", "text": "what?"}
     forms = [
+        {"type": "image"},
         {"type": "image", "image": "red.png"},
         {"type": "image", "image": uri(RED)},
         {"type": "image_url", "image_url": {"url": uri(RED)}},
@@ -68,6 +70,7 @@ def test_every_form_of_an_image_gives_the_same_prompt(prompts, tmp_path):
         {"type": "image", "source": {"type": "base64", "data": uri(RED).partition(",")[2]}},
     ]
     rows = [{"question": [{"role": "user", "content": [f, text]}], "answer": "a"} for f in forms]
+    rows[0]["images"] = ["red.png"]  # of the part without a source
     rows += [
         {"question": q, "images": ["red.png"], "answer": "a"} for q in ("what?", "<image>what?")
     ]
@@ -172,4 +175,21 @@ def test_a_store_moves_and_keeps_each_image_once(tmp_path):
     assert {p.name for p in (tmp_path / "run").iterdir()} == set(names)
     assert store.get(names[0]) == RED
     with pytest.raises(UserError, match=r"the image .* is missing"):
-        store.get("none")
+        store.get("0" * 32)
+    (tmp_path / "secret").write_text("not an image of the run")
+    for path in ("../secret", str(tmp_path / "secret"), ""):
+        with pytest.raises(UserError, match="is no image's name"):
+            store.get(path)
+
+
+def test_prompts_of_several_threads_keep_their_own_texts(prompts):
+    names = (prompts.images.store.put(RED),)
+    texts = [f"<image>{'x' * n}" for n in range(200)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda text: prompts.images.expanded(text, names), texts))
+    assert [text.rpartition(">")[2] for text in found] == ["x" * n for n in range(200)]
+
+
+def test_bytes_of_a_text_are_no_image():
+    assert [data_uri(x) for x in (b"BMW or Audi?", b"RIFF is a format", b"GIF8")] == [None] * 3
+    assert data_uri(RED) == "data:image;base64," + uri(RED).partition(",")[2]

@@ -83,7 +83,7 @@ def there(store, kind):
 
 @pytest.fixture
 def begun(store, tmp_path):
-    """A run in WORKDIR/one, its copies, and what they said."""
+    """A run in WORKDIR/one, its copies, and the lines that they reported."""
     workdir, said = tmp_path / "one", []
     workdir.mkdir()
     copies = RemoteCopies(config_of(), workdir, said.append)

@@ -33,7 +33,6 @@ from rlx.engines.vllm.vllm_start import on_cpu, start_llm
 from rlx.fleet.requests import Chunk, EngineStatus, Request, Sampling, ScoreRequest, Scores
 from rlx.model import kept_tokens
 from rlx.model.tensors import shards
-from rlx.system import image_store
 
 _FLUSH_SECONDS = 0.05  # interval of chunks
 _UNWATCHED = 10  # × _FLUSH_SECONDS is the interval of unwatched requests
@@ -113,10 +112,9 @@ class VllmEngine(ModelEngine):
         renderer = self.llm.renderer
         if renderer.mm_processor is None:
             raise ValueError("the server's model takes no images; leave them out")
-        picture = image_store.opened(data)
         async with self._preparing:
             if name not in self._images:
-                self._images[name] = await asyncio.to_thread(prepared, renderer, picture)
+                self._images[name] = await asyncio.to_thread(prepared, renderer, data)
                 self._image_bytes += self._images[name].num_bytes
         while len(self._images) > 1 and self._image_bytes > _MOST_IMAGE_BYTES:
             self._image_bytes -= self._images.popitem(last=False)[1].num_bytes

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from rlx.system.image_store import opened
+
 
 @dataclass(frozen=True, eq=False)
 class PreparedImage:
@@ -21,8 +23,9 @@ class PreparedImage:
     num_bytes: int
 
 
-def prepared(renderer: Any, picture: Any) -> PreparedImage:
-    """Return the inputs for a picture, by the processor of vLLM's renderer; ValueError if unfit."""
+def prepared(renderer: Any, data: bytes) -> PreparedImage:
+    """Return the inputs for an image file, by the processor of vLLM's renderer; or ValueError."""
+    picture = opened(data)
     text = renderer.mm_processor.dummy_inputs.get_dummy_text({"image": 1})
     ids = renderer.get_tokenizer().encode(text, add_special_tokens=False)
     found = renderer._process_multimodal(ids, {"image": [picture]}, None, None)
