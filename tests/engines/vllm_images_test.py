@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlx.engines.engine import MissingImage
-from rlx.engines.vllm.vllm_images import with_images
+from rlx.engines.vllm.vllm_images import placed_input
 from rlx.fleet.requests import Request, Sampling, ScoreRequest
 from rlx.system.image_store import name_of
 from tests.fixtures import pictures
@@ -155,10 +155,10 @@ def test_placeholders_are_found_in_order_and_sampled_marks_are_left_alone():
     pattern = np.array([3, 7, 7, 3], np.int32)
     image = SimpleNamespace(item=None, tokens=pattern[1:3], embedded=np.ones(2, bool))
     prompt = np.array([1, *pattern, 7, 9, *pattern, 2], np.int32)
-    found = with_images(prompt, ["a", "b"], [image, image])["mm_placeholders"]["image"]
+    found = placed_input(prompt, ["a", "b"], [image, image])["mm_placeholders"]["image"]
     assert [(place.offset, place.length) for place in found] == [(2, 2), (8, 2)]
     with pytest.raises(ValueError, match="no placeholders of image 3"):
-        with_images(prompt, ["a", "b", "c"], [image] * 3)
+        placed_input(prompt, ["a", "b", "c"], [image] * 3)
 
 
 if __name__ == "__main__":

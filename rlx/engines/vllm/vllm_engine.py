@@ -28,7 +28,7 @@ from rlx.cli.user_code import words
 from rlx.engines.engine import NO_WEIGHTS, EngineOptions, EngineStopped, MissingImage
 from rlx.engines.model_engine import ModelEngine
 from rlx.engines.stop_strings import StopStrings
-from rlx.engines.vllm.vllm_images import PreparedImage, prepared, with_images
+from rlx.engines.vllm.vllm_images import PreparedImage, placed_input, prepared
 from rlx.engines.vllm.vllm_start import on_cpu, start_llm
 from rlx.fleet.requests import Chunk, EngineStatus, Request, Sampling, ScoreRequest, Scores
 from rlx.model import kept_tokens
@@ -357,7 +357,7 @@ class VllmEngine(ModelEngine):
             )
         for name in images:
             self._images.move_to_end(name)
-        return with_images(prompt, images, [self._images[name] for name in images])
+        return placed_input(prompt, images, [self._images[name] for name in images])
 
     def _for_sample(self, core: Any, request: Request, index: int) -> Any:
         own = copy.copy(core)

@@ -39,7 +39,7 @@ def prepared(renderer: Any, data: bytes) -> PreparedImage:
     return PreparedImage(item, tokens[own], embedded[own], num_bytes)
 
 
-def with_images(prompt: np.ndarray, names: Sequence[str], images: Sequence[PreparedImage]) -> Any:
+def placed_input(prompt: np.ndarray, names: Sequence[str], images: Sequence[PreparedImage]) -> Any:
     """Return vLLM's input of a prompt, [T] int32, with images in the order of their placeholders.
 
     ValueError if it has no placeholders for one of them.
