@@ -49,7 +49,7 @@ class HeldOut:
     drawn: Sampling | None = None  # of `n_samples` answers to each question, besides the greedy one
     n_samples: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._extra = set[int]()
         if max(self.done, default=-1) < self.owed:  # of `owed` the weights are gone
             self.add(self.start)

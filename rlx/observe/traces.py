@@ -40,7 +40,7 @@ def tracing(place: str, service: str) -> Iterator[Any]:
     except ImportError as error:
         raise UserError(f"observe.traces needs the extra: {install('otel')} ({error})") from None
     host = socket.gethostname()
-    named = {"service.name": service, "host.name": host, "process.pid": os.getpid()}
+    named: Any = {"service.name": service, "host.name": host, "process.pid": os.getpid()}
     provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
     with ExitStack() as stack:
         exporter: Any

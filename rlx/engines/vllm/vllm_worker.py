@@ -183,7 +183,8 @@ class RolloutWorker:
                 from vllm.lora.ops.torch_ops import lora_ops
                 from vllm.lora.punica_wrapper import punica_cpu
 
-                for module in (lora_ops, punica_cpu):
+                modules: tuple[Any, ...] = (lora_ops, punica_cpu)
+                for module in modules:
                     module.bgmv_shrink = partial(shrink_adapted, module.bgmv_shrink)
 
     def rlx_stage(self, path: str) -> None:
