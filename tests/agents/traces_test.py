@@ -143,9 +143,10 @@ def test_a_rollout_is_one_trace_through_all_processes(agents):
 def test_a_failed_agent_is_seen(agents):
     with collector() as (address, spans):
         rollouts(agents, address, agent="Misbehaves", how="raises")
-    failed = [span for _, span in spans if span.status.code == 2]  # others were cancelled
-    assert {span.name for span in failed} == {"agent", "rollout"}
-    assert all("no such tool" in span.status.message for span in failed)
+    failed = [span for _, span in spans if span.status.code == 2]
+    # What was under way for other samples ends with it, cancelled or with errors of its own.
+    raised = {span.name for span in failed if "no such tool" in span.status.message}
+    assert raised == {"agent", "rollout"}
 
 
 def test_a_directory_gets_lines_of_json(agents, tmp_path):

@@ -86,8 +86,8 @@ def publish(executor, fleet, version):
     executor.set_version(version)
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + SECONDS
+def wait_for(condition, seconds=SECONDS):
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -936,7 +936,7 @@ def test_ten_thousand_live_prompts(make, fake_fleet, fake_workflow):
     fleet.hold = True
     executor = make(Limits(500, 19, 10_000), fleet=fleet, workflow=fake_workflow(n=1))
     publish(executor, fleet, 0)
-    wait_for(lambda: executor.counters()["running"] == 10_000)
+    wait_for(lambda: executor.counters()["running"] == 10_000, 10 * SECONDS)
     fleet.hold = False
     started = time.process_time()
     for _ in range(20):

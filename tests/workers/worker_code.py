@@ -83,6 +83,15 @@ class Leaving:
         return 1.0
 
 
+def ancestors(pid):
+    """Return the processes that `pid` descends from."""
+    found = []
+    while int(pid) > 1:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        found.append(pid)
+    return found
+
+
 def spy(trainer):
     """What it can get hold of that is not its own: a list of texts."""
     found = []
@@ -97,7 +106,8 @@ def spy(trainer):
     near = {trainer, os.getppid()}
     for name in filter(str.isdigit, os.listdir("/proc")):  # other workers of the trainer
         try:
-            if "rlx.agents.worker" in Path(f"/proc/{name}/cmdline").read_text():
+            command = Path(f"/proc/{name}/cmdline").read_text()
+            if "rlx.agents.worker" in command and trainer in ancestors(name):
                 near.add(int(name))
         except OSError:
             pass
