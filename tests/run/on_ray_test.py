@@ -25,6 +25,7 @@ import pytest
 
 from tests.fixtures.commands import FLOAT32, RLX_MAIN, ended
 from tests.run.main_test import processes_of, records, wait_for
+from tests.run.run_grid_test import FAST
 from tests.run.trainer_metrics_test import free_ports, page
 
 ROOT = Path(__file__).parents[2]
@@ -221,6 +222,25 @@ def test_too_little_is_said_with_the_arithmetic(cluster, start, tmp_path):
     assert process.wait(SECONDS) == 2
     wanted = "error: 5 processes on 127.0.0.4 need a core each, and Ray has 2 there; use"
     assert last_line(tmp_path / "log").startswith(wanted)
+
+
+@ray
+def test_runs_of_a_sweep_are_jobs_at_the_same_time(cluster, tmp_path):
+    sweep, command = tmp_path / "sweep", [sys.executable, "-m", "rlx.sweep"]
+    done = subprocess.run(
+        [*command, *FAST, "--config.scheduler.type=ray", "--config.total_steps=4", "seed=0,1",
+         "--jobs=2", f"--workdir={sweep}"],
+        env=cluster.environment, text=True, capture_output=True, timeout=SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (sweep / "comparison.html").exists()
+    runs = [sweep / "seed=0", sweep / "seed=1"]
+    assert [steps(run) for run in runs] == [[1, 2, 3, 4]] * 2
+    for run in runs:
+        assert re.search(r"127\.0\.0\.[345]: trainer 0: CPU\n", (run / "output.log").read_text())
+    begun = [records(run / "starts.jsonl")[0]["time"] for run in runs]
+    took = [records(run / "metrics.jsonl")[-1]["elapsed_seconds"] for run in runs]
+    assert max(begun) < min(start + seconds for start, seconds in zip(begun, took, strict=True))
 
 
 @ray
