@@ -16,11 +16,11 @@ from rlx.agents.agent_options import AgentOptions
 from rlx.algorithms.algorithm import FIELDS, Algorithm
 from rlx.base import UserError, refuse
 from rlx.engines.engine import EngineOptions
-from rlx.environments import openenv_tasks, verifiers_tasks
 from rlx.fleet.requests import Sampling, Timeouts
 from rlx.model.lora_config import LoraConfig, lora_targets
 from rlx.option import check_value, option, options_of
 from rlx.rewards.judge import JudgeOptions
+from rlx.rollout.data import PLAYERS
 from rlx.sandbox.sandbox import SandboxOptions
 from rlx.train.train_options import AUTO, OptimizerOptions, TrainOptions
 from rlx.workers.worker_process import WorkerLimits
@@ -147,8 +147,8 @@ SECTIONS = {
         request_timeout_seconds=option(600.0, "limit for one attempt at a prompt"),
         workflow=option("rlvr", "one graded turn; or tools, multi_turn, online (applications ask); "
                         "or FILE.py:Class, module:Class: your own workflow or agent; or "
-                        "reasoning_gym:TASK, openenv:URL, verifiers:ENV, which bring rows and "
-                        "rewards"),
+                        "reasoning_gym:TASK, openenv:URL, textarena:GAME, verifiers:ENV, which "
+                        "bring rows and rewards"),
         workflow_kwargs=option(None, "dict of arguments for its constructor"),
     ),
     "algorithm": _section(
@@ -314,20 +314,16 @@ def default() -> ConfigDict:
     return c.lock()
 
 
-# Prefixes of environments → the agent that plays them.
-PLAYERS = {module.SCHEME: module.AGENT for module in (openenv_tasks, verifiers_tasks)}
-
-
 def with_environment(config: ConfigDict) -> ConfigDict:
     """Set the rows, reward and workflow that an environment in rollout.workflow stands for."""
     if (name := config.rollout.workflow).startswith("reasoning_gym:"):
         config.data.dataset, config.data.eval, config.rollout.workflow = name, "", "rlvr"
         config.reward.name = "reasoning_gym"
-    for scheme, agent in PLAYERS.items():
-        if name.startswith(scheme):
+    for player in PLAYERS:
+        if name.startswith(player.SCHEME):
             if not config.data.mix:
                 config.data.dataset, config.data.eval = name, ""
-            config.rollout.workflow = agent
+            config.rollout.workflow = player.AGENT
     return config
 
 

@@ -13,7 +13,7 @@ from rlx.run import flags
 
 FLAGS = {
     "datasets": "names (gsm8k, math_500, math, train_amc_aime, aime24, amc23, arithmetic, shapes), "
-    "reasoning_gym:TASK, openenv:URL, verifiers:ENV, files or NAME=PATH; with commas between",
+    "names of environments as in rollout.workflow, files or NAME=PATH; with commas between",
     "models": "HF directories, hub names or checkpoints, with commas between; default: model.path",
     "max_gen_tokens": "tokens of an answer; default: sampling.max_new_tokens",
     "n_samples": "sampled answers a question, besides the greedy one; default 32, 0: none",

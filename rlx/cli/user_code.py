@@ -26,7 +26,7 @@ _OF_FILE, _EDITED = "file_", "__edited__"  # how names of files' modules begin; 
 _STANDARD, _RLX = (f"{Path(file).parent}/" for file in (traceback.__file__, Path(__file__).parent))
 LIBRARIES = ("<frozen", _STANDARD, _RLX, "/site-packages/", "/dist-packages/")
 _LINE = 90  # characters of a source line
-OF_ENVIRONMENTS = ("mcp:", "openenv:", "reasoning_gym:", "verifiers:")
+OF_ENVIRONMENTS = ("mcp:", "openenv:", "reasoning_gym:", "textarena:", "verifiers:")
 
 
 def find(key: str, name: str, table: Mapping[str, Any] = _NONE) -> Any:

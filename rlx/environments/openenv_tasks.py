@@ -9,12 +9,11 @@ Without `action`, an answer is the field of actions that have one text, else JSO
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import parse_qsl
 from urllib.request import urlopen
 
-from rlx.base import RewardParts, UserError, install, seed_of, unknown
+from rlx.base import RewardParts, UserError, install, unknown
 from rlx.cli.user_code import words
-from rlx.environments.reasoning_tasks import SIZES, setting
+from rlx.environments import episodes
 
 SCHEME = "openenv:"
 AGENT = f"{__name__}:OpenEnvAgent"
@@ -38,9 +37,7 @@ def rows(text: str, split: str = "train") -> Iterator[dict[str, Any]]:
             f"{SCHEME}{url} does not answer: {words(error)}; start its server"
         ) from error
     _field(form, options["action"])
-    for number in range(options["size"] or SIZES[split == "train"]):
-        drawn = seed_of(f"{options['seed']} {split} {number}".encode())
-        seed = drawn | 1 if split == "train" else drawn & ~1
+    for seed in episodes.seeds(options, split):
         yield {
             "question": f"episode {seed} of {url}", "answer": "", "environment": text,
             "seed": seed, "form": form,
@@ -57,7 +54,7 @@ class OpenEnvAgent:
         self, data: Mapping[str, Any], base_url: str, api_key: str, http_client: Any, **others: Any
     ) -> RewardParts:
         """Return the reward and the number of steps; UserError if the environment fails."""
-        from openai import AsyncOpenAI
+        from openai import AsyncOpenAI, BadRequestError
 
         url, options = _address(data["environment"])
         field, steps = _field(data["form"], options["action"]), 0
@@ -72,9 +69,14 @@ class OpenEnvAgent:
                 result = await environment.reset(seed=data["seed"])
                 while steps < options["turns"] and not result.done:
                     talk.append({"role": "user", "content": _text(result.observation)})
-                    answer = await model.chat.completions.create(
-                        model="default", messages=talk, **form
-                    )
+                    try:
+                        answer = await model.chat.completions.create(
+                            model="default", messages=talk, **form
+                        )
+                    except BadRequestError:  # the conversation is longer than the model's context
+                        if steps:
+                            break
+                        raise
                     said = answer.choices[0].message.content or ""
                     talk.append({"role": "assistant", "content": said})
                     if not field and answer.choices[0].finish_reason == "length":
@@ -91,12 +93,8 @@ class OpenEnvAgent:
 
 
 def _address(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the URL and the options of an address; UserError for an unknown key."""
-    url, _, query = text.partition("?")
-    given = {key: setting(value) for key, value in parse_qsl(query)}
-    for key in given.keys() - _DEFAULTS.keys():
-        raise unknown(f"key of {SCHEME}{url}", key, _DEFAULTS)
-    return url.rstrip("/"), {**_DEFAULTS, **given}
+    url, options = episodes.address(SCHEME, text, _DEFAULTS)
+    return url.rstrip("/"), options
 
 
 def _field(form: Mapping[str, Any], asked: str) -> str:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from rlx.base import UserError, unknown
-from rlx.environments import openenv_tasks, verifiers_tasks
 from rlx.rewards import rewards
 from rlx.rollout import data
 from rlx.rollout.images import RowImages
@@ -51,7 +50,7 @@ def find(
         return BENCHMARKS[text]
     if text.startswith(_TASKS):
         return Benchmark(text, text, "reasoning_gym")
-    for player in (openenv_tasks, verifiers_tasks):
+    for player in data.PLAYERS:
         if text.startswith(player.SCHEME):
             return Benchmark(text, text, reward, workflow=player.AGENT)
     name, _, path = text.rpartition("=")

@@ -24,7 +24,7 @@ import numpy as np
 
 from rlx.base import UserError, install, nearest
 from rlx.cli import user_code
-from rlx.environments import openenv_tasks, reasoning_tasks, verifiers_tasks
+from rlx.environments import openenv_tasks, reasoning_tasks, textarena_tasks, verifiers_tasks
 from rlx.rollout import arithmetic, shapes
 from rlx.rollout.images import RowImages, data_uri, is_image, with_column
 
@@ -35,10 +35,10 @@ _NONE: Mapping[str, str] = {}
 _NO_SHARES: Mapping[str, float] = {}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _CODE = re.compile(r".+\.py:\w+|[\w.]+:\w+")
+PLAYERS = (openenv_tasks, textarena_tasks, verifiers_tasks)  # an agent plays their rows
 _SCHEMES = {
-    "reasoning_gym:": lambda names: functools.partial(reasoning_tasks.rows, names),
-    openenv_tasks.SCHEME: lambda address: functools.partial(openenv_tasks.rows, address),
-    verifiers_tasks.SCHEME: lambda name: functools.partial(verifiers_tasks.rows, name),
+    "reasoning_gym:": functools.partial(functools.partial, reasoning_tasks.rows),
+    **{each.SCHEME: functools.partial(functools.partial, each.rows) for each in PLAYERS},
 }
 GENERATED = {"arithmetic": arithmetic.problems, "shapes": shapes.problems}
 

@@ -1,0 +1,24 @@
+"""Read addresses of environments that are played in episodes, and draw the seeds of these."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import parse_qsl
+
+from rlx.base import seed_of, unknown
+from rlx.environments.reasoning_tasks import SIZES, setting
+
+
+def address(scheme: str, text: str, defaults: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return name and options of `NAME?KEY=VALUE&…`; UserError for a key not in `defaults`."""
+    name, _, query = text.partition("?")
+    given = {key: setting(value) for key, value in parse_qsl(query)}
+    for key in given.keys() - defaults.keys():
+        raise unknown(f"key of {scheme}{name}", key, defaults)
+    return name, {**defaults, **given}
+
+
+def seeds(options: Mapping[str, Any], split: str) -> Iterator[int]:
+    """Yield the seed of each episode; no seed of split `train` is in another split."""
+    for number in range(options["size"] or SIZES[split == "train"]):
+        drawn = seed_of(f"{options['seed']} {split} {number}".encode())
+        yield drawn | 1 if split == "train" else drawn & ~1
