@@ -6,13 +6,18 @@ code for a newer processor must not run on an older one.
 
 import atexit
 import hashlib
+import importlib.util
 import json
 import os
 import platform
+import time
 import zlib
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+
+_INDEX = "checksums.json"
+_DAY = 86_400.0  # seconds
 
 
 def directory() -> str | None:
@@ -31,8 +36,9 @@ def options() -> dict[str, str | int | float]:
     path = directory()
     if path is None or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return {}
-    check()
-    atexit.register(check, True)
+    if _due(Path(path, _INDEX)):
+        check()
+        atexit.register(check, True)
     return {
         "jax_compilation_cache_dir": path,
         "jax_persistent_cache_min_compile_time_secs": 0,
@@ -43,9 +49,9 @@ def options() -> dict[str, str | int | float]:
 def check(new: bool = False) -> None:
     """Remove cache entries whose checksum has changed; `new`: only record checksums of new ones."""
     # JAX runs whatever it loads. With zstd, which has no checksum, a flipped bit ends every start
-    # by SIGSEGV. With zlib it is an error, and the program is compiled again.
+    # by SIGSEGV. With zlib it is a warning, and the program is compiled again.
     path = Path(directory() or os.devnull)
-    index, known, found = path / "checksums.json", dict[str, int](), dict[str, int]()
+    index, known, found = path / _INDEX, dict[str, int](), dict[str, int]()
     with suppress(OSError, ValueError):
         known = json.loads(index.read_text())
     for entry in path.glob("*-cache"):
@@ -61,6 +67,13 @@ def check(new: bool = False) -> None:
         made = index.with_suffix(f".{os.getpid()}")
         made.write_text(json.dumps(found))
         made.replace(index)
+
+
+def _due(index: Path) -> bool:
+    """Return whether to check now: at each start with zstd, which JAX prefers, else once a day."""
+    if any(map(importlib.util.find_spec, ("zstandard", "compression"))):
+        return True
+    return not index.exists() or time.time() - index.stat().st_mtime > _DAY
 
 
 def cpu_flags() -> str:
