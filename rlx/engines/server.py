@@ -76,6 +76,7 @@ class Server:
         credentials = transport.server_credentials(tls) if tls else None
         self.meters = server_metrics.Meters()
         self._listener: WSGIServer | None = None
+        self._tls = tls
         self._make_engine, self._service, self._asleep = engine, service, asleep
         self._engine: Engine | None = None
         self._rollouts: RolloutService | None = None
@@ -112,7 +113,9 @@ class Server:
         await self._engine.start()
         if self._asleep:
             await self._engine.pause(1)
-        self._rollouts = RolloutService(self._engine, meters=self.meters, **self._service)
+        self._rollouts = RolloutService(
+            self._engine, meters=self.meters, tls=self._tls, **self._service
+        )
         self.meters.watch(self._rollouts.look)
         rpc.add_RolloutServicer_to_server(self._rollouts, self._grpc)
         await self._grpc.start()

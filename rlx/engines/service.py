@@ -30,11 +30,12 @@ from rlx.base import UserError
 from rlx.engines.engine import Engine, EngineStopped, MissingImage
 from rlx.engines.model_engine import MAX_SPANS
 from rlx.engines.server_metrics import Meters
-from rlx.fleet import adapter, delta, wire
+from rlx.fleet import adapter, delta, relay, wire
 from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet.publish import WeightFile, Weights, check_room, checksum, sweep
 from rlx.fleet.requests import Chunk, EngineStatus
+from rlx.fleet.tls import Tls
 from rlx.observe import traces
 from rlx.system import image_store
 
@@ -73,6 +74,7 @@ class RolloutService(rpc.RolloutServicer):
     clock: Callable[[], int] = time.monotonic_ns  # returns ns, for spans; the engine's
     meters: Meters = field(default_factory=Meters)
     tracer: Any = None  # of `observe.traces.tracing`
+    tls: Tls | None = None  # files for the connections to servers below in a relayed publish
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
 
     def __post_init__(self) -> None:
@@ -85,6 +87,7 @@ class RolloutService(rpc.RolloutServicer):
         self._spans: deque[tuple[str, int, int]] = deque(maxlen=MAX_SPANS)
         self._changing = asyncio.Lock()  # one pause, load or resume at a time
         self._installs: set[asyncio.Task] = set()
+        self._relayed: set[asyncio.Timeout] = set()  # of publishes that other servers send
         self._base: Weights | None = None  # current file, kept for the next delta
         self._model = adapter.Base(self.model_dir) if self.model_dir else None
         self._closed = False
@@ -182,25 +185,34 @@ class RolloutService(rpc.RolloutServicer):
             self._last_call = time.monotonic()
 
     async def Publish(self, request_iterator, context):
+        async with aclosing(relay.Forward(context, self.tls)) as forward:
+            reply = await self._published(request_iterator, context, forward)
+            reply.relayed.extend(await forward.results())
+            return reply
+
+    async def _published(self, request_iterator, context, forward):
         file = None
         requests = _timely(aiter(request_iterator), self.stall_seconds)
         try:
             header = await _header(requests)
+            self._expected(header)
+            forward.begin(header)
             way, num_bytes = "path", header.num_bytes
             if header.path:
                 path = await self._verified(header)
             else:
                 file = self._stage_file(header.num_bytes)
                 path = file.path
-                if header.HasField("delta"):
-                    way, num_bytes = "delta", header.delta.num_bytes
-                    await self._apply(header, requests, path)
-                elif header.HasField("adapter"):
-                    way = "adapter"
-                    await self._add(header, requests, path)
-                else:
-                    way = "stream"
-                    await _receive(header, requests, path)
+                async with self._overtaken_by_others(header):
+                    if header.HasField("delta"):
+                        way, num_bytes = "delta", header.delta.num_bytes
+                        await self._apply(header, requests, path, forward)
+                    elif header.HasField("adapter"):
+                        way = "adapter"
+                        await self._add(header, requests, path, forward)
+                    else:
+                        way = "stream"
+                        await _receive(header, requests, path, forward)
         except RequestError as error:
             _close(file)
             await _drain(requests)
@@ -214,10 +226,35 @@ class RolloutService(rpc.RolloutServicer):
         install.add_done_callback(self._installs.discard)
         try:
             reply = await asyncio.shield(install)
+        except RequestError as error:
+            await _refuse(context, error.code, error)
         except (ValueError, UserError) as error:
             await _refuse(context, _Code.FAILED_PRECONDITION, error)
         self.meters.publish_bytes.labels(way).inc(num_bytes)
         return reply
+
+    def _expected(self, header: pb.PublishHeader) -> None:
+        """Raise RequestError if another server's publish is not for this one or came too late."""
+        to, now = header.relay.to, (self.look().version, self._crc32)
+        if to.instance and (to.instance, to.version, to.crc32) != (self._instance, *now):
+            message = f"relayed version {header.version} is not for this server as it is now"
+            raise RequestError(_Code.ABORTED, message)
+
+    @asynccontextmanager
+    async def _overtaken_by_others(self, header: pb.PublishHeader) -> AsyncIterator[None]:
+        """End the receiving of what other servers send when a further publish begins."""
+        while self._relayed:
+            self._relayed.pop().reschedule(0)
+        try:
+            async with asyncio.timeout(None) as limit:
+                if header.relay.to.instance:
+                    self._relayed.add(limit)
+                yield
+        except TimeoutError:
+            message = f"version {header.version} is overtaken by another publish"
+            raise RequestError(_Code.ABORTED, message) from None
+        finally:
+            self._relayed.discard(limit)
 
     async def Pause(self, request, context):
         seconds = request.lease_seconds or PAUSE_SECONDS
@@ -303,7 +340,9 @@ class RolloutService(rpc.RolloutServicer):
         _compare(header, found.st_size, crc)
         return path
 
-    async def _apply(self, header: pb.PublishHeader, requests: AsyncIterator, path: str) -> None:
+    async def _apply(
+        self, header: pb.PublishHeader, requests: AsyncIterator, path: str, forward: relay.Forward
+    ) -> None:
         """Receive a delta; apply it to the kept file and write the result to `path`."""
         base, sent = self._base, header.delta
         wanted = sent.base_version, header.num_bytes, sent.base_crc32
@@ -312,7 +351,7 @@ class RolloutService(rpc.RolloutServicer):
             raise RequestError(_Code.ABORTED, message)
         file = self._stage_file(sent.num_bytes)
         try:
-            await _receive(sent, requests, file.path)
+            await _receive(sent, requests, file.path, forward)
             start_ns = self.clock()
             crc = await asyncio.to_thread(delta.apply, base.path, file.path, path)
         except (ValueError, OSError) as error:
@@ -324,7 +363,9 @@ class RolloutService(rpc.RolloutServicer):
             message = f"the delta gives a file with checksum {crc:08x}, not {header.crc32:08x}"
             raise RequestError(_Code.ABORTED, message)
 
-    async def _add(self, header: pb.PublishHeader, requests: AsyncIterator, path: str) -> None:
+    async def _add(
+        self, header: pb.PublishHeader, requests: AsyncIterator, path: str, forward: relay.Forward
+    ) -> None:
         """Receive an adapter; write the model directory's weights plus it to `path`."""
         sent, start_ns = header.adapter, self.clock()
         if not self._model:
@@ -332,7 +373,7 @@ class RolloutService(rpc.RolloutServicer):
         file = self._stage_file(header.num_bytes)
         try:
             await asyncio.to_thread(self._model.require, sent.base)
-            await _receive(header, requests, file.path)
+            await _receive(header, requests, file.path, forward)
             await asyncio.to_thread(self._model.write, file.path, sent.scale, sent.dtype, path)
         except adapter.OtherBase as error:
             raise RequestError(_Code.FAILED_PRECONDITION, str(error)) from error
@@ -364,6 +405,7 @@ class RolloutService(rpc.RolloutServicer):
         base = None
         try:
             async with self._changing:
+                self._expected(header)
                 start_ns, reply = self.clock(), pb.PublishReply(version=header.version)
                 reply.replaced_version = self.look().version
                 reply.replaced_crc32 = self._crc32
@@ -467,9 +509,15 @@ async def _header(requests: AsyncIterator[pb.PublishRequest]) -> pb.PublishHeade
 
 
 async def _receive(
-    header: pb.PublishHeader | pb.PublishDelta, requests: AsyncIterator, path: str
+    header: pb.PublishHeader | pb.PublishDelta,
+    requests: AsyncIterator,
+    path: str,
+    forward: relay.Forward,
 ) -> None:
-    """Write the chunks to `path`; raise RequestError unless complete, in order and undamaged."""
+    """Write the chunks to `path`, and forward them when they have been verified.
+
+    RequestError unless they are complete, in order and undamaged.
+    """
     size, crc = 0, 0
 
     def take(data: bytes) -> int:
@@ -499,6 +547,9 @@ async def _receive(
             except OSError as error:
                 message = f"cannot stage the weights: {error.strerror}"
                 raise RequestError(_Code.RESOURCE_EXHAUSTED, message) from error
+            if chunk.crc32 != crc and (forward.busy or chunk.HasField("crc32")):
+                raise RequestError(_Code.DATA_LOSS, f"a chunk before byte {size} is damaged")
+            forward.add(path, size, crc)
     _compare(header, size, crc)
 
 

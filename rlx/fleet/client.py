@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -23,6 +24,7 @@ from rlx.fleet.addresses import FILE, Joining, read_addresses, require_name
 from rlx.fleet.balancer import Balancer
 from rlx.fleet.member import Busy, Delivery, Failed, Lost, Member, Refused
 from rlx.fleet.publish import Weights, stage, sweep
+from rlx.fleet.relay import Route, hurry, routes
 from rlx.fleet.requests import Chunk, Sampling, ScoreRequest, Timeouts
 from rlx.fleet.sample import Completion, GenerateCall, PartialSample, split
 from rlx.fleet.tls import Tls
@@ -47,7 +49,7 @@ class PublishReport:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent to all servers; 0 by path."""
+        """Bytes that the trainer sent; 0 by path."""
         return sum(delivery.sent_bytes for delivery in self.deliveries)
 
     @property
@@ -491,7 +493,7 @@ class Fleet:
         """Publish to every live server, fail those that refuse; return the others, at least one."""
         while True:
             live = await self._balancer.alive(lambda: self._raise_refused(weights))
-            results = await asyncio.gather(*(m.update() for m in live), return_exceptions=True)
+            results = await self._update(live, weights)
             for result in results:
                 if isinstance(result, BaseException) and not isinstance(result, Lost | Refused):
                     raise result
@@ -504,6 +506,29 @@ class Fleet:
                 if isinstance(result, Refused):
                     member.fail(f"did not take version {weights.version}: {result}")
             return took
+
+    async def _update(
+        self, live: Sequence[Member], weights: Weights
+    ) -> Sequence[BaseException | None]:
+        """Publish to `live`, through each other where that works; return what each raised."""
+        groups: dict[Any, list[tuple[Member, Any]]] = {}
+        for member in live:
+            if found := member.relays(weights):
+                groups.setdefault(found[0], []).append((member, found[1]))
+        ways, hurries, fanout = dict[Member, Route](), [], self._limits.relay_fanout
+        for (tls, *_), pairs in groups.items():
+            if 0 < fanout < len(pairs):
+                ca = Path(tls.ca).read_bytes() if tls else b""
+                goal = weights.version, weights.crc32
+                made = routes([server for _, server in pairs], fanout, *goal, ca)
+                ways |= {member: way for (member, _), way in zip(pairs, made, strict=True)}
+                hurries.append(asyncio.create_task(hurry(made)))
+        try:
+            updates = (member.update(ways.get(member)) for member in live)
+            return await asyncio.gather(*updates, return_exceptions=True)
+        finally:
+            for task in hurries:
+                task.cancel()
 
     def _delta_base(self) -> Weights | None:
         weights = self._weights

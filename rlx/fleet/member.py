@@ -11,6 +11,7 @@ import asyncio
 import math
 import sys
 import time
+import zlib
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,9 +27,11 @@ from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet import tls as transport
 from rlx.fleet import wire
 from rlx.fleet.publish import Delta, Weights, chunks
+from rlx.fleet.relay import APART, Route
 from rlx.fleet.requests import Chunk, Request, Sampling, ScoreRequest, Scores, Timeouts
 from rlx.fleet.silence import TokenWaits
 from rlx.observe import traces
+from rlx.system.host_port import split_address
 from rlx.system.threads import in_thread
 
 _Code = grpc.StatusCode
@@ -41,21 +44,13 @@ _TRY_OUT = Request("try out", np.zeros(1, np.int32), Sampling(temperature=0.0, m
 _MAX_SPANS = 100_000
 _RTT_FORGETTING = 1.02  # per probe, a clock estimate may be replaced by one this much worse
 
-_CHANNEL_OPTIONS = (
-    *wire.OPTIONS,
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # a new channel is a new connection
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-)
-
 
 @dataclass(frozen=True)
 class Delivery:
     """Record of one server's last successful publish."""
 
     method: str  # path | stream | delta | adapter; `stream` if a delta did not fit
-    sent_bytes: int  # in all attempts
+    sent_bytes: int  # by the trainer, in all attempts; 0 if another server sent it
     paused_ns: int  # without decoding
 
 
@@ -118,6 +113,8 @@ class Member:
         self._unanswered = 0.0  # seconds since its last status
         self._has: Weights | None = None
         self._serves: tuple[int, int] | None = None  # version and checksum; None: unknown
+        self._route: Route | None = None  # of the last publish, if it was relayed
+        self._apart = "", 0  # instance that gets no relayed publish below this version
         self._updating = asyncio.Lock()
         self._image, self._added = image, set[str]()  # images that it has, as far as we know
         self._rtt_ns = float("inf")
@@ -150,20 +147,36 @@ class Member:
         """Return whether it acknowledged `weights` and has not restarted, as far as we know."""
         return self._has is weights
 
-    async def update(self) -> None:
-        """Publish the wanted weights to it, unless it has them.
+    def relays(self, weights: Weights) -> tuple[tuple, pb.RelayServer] | None:
+        """Return it as one that servers of the same key relay `weights` to; None: none do."""
+        instance, until = self._apart
+        if weights.method == "path" or self._serves in (None, (weights.version, weights.crc32)):
+            return None
+        if self.has(weights) or (instance == self.status.instance and weights.version < until):
+            return None
+        near = transport.is_loopback(split_address(self.address)[0])
+        fits = bool(weights.delta and weights.delta.fits(self._has))
+        version, crc32 = self._serves
+        return (self._tls, near, fits), pb.RelayServer(
+            address=self.address, instance=self.status.instance, version=version, crc32=crc32
+        )
+
+    async def update(self, route: Route | None = None) -> None:
+        """Publish the wanted weights to it, unless it has them; by `route`, if that works.
 
         Refused (see `refusal`) if it serves its old ones; Lost if it may serve either.
         """
         async with self._updating:
             weights = had = served = None
+            self._route = route
             try:
                 while (weights := self._wanted()) is not None and self._has is not weights:
                     had, self._has = self._has, None  # until it answers
                     served, self._serves = self._serves, None
                     self.delivery, replaced = await self._publish(weights, had)
                     # Before its first token, an update by this run's killed process may end.
-                    if served != replaced and self.waits.last > -math.inf:
+                    again = route and replaced == (weights.version, weights.crc32)
+                    if served != replaced and not again and self.waits.last > -math.inf:
                         await self._require_no_restart()  # else it may have had its first weights
                         self._compare(served, replaced)
                     self._has, self._serves = weights, (weights.version, weights.crc32)
@@ -179,6 +192,10 @@ class Member:
                     raise
                 raise Lost(self.reason) from None
             finally:
+                if route and route.blamed:
+                    self._apart = route.server.instance, route.version + APART
+                if route and (route.relay or not self.live):
+                    route.lose(f"{self.address} did not pass it on")
                 self.waits = self.waits.updated(time.monotonic())
 
     async def sleep_or_wake(self) -> None:
@@ -330,6 +347,8 @@ class Member:
         self._spans.extend(
             (s.name, s.start_ns - self.offset_ns, s.end_ns - self.offset_ns) for s in reply.spans
         )
+        if self._route and reply.instance == self._route.server.instance:
+            self._route.see(reply.version, reply.weights_crc32)
         restarted = self.live and reply.instance != self.status.instance
         self.status = reply
         if restarted:
@@ -350,7 +369,7 @@ class Member:
     async def _live_once(self) -> bool:
         """Connect and watch until it is lost; return whether it was live meanwhile."""
         was_live = False
-        channel = transport.channel(self.address, self._tls, _CHANNEL_OPTIONS)
+        channel = transport.channel(self.address, self._tls, wire.CHANNEL_OPTIONS)
         self._stub = rpc.RolloutStub(channel)
         try:
             await self.probe()
@@ -386,6 +405,8 @@ class Member:
                 self._watcher.cancel()
                 self._watcher = None
             self.live = False
+            if self._route:
+                self._route.lose(f"{self.address} is lost")
             self._changed()
             await channel.close()
         if was_live:
@@ -425,15 +446,15 @@ class Member:
         Returns the delivery, and the version and checksum that the server had before.
         """
         delta = weights.delta if weights.delta and weights.delta.fits(had) else None
-        self._sent, again = 0, False
+        self._sent, again, route = 0, False, self._route
+        reply = await self._relayed(route) if route and not route.relay else None
         while True:
             try:
-                reply = await self._stub.Publish(
-                    self._parts(weights, delta),
-                    timeout=self._limits.publish_seconds(weights.num_bytes),
-                    metadata=self._metadata,
-                )
+                reply = reply or await self._call(weights, delta, route)
             except grpc.aio.AioRpcError as error:
+                if route:
+                    route.lose(f"{self.address} did not take it")
+                    route = None
                 if delta and error.code() is _Code.ABORTED:
                     delta = None
                 elif not again and error.code() is _Code.DATA_LOSS:
@@ -445,8 +466,42 @@ class Member:
                 way = Delivery("delta" if delta else full, self._sent, reply.paused_ns)
                 return way, (reply.replaced_version, reply.replaced_crc32)
 
+    async def _relayed(self, route: Route) -> pb.PublishReply | None:
+        """Wait for the weights from another server; None: it needs them from here."""
+        result = await route.result
+        if not self.live or self.status.instance != route.server.instance:
+            raise Lost(self.reason)
+        if isinstance(result, pb.PublishReply):
+            return result
+        await self.probe()  # it may have them although no reply came
+        if route.here:
+            return route.assumed
+        self._say(f"{self.address} gets version {route.version} from the trainer: {result}")
+        return None
+
+    async def _call(
+        self, weights: Weights, delta: Delta | None, route: Route | None
+    ) -> pb.PublishReply:
+        """Send the weights; with a route, return as soon as it has a result."""
+        relay = route.relay if route else None
+        call = self._stub.Publish(
+            self._parts(weights, delta, relay),
+            timeout=self._limits.publish_seconds(weights.num_bytes),
+            metadata=self._metadata,
+        )
+        if not route or not relay:
+            return await call
+        reply = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait((reply, route.result), return_when=asyncio.FIRST_COMPLETED)
+            if reply.done():
+                route.finish(await reply)
+            return await route.result
+        finally:
+            reply.cancel()
+
     async def _parts(
-        self, weights: Weights, delta: Delta | None
+        self, weights: Weights, delta: Delta | None, relay: pb.PublishRelay | None
     ) -> AsyncIterator[pb.PublishRequest]:
         by_path = weights.method == "path"
         header = pb.PublishHeader(
@@ -456,6 +511,7 @@ class Member:
             crc32=weights.crc32,
             kv=self._kv,  # type: ignore[arg-type]
             keep=weights.method == "delta",
+            relay=relay,
         )
         if delta:
             for name in ("base_version", "base_crc32", "num_bytes", "crc32"):
@@ -467,9 +523,12 @@ class Member:
         if by_path:
             return
         parts = chunks(delta.path if delta else weights.path, wire.PUBLISH_CHUNK_BYTES)
+        crc = 0 if relay and relay.below else None
         while part := await in_thread(next, parts, None):
             self._sent += len(part[1])
-            yield pb.PublishRequest(chunk=pb.PublishChunk(offset=part[0], data=part[1]))
+            crc = None if crc is None else await in_thread(zlib.crc32, part[1], crc)
+            chunk = pb.PublishChunk(offset=part[0], data=part[1], crc32=crc)
+            yield pb.PublishRequest(chunk=chunk)
 
 
 def _cancelled_by_caller() -> bool:

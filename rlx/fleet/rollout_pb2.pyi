@@ -155,7 +155,7 @@ class ScoreReply(_message.Message):
     def __init__(self, logprobs: _Optional[_Iterable[float]] = ..., version: _Optional[int] = ..., values: _Optional[bool] = ...) -> None: ...
 
 class PublishHeader(_message.Message):
-    __slots__ = ("version", "path", "num_bytes", "crc32", "kv", "keep", "delta", "adapter")
+    __slots__ = ("version", "path", "num_bytes", "crc32", "kv", "keep", "delta", "adapter", "relay")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +164,7 @@ class PublishHeader(_message.Message):
     KEEP_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    RELAY_FIELD_NUMBER: _ClassVar[int]
     version: int
     path: str
     num_bytes: int
@@ -172,7 +173,32 @@ class PublishHeader(_message.Message):
     keep: bool
     delta: PublishDelta
     adapter: PublishAdapter
-    def __init__(self, version: _Optional[int] = ..., path: _Optional[str] = ..., num_bytes: _Optional[int] = ..., crc32: _Optional[int] = ..., kv: _Optional[_Union[KvPolicy, str]] = ..., keep: _Optional[bool] = ..., delta: _Optional[_Union[PublishDelta, _Mapping]] = ..., adapter: _Optional[_Union[PublishAdapter, _Mapping]] = ...) -> None: ...
+    relay: PublishRelay
+    def __init__(self, version: _Optional[int] = ..., path: _Optional[str] = ..., num_bytes: _Optional[int] = ..., crc32: _Optional[int] = ..., kv: _Optional[_Union[KvPolicy, str]] = ..., keep: _Optional[bool] = ..., delta: _Optional[_Union[PublishDelta, _Mapping]] = ..., adapter: _Optional[_Union[PublishAdapter, _Mapping]] = ..., relay: _Optional[_Union[PublishRelay, _Mapping]] = ...) -> None: ...
+
+class PublishRelay(_message.Message):
+    __slots__ = ("to", "below", "fanout", "ca")
+    TO_FIELD_NUMBER: _ClassVar[int]
+    BELOW_FIELD_NUMBER: _ClassVar[int]
+    FANOUT_FIELD_NUMBER: _ClassVar[int]
+    CA_FIELD_NUMBER: _ClassVar[int]
+    to: RelayServer
+    below: _containers.RepeatedCompositeFieldContainer[RelayServer]
+    fanout: int
+    ca: bytes
+    def __init__(self, to: _Optional[_Union[RelayServer, _Mapping]] = ..., below: _Optional[_Iterable[_Union[RelayServer, _Mapping]]] = ..., fanout: _Optional[int] = ..., ca: _Optional[bytes] = ...) -> None: ...
+
+class RelayServer(_message.Message):
+    __slots__ = ("address", "instance", "version", "crc32")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CRC32_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    instance: str
+    version: int
+    crc32: int
+    def __init__(self, address: _Optional[str] = ..., instance: _Optional[str] = ..., version: _Optional[int] = ..., crc32: _Optional[int] = ...) -> None: ...
 
 class PublishDelta(_message.Message):
     __slots__ = ("base_version", "base_crc32", "num_bytes", "crc32")
@@ -197,12 +223,14 @@ class PublishAdapter(_message.Message):
     def __init__(self, base: _Optional[bytes] = ..., scale: _Optional[float] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class PublishChunk(_message.Message):
-    __slots__ = ("offset", "data")
+    __slots__ = ("offset", "data", "crc32")
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    CRC32_FIELD_NUMBER: _ClassVar[int]
     offset: int
     data: bytes
-    def __init__(self, offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    crc32: int
+    def __init__(self, offset: _Optional[int] = ..., data: _Optional[bytes] = ..., crc32: _Optional[int] = ...) -> None: ...
 
 class PublishRequest(_message.Message):
     __slots__ = ("header", "chunk")
@@ -213,16 +241,28 @@ class PublishRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[PublishHeader, _Mapping]] = ..., chunk: _Optional[_Union[PublishChunk, _Mapping]] = ...) -> None: ...
 
 class PublishReply(_message.Message):
-    __slots__ = ("version", "paused_ns", "replaced_version", "replaced_crc32")
+    __slots__ = ("version", "paused_ns", "replaced_version", "replaced_crc32", "relayed")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PAUSED_NS_FIELD_NUMBER: _ClassVar[int]
     REPLACED_VERSION_FIELD_NUMBER: _ClassVar[int]
     REPLACED_CRC32_FIELD_NUMBER: _ClassVar[int]
+    RELAYED_FIELD_NUMBER: _ClassVar[int]
     version: int
     paused_ns: int
     replaced_version: int
     replaced_crc32: int
-    def __init__(self, version: _Optional[int] = ..., paused_ns: _Optional[int] = ..., replaced_version: _Optional[int] = ..., replaced_crc32: _Optional[int] = ...) -> None: ...
+    relayed: _containers.RepeatedCompositeFieldContainer[Relayed]
+    def __init__(self, version: _Optional[int] = ..., paused_ns: _Optional[int] = ..., replaced_version: _Optional[int] = ..., replaced_crc32: _Optional[int] = ..., relayed: _Optional[_Iterable[_Union[Relayed, _Mapping]]] = ...) -> None: ...
+
+class Relayed(_message.Message):
+    __slots__ = ("address", "error", "reply")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    REPLY_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    error: str
+    reply: PublishReply
+    def __init__(self, address: _Optional[str] = ..., error: _Optional[str] = ..., reply: _Optional[_Union[PublishReply, _Mapping]] = ...) -> None: ...
 
 class PauseRequest(_message.Message):
     __slots__ = ("lease_seconds", "freed")

@@ -99,7 +99,8 @@ class RolloutServicer:
 
     def Publish(self, request_iterator, context):
         """A header, then (without a path) the bytes of one safetensors file, or of a delta, in order.
-        ABORTED: the delta cannot be applied here, send the file; nothing has changed.
+        ABORTED: the delta cannot be applied here, send the file; or a relay is out of date. Nothing has
+        changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -98,12 +98,17 @@ def https(tls: Tls) -> ssl.SSLContext:
     return context
 
 
-def channel(address: str, tls: Tls | None, options: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
-    """Return an unconnected channel; raise UserError for unusable files."""
+def channel(
+    address: str, tls: Tls | None, options: Sequence[tuple[str, int]], ca: bytes = b""
+) -> grpc.aio.Channel:
+    """Return an unconnected channel; raise UserError for unusable files.
+
+    A `ca` in PEM takes the place of the file of `tls`.
+    """
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
-    cert, key, ca = _contents(tls)
-    credentials = grpc.ssl_channel_credentials(ca, key, cert)
+    cert, key, own = _contents(tls)
+    credentials = grpc.ssl_channel_credentials(ca or own, key, cert)
     return grpc.aio.secure_channel(address, credentials, options=options)
 
 

@@ -34,6 +34,13 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 16 << 10),
 )
+CHANNEL_OPTIONS = (
+    *OPTIONS,
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # a new channel is a new connection
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
 
 # Fields that a message has as its dataclass does.
 _REQUEST = ("request_id", "n", "first_index", "prefix_len", "priority", "unwatched")

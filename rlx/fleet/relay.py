@@ -1,0 +1,204 @@
+"""Relayed publishing: servers send verified weights to further servers while they receive.
+
+    trainer ─▶ first servers ─▶ servers below each ─▶ …      `parts` says who sends to whom
+
+A `Route` is the trainer's side for one server, a `Forward` the side of a server with others below.
+A forwarding server reads its own file, so a slow receiver takes no memory and delays no other.
+The trainer itself sends to a server that does not get the weights from another one.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import grpc
+
+from rlx.base import UserError
+from rlx.fleet import rollout_pb2 as pb
+from rlx.fleet import rollout_pb2_grpc as rpc
+from rlx.fleet import tls as transport
+from rlx.fleet import wire
+from rlx.system.threads import in_thread
+
+APART = 10  # publishes by the trainer itself, after a server did not get one from another server
+_SLACK_SECONDS, _POLL_SECONDS = 2.0, 0.05
+_TOKEN = "authorization"
+
+
+def parts(servers: Sequence, fanout: int) -> list[Sequence]:
+    """Cut `servers` into at most `fanout` parts of nearly equal size.
+
+    The sender sends to the first server of each part, which has to reach the others of its part.
+    """
+    count = min(fanout, len(servers))
+    ends = [len(servers) * k // count for k in range(count + 1)] if count > 0 else []
+    return [servers[start:end] for start, end in pairwise(ends)]
+
+
+class Route:
+    """The way of one publish to one server: from the trainer, or from another server."""
+
+    def __init__(self, server: pb.RelayServer, version: int, crc32: int):
+        self.server = server
+        self.relay: pb.PublishRelay | None = None  # of a first server, with what it has to reach
+        self.below: Sequence[Route] = ()
+        # The server's reply; or why the trainer has to send to it. Of a first server only a reply.
+        self.result: asyncio.Future[pb.PublishReply | str] = asyncio.Future()
+        self.here = False  # whether the server has shown that it has the weights
+        self.blamed = False  # whether it is left out of the next publishes' relays
+        self.version, self._crc32 = version, crc32
+
+    def finish(self, reply: pb.PublishReply) -> None:
+        """Take the reply to the trainer's call."""
+        if not self.result.done():
+            self.result.set_result(reply)
+        self.settle(reply)
+
+    def settle(self, reply: pb.PublishReply | str) -> None:
+        """Give the servers below their results in `reply`; a text is the reason for no reply."""
+        named = {} if isinstance(reply, str) else {each.address: each for each in reply.relayed}
+        for route in self.below:
+            if not route.result.done():
+                one = named.get(route.server.address)
+                route.blamed = one is not None and bool(one.error)
+                lost = reply if isinstance(reply, str) else "it was not passed on"
+                route.result.set_result((one.error or one.reply) if one else lost)
+
+    def lose(self, reason: str) -> None:
+        """Stop waiting for this server and for those below it."""
+        if not self.relay and not self.result.done():
+            self.result.set_result(reason)
+        self.settle(reason)
+
+    @property
+    def assumed(self) -> pb.PublishReply:
+        """Reply of a server that has the weights, when the real one was lost or has to wait."""
+        old = self.server.version, self.server.crc32
+        return pb.PublishReply(version=self.version, replaced_version=old[0], replaced_crc32=old[1])
+
+    def see(self, version: int, crc32: int) -> None:
+        """Take the version and checksum that the server's status shows."""
+        self.here = self.here or (version, crc32) == (self.version, self._crc32)
+
+    def expire(self) -> None:
+        """Do not wait for a reply any more, except for one that the trainer's own call can get."""
+        waits = self.relay and not all(route.result.done() for route in self.below)
+        if self.here and not waits:
+            self.result.set_result(self.assumed)
+        elif not self.here:
+            self.blamed = True
+            self.lose("it came too slowly")
+
+
+def routes(
+    servers: Sequence[pb.RelayServer], fanout: int, version: int, crc32: int, ca: bytes = b""
+) -> list[Route]:
+    """Return a route for each of `servers`, in order; a server stands before those below it."""
+    made = [Route(server, version, crc32) for server in servers]
+    spans = [(range(len(made)), True)]
+    for span, first in spans:  # which grows
+        for part in parts(span, fanout):
+            head, below = part[0], part[1:]
+            made[head].below = made[below.start : below.stop]
+            if first:
+                given = servers[below.start : below.stop]
+                made[head].relay = pb.PublishRelay(below=given, fanout=fanout, ca=ca)
+            spans.append((below, False))
+    return made
+
+
+async def hurry(made: Sequence[Route]) -> None:
+    """Let nobody wait for a server that takes over twice as long as the first one."""
+    begun = time.monotonic()
+    while not any(route.here or route.result.done() for route in made):
+        await asyncio.sleep(_POLL_SECONDS)
+    await asyncio.sleep(time.monotonic() - begun + _SLACK_SECONDS)
+    while True:  # until cancelled
+        for route in made:  # a server before those below it
+            if not route.result.done():
+                route.expire()
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+class Forward:
+    """Sends a publish to the servers below, as far as it is here and verified."""
+
+    def __init__(self, context: Any, tls: transport.Tls | None):
+        self._tls, self._call = tls, context
+        self._file = -1
+        self._ends: list[tuple[int, int]] = []  # offset after each chunk, checksum up to there
+        self._news = asyncio.Event()
+        self._tasks: list[asyncio.Task[list[pb.Relayed]]] = []
+
+    def begin(self, header: pb.PublishHeader) -> None:
+        """Connect to the servers below."""
+        relay = header.relay
+        for to, *below in parts(relay.below, relay.fanout):
+            own = pb.PublishHeader()
+            own.CopyFrom(header)
+            own.relay.CopyFrom(
+                pb.PublishRelay(to=to, below=below, fanout=relay.fanout, ca=relay.ca)
+            )
+            self._tasks.append(asyncio.create_task(self._send(own)))
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are servers below."""
+        return bool(self._tasks)
+
+    def add(self, path: str, end: int, crc32: int) -> None:
+        """Send the bytes of `path` up to `end`, which have this checksum, as one more chunk."""
+        if not self.busy:
+            return
+        if self._file < 0:
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._ends.append((end, crc32))
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    async def results(self) -> list[pb.Relayed]:
+        """Return the results of all servers below that are known about."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        ended = [task for task in self._tasks if not task.cancelled() and not task.exception()]
+        return [result for task in ended for result in task.result()]
+
+    async def aclose(self) -> None:
+        """End the calls that are left."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._file >= 0:
+            os.close(self._file)
+
+    async def _send(self, header: pb.PublishHeader) -> list[pb.Relayed]:
+        address, ca = header.relay.to.address, header.relay.ca
+        given = tuple(each for each in self._call.invocation_metadata() if each[0] == _TOKEN)
+        tls = (self._tls or transport.Tls()) if ca else None
+        try:
+            transport.check_address(address, given[0][1] if given else None, tls)
+            async with transport.channel(address, tls, wire.CHANNEL_OPTIONS, ca) as channel:
+                reply = await rpc.RolloutStub(channel).Publish(
+                    self._chunks(header), timeout=self._call.time_remaining(), metadata=given
+                )
+        except (grpc.aio.AioRpcError, UserError) as error:
+            call = isinstance(error, grpc.aio.AioRpcError)
+            return [pb.Relayed(address=address, error=wire.describe(error) if call else str(error))]
+        below = [*reply.relayed]
+        del reply.relayed[:]
+        return [pb.Relayed(address=address, reply=reply), *below]
+
+    async def _chunks(self, header: pb.PublishHeader) -> AsyncIterator[pb.PublishRequest]:
+        yield pb.PublishRequest(header=header)
+        offset = index = 0
+        size = header.delta.num_bytes if header.HasField("delta") else header.num_bytes
+        while offset < size:
+            while index == len(self._ends):
+                await self._news.wait()
+            end, crc32 = self._ends[index]
+            data = await in_thread(os.pread, self._file, end - offset, offset)
+            yield pb.PublishRequest(chunk=pb.PublishChunk(offset=offset, data=data, crc32=crc32))
+            offset, index = end, index + 1
