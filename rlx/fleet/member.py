@@ -523,12 +523,21 @@ class Member:
         if by_path:
             return
         parts = chunks(delta.path if delta else weights.path, wire.PUBLISH_CHUNK_BYTES)
-        crc = 0 if relay and relay.below else None
-        while part := await in_thread(next, parts, None):
+        summed = _summed(parts, bool(relay and relay.below))
+        while part := await in_thread(next, summed, None):
             self._sent += len(part[1])
-            crc = None if crc is None else await in_thread(zlib.crc32, part[1], crc)
-            chunk = pb.PublishChunk(offset=part[0], data=part[1], crc32=crc)
+            chunk = pb.PublishChunk(offset=part[0], data=part[1], crc32=part[2])
             yield pb.PublishRequest(chunk=chunk)
+
+
+def _summed(
+    parts: Iterator[tuple[int, bytes]], needed: bool
+) -> Iterator[tuple[int, bytes, int | None]]:
+    """Yield the parts of a file, each with the checksum of all bytes up to its end if `needed`."""
+    crc = 0
+    for offset, data in parts:
+        crc = zlib.crc32(data, crc) if needed else 0
+        yield offset, data, crc if needed else None
 
 
 def _cancelled_by_caller() -> bool:
