@@ -128,12 +128,10 @@ KV_POLICIES = ("keep", "recompute", "abort")  # for running requests when weight
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Deadlines and intervals, in seconds; and how many servers the trainer sends weights to."""
+    """Deadlines and intervals, in seconds, and the way of weights through the servers."""
 
     relay_fanout: int = option(
-        2,
-        "servers to which a sender sends weights, and these to others; 0: the trainer to all",
-        "0",
+        1, "servers to which each sends streamed weights; 0: the trainer sends to all", "0"
     )
     publish_timeout_seconds: float = option(
         120.0, "limit to take weights, and 20 for each GB of them; then a server is lost"

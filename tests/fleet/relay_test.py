@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from rlx.base import UserError
 from rlx.fleet import member, publish, relay
 from rlx.fleet import rollout_pb2 as pb
+from rlx.fleet.client import Fleet
 from rlx.fleet.requests import Sampling
 from rlx.launch.local import LocalServers
 
@@ -346,6 +347,27 @@ def test_a_damaged_chunk_is_not_passed_on(tools, tmp_path):
     tools.run(main())
 
 
+def test_a_server_sends_the_token_to_another_machine_only_inside_tls(tools, tmp_path):
+    path = file_of(tmp_path, 1)
+
+    async def main():
+        async with pair(tools, tmp_path) as ((one, _), (two, server), stub):
+            for address, error in (
+                ("10.0.0.1:80", "the token would be sent unencrypted"),
+                ("127.0.0.1:1", "UNAVAILABLE"),
+                (f"127.0.0.1:{server.port}", ""),
+            ):
+                below = pb.PublishRelay(below=[place(server, address=address)], fanout=1)
+                metadata = (("authorization", "Bearer sesame"),)
+                given = messages(path, 1, relay=below)
+                reply = await stub.Publish(given, timeout=9, metadata=metadata)
+                (result,) = reply.relayed
+                assert error in result.error
+                assert (one.version, two.version) == (1, 0 if error else 1)
+
+    tools.run(main())
+
+
 def test_a_relayed_publish_that_is_late_or_meant_for_another_server_changes_nothing(
     tools, tmp_path
 ):
@@ -476,12 +498,14 @@ def test_a_server_is_stopped_while_it_passes_weights_on(tools, tmp_path, monkeyp
 
     async def main():
         limits = limited(tools, 1, connect_seconds=20, publish_timeout_seconds=30)
-        async with processes(tools, tmp_path, 4, limits) as (fleet, local, _):
+        async with processes(tools, tmp_path, 4, limits) as (fleet, local, said):
             victim = local.pids[which]
             at_chunk(monkeypatch, 5, lambda: os.kill(victim, signal.SIGSTOP))
             report = await fleet.publish(2, weights(2), "stream")
             assert len(report.acks) == 3
             assert report.seconds < 15
+            if which == 1:  # the two below it did not wait for a slow one
+                assert sum(text.endswith("is lost") for text in said) >= 2
             await check(fleet, 2, 3)
             monkeypatch.setattr(member, "chunks", publish.chunks)
             report = await fleet.publish(3, weights(3), "stream")
@@ -492,3 +516,142 @@ def test_a_server_is_stopped_while_it_passes_weights_on(tools, tmp_path, monkeyp
             await check(fleet, 3, 4)
 
     tools.run(main(), 90)
+
+
+class Detour:
+    """A TCP proxy in front of a server, which counts what comes, and can cut or slow it."""
+
+    def __init__(self, port):
+        self._target, self.cut_at, self.slow = port, 0, 0.0
+        self._writers, self.came = [], 0
+
+    async def start(self):
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self):
+        self._server.close()
+        self.cut()
+
+    def cut(self):
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def _serve(self, reader, writer):
+        number = len(self._writers)
+        there, back = await asyncio.open_connection("127.0.0.1", self._target)
+        self._writers += [writer, back]
+        await asyncio.gather(
+            self._copy(reader, back, self.slow if number else 0.0),
+            self._copy(there, writer, 0.0),
+            return_exceptions=True,
+        )
+        back.close()
+
+    async def _copy(self, reader, writer, slow):
+        while data := await reader.read(1 << 16):
+            self.came += len(data)
+            if self.cut_at and self.came > self.cut_at:
+                self.cut_at = 0
+                self.cut()
+            await asyncio.sleep(slow)
+            writer.write(data)
+            await writer.drain()
+
+
+@asynccontextmanager
+async def detoured(tools, tmp_path, count, which, limits):
+    """A fleet of servers of which one is reached by a detour; yields (fleet, engines, detour)."""
+    async with tools.fleet(count, tmp_path, limits=limits) as (_, engines, servers):
+        detour = Detour(servers[which].port)
+        await detour.start()
+        ports = [server.port for server in servers]
+        ports[which] = detour.port
+        said = []
+        fleet = Fleet(
+            [f"127.0.0.1:{port}" for port in ports],
+            limits=limits, publish_dir=str(tmp_path), on_message=said.append,
+        )  # fmt: skip
+        try:
+            await fleet.connect()
+            yield fleet, engines, detour, said
+        finally:
+            await fleet.close()
+            await detour.stop()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_connection_is_cut_in_the_middle(tools, tmp_path, which):
+    async def main():
+        limits = limited(tools, 1)
+        async with detoured(tools, tmp_path, 4, which, limits) as (fleet, engines, detour, _):
+            await fleet.publish(1, weights(1), "stream")
+            detour.cut_at = detour.came + SIZE // 2
+            report = await fleet.publish(2, weights(2), "stream")
+            assert len(report.acks) >= 3
+            assert detour.cut_at == 0
+            await check(fleet, 2, 4)
+            await fleet.publish(3, weights(3), "stream")
+            await check(fleet, 3, 4)
+            assert {version for (_, version, _) in engines[3].loads} == {1, 2, 3}
+
+    tools.run(main())
+
+
+def test_a_server_that_gets_it_too_slowly_is_left_to_the_trainer(tools, tmp_path, monkeypatch):
+    """And the servers below it as well; nobody waits, and next time it is not in the way."""
+    monkeypatch.setattr(relay, "_SLACK_SECONDS", 0.5)
+
+    async def main():
+        limits = limited(tools, 1, hang_seconds=5.0)
+        async with detoured(tools, tmp_path, 4, 2, limits) as (fleet, engines, detour, said):
+            detour.slow = 0.2  # to it from its neighbour: 64 s for the file
+            report = await fleet.publish(1, weights(1), "stream")
+            assert len(report.acks) == 4
+            assert report.seconds < 10
+            assert report.sent_bytes >= 3 * report.num_bytes
+            assert sum("from the trainer: it came too slowly" in text for text in said) == 2
+            assert sorted(loads(engines)) == [[1]] * 4
+            report = await fleet.publish(2, weights(2), "stream")
+            assert report.seconds < 2
+            assert report.sent_bytes == 2 * report.num_bytes, "to the chain, and to the slow one"
+            await check(fleet, 2, 4)
+
+    tools.run(main())
+
+
+def test_a_server_that_joins_meanwhile_gets_it_from_the_trainer(tools, tmp_path, monkeypatch):
+    async def main():
+        file = tmp_path / "addresses"
+        room = tmp_path / "room"
+        room.mkdir()
+        limits = limited(tools, 1)
+        async with tools.fleet(3, room, limits=limits) as (_, engines, servers):
+            addresses = [f"127.0.0.1:{server.port}\n" for server in servers]
+            file.write_text("".join(addresses[:2]))
+            fleet = Fleet([f"@{file}"], limits=limits, publish_dir=str(room))
+            await fleet.connect()
+            await fleet.publish(1, weights(1), "delta")
+            added = asyncio.Event()
+            forward = relay.Forward.add
+
+            def slowly(self, *given):  # holds the publish up until the third server is there
+                if not added.is_set():
+                    file.write_text("".join(addresses))
+                forward(self, *given)
+
+            monkeypatch.setattr(relay.Forward, "add", slowly)
+            publishes = [await fleet.publish(v, weights(v), "delta") for v in (2, 3, 4)]
+            while len(fleet.live) < 3:
+                await asyncio.sleep(0.01)
+            await check(fleet, 4, 3)
+            added.set()
+            report = await fleet.publish(5, weights(5), "delta")
+            assert [d.method for d in report.deliveries] == ["delta"] * 3
+            assert report.sent_bytes == fleet._weights.delta.num_bytes
+            assert all(len(r.acks) >= 2 for r in publishes)
+            assert loads(engines)[:2] == [[1, 2, 3, 4, 5]] * 2
+            await fleet.close()
+
+    tools.run(main())

@@ -159,3 +159,38 @@ def test_a_token_leaves_this_machine_only_inside_tls(pem):
         tls.check_address(address, "sesame", pem("", "ours"))
     for address in ("localhost:80", "[::1]:80", f"127.0.0.1:{os.getpid()}"):
         tls.check_address(address, "sesame", None)
+
+
+@pytest.mark.parametrize(
+    ("servers", "client", "copies"),
+    [
+        (("ours",), ("", "ours"), 1),
+        (("ours", "ours"), ("ours", "ours"), 1),  # who calls a server shows a certificate
+        (("theirs", "ours"), ("ours", "theirs"), 3),  # which the servers do not have
+    ],
+)
+def test_servers_send_weights_to_each_other_by_the_same_rules(
+    tools, tmp_path, pem, servers, client, copies
+):
+    async def main():
+        options = {"tls": pem(*servers), "token": "sesame", "stage_dir": str(tmp_path)}
+        async with (
+            tools.server(**options) as (a, one),
+            tools.server(**options) as (b, two),
+            tools.server(**options) as (c, three),
+        ):
+            fleet = Fleet(
+                [f"127.0.0.1:{server.port}" for server in (one, two, three)], token="sesame",
+                tls=pem(*client), publish_dir=str(tmp_path),
+                limits=dataclasses.replace(tools.limits, relay_fanout=1),
+            )  # fmt: skip
+            try:
+                await fleet.connect()
+                report = await fleet.publish(1, tools.weights(0.5), "stream")
+                assert report.sent_bytes == copies * report.num_bytes
+                assert len(report.acks) == 3
+                assert [engine.version for engine in (a, b, c)] == [1, 1, 1]
+            finally:
+                await fleet.close()
+
+    tools.run(main())
