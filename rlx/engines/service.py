@@ -185,18 +185,18 @@ class RolloutService(rpc.RolloutServicer):
             self._last_call = time.monotonic()
 
     async def Publish(self, request_iterator, context):
-        async with aclosing(relay.Forward(context, self.tls)) as forward:
-            reply = await self._published(request_iterator, context, forward)
-            reply.relayed.extend(await forward.results())
+        requests = _timely(aiter(request_iterator), self.stall_seconds)
+        async with aclosing(relay.Incoming(requests, context, self.tls)) as incoming:
+            reply = await self._published(incoming, context)
+            reply.relayed.extend(await incoming.results())
             return reply
 
-    async def _published(self, request_iterator, context, forward):
+    async def _published(self, requests, context):
         file = None
-        requests = _timely(aiter(request_iterator), self.stall_seconds)
         try:
             header = await _header(requests)
             self._expected(header)
-            forward.begin(header)
+            requests.begin(header)
             way, num_bytes = "path", header.num_bytes
             if header.path:
                 path = await self._verified(header)
@@ -206,13 +206,13 @@ class RolloutService(rpc.RolloutServicer):
                 async with self._overtaken_by_others(header):
                     if header.HasField("delta"):
                         way, num_bytes = "delta", header.delta.num_bytes
-                        await self._apply(header, requests, path, forward)
+                        await self._apply(header, requests, path)
                     elif header.HasField("adapter"):
                         way = "adapter"
-                        await self._add(header, requests, path, forward)
+                        await self._add(header, requests, path)
                     else:
                         way = "stream"
-                        await _receive(header, requests, path, forward)
+                        await _receive(header, requests, path)
         except RequestError as error:
             _close(file)
             await _drain(requests)
@@ -340,9 +340,7 @@ class RolloutService(rpc.RolloutServicer):
         _compare(header, found.st_size, crc)
         return path
 
-    async def _apply(
-        self, header: pb.PublishHeader, requests: AsyncIterator, path: str, forward: relay.Forward
-    ) -> None:
+    async def _apply(self, header: pb.PublishHeader, requests: relay.Incoming, path: str) -> None:
         """Receive a delta; apply it to the kept file and write the result to `path`."""
         base, sent = self._base, header.delta
         wanted = sent.base_version, header.num_bytes, sent.base_crc32
@@ -351,7 +349,7 @@ class RolloutService(rpc.RolloutServicer):
             raise RequestError(_Code.ABORTED, message)
         file = self._stage_file(sent.num_bytes)
         try:
-            await _receive(sent, requests, file.path, forward)
+            await _receive(sent, requests, file.path)
             start_ns = self.clock()
             crc = await asyncio.to_thread(delta.apply, base.path, file.path, path)
         except (ValueError, OSError) as error:
@@ -363,9 +361,7 @@ class RolloutService(rpc.RolloutServicer):
             message = f"the delta gives a file with checksum {crc:08x}, not {header.crc32:08x}"
             raise RequestError(_Code.ABORTED, message)
 
-    async def _add(
-        self, header: pb.PublishHeader, requests: AsyncIterator, path: str, forward: relay.Forward
-    ) -> None:
+    async def _add(self, header: pb.PublishHeader, requests: relay.Incoming, path: str) -> None:
         """Receive an adapter; write the model directory's weights plus it to `path`."""
         sent, start_ns = header.adapter, self.clock()
         if not self._model:
@@ -373,7 +369,7 @@ class RolloutService(rpc.RolloutServicer):
         file = self._stage_file(header.num_bytes)
         try:
             await asyncio.to_thread(self._model.require, sent.base)
-            await _receive(header, requests, file.path, forward)
+            await _receive(header, requests, file.path)
             await asyncio.to_thread(self._model.write, file.path, sent.scale, sent.dtype, path)
         except adapter.OtherBase as error:
             raise RequestError(_Code.FAILED_PRECONDITION, str(error)) from error
@@ -494,8 +490,8 @@ async def _timely(
         yield request
 
 
-async def _header(requests: AsyncIterator[pb.PublishRequest]) -> pb.PublishHeader:
-    first = await anext(requests, None)
+async def _header(requests: relay.Incoming) -> pb.PublishHeader:
+    first = await anext(aiter(requests), None)
     if first is None or first.WhichOneof("part") != "header":
         raise RequestError(_Code.INVALID_ARGUMENT, "a publish begins with its header")
     header = first.header
@@ -509,10 +505,7 @@ async def _header(requests: AsyncIterator[pb.PublishRequest]) -> pb.PublishHeade
 
 
 async def _receive(
-    header: pb.PublishHeader | pb.PublishDelta,
-    requests: AsyncIterator,
-    path: str,
-    forward: relay.Forward,
+    header: pb.PublishHeader | pb.PublishDelta, requests: relay.Incoming, path: str
 ) -> None:
     """Write the chunks to `path`, and forward them when they have been verified.
 
@@ -547,13 +540,13 @@ async def _receive(
             except OSError as error:
                 message = f"cannot stage the weights: {error.strerror}"
                 raise RequestError(_Code.RESOURCE_EXHAUSTED, message) from error
-            if chunk.crc32 != crc and (forward.busy or chunk.HasField("crc32")):
+            if chunk.crc32 != crc and (requests.calls or chunk.HasField("crc32")):
                 raise RequestError(_Code.DATA_LOSS, f"a chunk before byte {size} is damaged")
-            forward.add(path, size, crc)
+            requests.verified(path, size, crc)
     _compare(header, size, crc)
 
 
-async def _drain(requests: AsyncIterator) -> None:
+async def _drain(requests: relay.Incoming) -> None:
     # A grpc.aio client that is still writing when the status comes may report INTERNAL instead.
     with suppress(TimeoutError, DecodeError):
         async with asyncio.timeout(_DRAIN_SECONDS):

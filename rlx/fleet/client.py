@@ -520,7 +520,7 @@ class Fleet:
             if 0 < fanout < len(pairs):
                 ca = Path(tls.ca).read_bytes() if tls else b""
                 goal = weights.version, weights.crc32
-                made = routes([server for _, server in pairs], fanout, *goal, ca)
+                made = routes([server for _, server in pairs], fanout, goal, ca)
                 ways |= {member: way for (member, _), way in zip(pairs, made, strict=True)}
                 hurries.append(asyncio.create_task(hurry(made)))
         try:

@@ -149,10 +149,9 @@ class Member:
 
     def relays(self, weights: Weights) -> tuple[tuple, pb.RelayServer] | None:
         """Return it as one that servers of the same key relay `weights` to; None: none do."""
-        instance, until = self._apart
-        if weights.method == "path" or self._serves in (None, (weights.version, weights.crc32)):
-            return None
-        if self.has(weights) or (instance == self.status.instance and weights.version < until):
+        apart = self._apart[0] == self.status.instance and weights.version < self._apart[1]
+        same = self._serves == (weights.version, weights.crc32)
+        if weights.method == "path" or apart or same or not self._serves:
             return None
         near = transport.is_loopback(split_address(self.address)[0])
         fits = bool(weights.delta and weights.delta.fits(self._has))
@@ -175,7 +174,7 @@ class Member:
                     served, self._serves = self._serves, None
                     self.delivery, replaced = await self._publish(weights, had)
                     # Before its first token, an update by this run's killed process may end.
-                    again = route and replaced == (weights.version, weights.crc32)
+                    again = route and replaced == route.goal
                     if served != replaced and not again and self.waits.last > -math.inf:
                         await self._require_no_restart()  # else it may have had its first weights
                         self._compare(served, replaced)
@@ -192,10 +191,10 @@ class Member:
                     raise
                 raise Lost(self.reason) from None
             finally:
-                if route and route.blamed:
-                    self._apart = route.server.instance, route.version + APART
+                if route and route.blamed and weights:
+                    self._apart = route.server.instance, weights.version + APART
                 if route and (route.relay or not self.live):
-                    route.lose(f"{self.address} did not pass it on")
+                    route.settle(f"{self.address} did not pass it on")
                 self.waits = self.waits.updated(time.monotonic())
 
     async def sleep_or_wake(self) -> None:
@@ -347,8 +346,8 @@ class Member:
         self._spans.extend(
             (s.name, s.start_ns - self.offset_ns, s.end_ns - self.offset_ns) for s in reply.spans
         )
-        if self._route and reply.instance == self._route.server.instance:
-            self._route.see(reply.version, reply.weights_crc32)
+        if (way := self._route) and reply.instance == way.server.instance:
+            way.here = way.here or (reply.version, reply.weights_crc32) == way.goal
         restarted = self.live and reply.instance != self.status.instance
         self.status = reply
         if restarted:
@@ -406,7 +405,7 @@ class Member:
                 self._watcher = None
             self.live = False
             if self._route:
-                self._route.lose(f"{self.address} is lost")
+                self._route.settle(f"{self.address} is lost")
             self._changed()
             await channel.close()
         if was_live:
@@ -453,7 +452,7 @@ class Member:
                 reply = reply or await self._call(weights, delta, route)
             except grpc.aio.AioRpcError as error:
                 if route:
-                    route.lose(f"{self.address} did not take it")
+                    route.settle(f"{self.address} did not take it")
                     route = None
                 if delta and error.code() is _Code.ABORTED:
                     delta = None
@@ -476,7 +475,7 @@ class Member:
         await self.probe()  # it may have them although no reply came
         if route.here:
             return route.assumed
-        self._say(f"{self.address} gets version {route.version} from the trainer: {result}")
+        self._say(f"{self.address} gets version {route.goal[0]} from the trainer: {result}")
         return None
 
     async def _call(
@@ -484,21 +483,20 @@ class Member:
     ) -> pb.PublishReply:
         """Send the weights; with a route, return as soon as it has a result."""
         relay = route.relay if route else None
-        call = self._stub.Publish(
-            self._parts(weights, delta, relay),
-            timeout=self._limits.publish_seconds(weights.num_bytes),
-            metadata=self._metadata,
+        seconds = self._limits.publish_seconds(weights.num_bytes)
+        parts = self._parts(weights, delta, relay)
+        call = asyncio.ensure_future(
+            self._stub.Publish(parts, timeout=seconds, metadata=self._metadata)
         )
-        if not route or not relay:
-            return await call
-        reply = asyncio.ensure_future(call)
         try:
-            await asyncio.wait((reply, route.result), return_when=asyncio.FIRST_COMPLETED)
-            if reply.done():
-                route.finish(await reply)
-            return await route.result
+            if route and relay:
+                await asyncio.wait((call, route.result), return_when=asyncio.FIRST_COMPLETED)
+                if not call.done():
+                    return route.result.result()
+                route.settle(await call)
+            return await call
         finally:
-            reply.cancel()
+            call.cancel()
 
     async def _parts(
         self, weights: Weights, delta: Delta | None, relay: pb.PublishRelay | None

@@ -2,8 +2,8 @@
 
     trainer ─▶ first servers ─▶ servers below each ─▶ …      `parts` says who sends to whom
 
-A `Route` is the trainer's side for one server, a `Forward` the side of a server with others below.
-A forwarding server reads its own file, so a slow receiver takes no memory and delays no other.
+A `Route` is the trainer's side for one server, `Incoming` the side of a server with others below.
+Such a server reads its own file, so a slow receiver takes no memory and delays no other.
 The trainer itself sends to a server that does not get the weights from another one.
 """
 
@@ -28,38 +28,36 @@ _SLACK_SECONDS, _POLL_SECONDS = 2.0, 0.05
 _TOKEN = "authorization"
 
 
-def parts(servers: Sequence, fanout: int) -> list[Sequence]:
-    """Cut `servers` into at most `fanout` parts of nearly equal size.
+def parts(servers: Any, fanout: int) -> list[Any]:
+    """Cut a sequence of servers into at most `fanout` parts of nearly equal size.
 
     The sender sends to the first server of each part, which has to reach the others of its part.
     """
     count = min(fanout, len(servers))
-    ends = [len(servers) * k // count for k in range(count + 1)] if count > 0 else []
+    ends = [len(servers) * k // count for k in range(count + 1)] if count else []
     return [servers[start:end] for start, end in pairwise(ends)]
 
 
 class Route:
     """The way of one publish to one server: from the trainer, or from another server."""
 
-    def __init__(self, server: pb.RelayServer, version: int, crc32: int):
-        self.server = server
-        self.relay: pb.PublishRelay | None = None  # of a first server, with what it has to reach
+    def __init__(self, server: pb.RelayServer, goal: tuple[int, int]):
+        self.server, self.goal = server, goal  # version and checksum of the weights
+        self.relay: pb.PublishRelay | None = None  # of a first server: what it has to reach
         self.below: Sequence[Route] = ()
         # The server's reply; or why the trainer has to send to it. Of a first server only a reply.
-        self.result: asyncio.Future[pb.PublishReply | str] = asyncio.Future()
+        self.result: asyncio.Future[Any] = asyncio.Future()
         self.here = False  # whether the server has shown that it has the weights
-        self.blamed = False  # whether it is left out of the next publishes' relays
-        self.version, self._crc32 = version, crc32
-
-    def finish(self, reply: pb.PublishReply) -> None:
-        """Take the reply to the trainer's call."""
-        if not self.result.done():
-            self.result.set_result(reply)
-        self.settle(reply)
+        self.blamed = False  # whether it gets the next publishes from the trainer
+        # Stands for the reply of a server that has them and did not reply.
+        self.assumed = pb.PublishReply(version=goal[0], replaced_version=server.version)
+        self.assumed.replaced_crc32 = server.crc32
 
     def settle(self, reply: pb.PublishReply | str) -> None:
-        """Give the servers below their results in `reply`; a text is the reason for no reply."""
+        """Take the server's reply, or the reason for none, for it and for the servers below."""
         named = {} if isinstance(reply, str) else {each.address: each for each in reply.relayed}
+        if not self.result.done() and not (self.relay and isinstance(reply, str)):
+            self.result.set_result(reply)
         for route in self.below:
             if not route.result.done():
                 one = named.get(route.server.address)
@@ -67,46 +65,28 @@ class Route:
                 lost = reply if isinstance(reply, str) else "it was not passed on"
                 route.result.set_result((one.error or one.reply) if one else lost)
 
-    def lose(self, reason: str) -> None:
-        """Stop waiting for this server and for those below it."""
-        if not self.relay and not self.result.done():
-            self.result.set_result(reason)
-        self.settle(reason)
-
-    @property
-    def assumed(self) -> pb.PublishReply:
-        """Reply of a server that has the weights, when the real one was lost or has to wait."""
-        old = self.server.version, self.server.crc32
-        return pb.PublishReply(version=self.version, replaced_version=old[0], replaced_crc32=old[1])
-
-    def see(self, version: int, crc32: int) -> None:
-        """Take the version and checksum that the server's status shows."""
-        self.here = self.here or (version, crc32) == (self.version, self._crc32)
-
     def expire(self) -> None:
-        """Do not wait for a reply any more, except for one that the trainer's own call can get."""
-        waits = self.relay and not all(route.result.done() for route in self.below)
-        if self.here and not waits:
-            self.result.set_result(self.assumed)
-        elif not self.here:
+        """Do not wait for a reply any more, except for one that servers below still need."""
+        if not self.here:
             self.blamed = True
-            self.lose("it came too slowly")
+            self.settle("it came too slowly")
+        elif not self.relay or all(route.result.done() for route in self.below):
+            self.result.set_result(self.assumed)
 
 
 def routes(
-    servers: Sequence[pb.RelayServer], fanout: int, version: int, crc32: int, ca: bytes = b""
+    servers: Sequence[pb.RelayServer], fanout: int, goal: tuple[int, int], ca: bytes = b""
 ) -> list[Route]:
     """Return a route for each of `servers`, in order; a server stands before those below it."""
-    made = [Route(server, version, crc32) for server in servers]
-    spans = [(range(len(made)), True)]
-    for span, first in spans:  # which grows
-        for part in parts(span, fanout):
-            head, below = part[0], part[1:]
-            made[head].below = made[below.start : below.stop]
-            if first:
-                given = servers[below.start : below.stop]
+    made = [Route(server, goal) for server in servers]
+    spans = [range(len(made))]
+    for span in spans:  # which grows
+        for head, *below in parts(span, fanout):
+            made[head].below = made[head + 1 : head + 1 + len(below)]
+            if span is spans[0]:
+                given = [servers[k] for k in below]
                 made[head].relay = pb.PublishRelay(below=given, fanout=fanout, ca=ca)
-            spans.append((below, False))
+            spans.append(range(head + 1, head + 1 + len(below)))
     return made
 
 
@@ -123,15 +103,17 @@ async def hurry(made: Sequence[Route]) -> None:
         await asyncio.sleep(_POLL_SECONDS)
 
 
-class Forward:
-    """Sends a publish to the servers below, as far as it is here and verified."""
+class Incoming:
+    """The messages of one publish; what is verified of them also goes to the servers below."""
 
-    def __init__(self, context: Any, tls: transport.Tls | None):
-        self._tls, self._call = tls, context
-        self._file = -1
+    def __init__(self, requests: AsyncIterator, context: Any, tls: transport.Tls | None):
+        self._requests, self._call, self._tls = requests, context, tls
+        self.calls: list[asyncio.Task[list[pb.Relayed]]] = []  # to the servers below
         self._ends: list[tuple[int, int]] = []  # offset after each chunk, checksum up to there
-        self._news = asyncio.Event()
-        self._tasks: list[asyncio.Task[list[pb.Relayed]]] = []
+        self._news, self._file = asyncio.Event(), -1
+
+    def __aiter__(self) -> AsyncIterator[pb.PublishRequest]:
+        return self._requests
 
     def begin(self, header: pb.PublishHeader) -> None:
         """Connect to the servers below."""
@@ -139,21 +121,13 @@ class Forward:
         for to, *below in parts(relay.below, relay.fanout):
             own = pb.PublishHeader()
             own.CopyFrom(header)
-            own.relay.CopyFrom(
-                pb.PublishRelay(to=to, below=below, fanout=relay.fanout, ca=relay.ca)
-            )
-            self._tasks.append(asyncio.create_task(self._send(own)))
+            place = pb.PublishRelay(to=to, below=below, fanout=relay.fanout, ca=relay.ca)
+            own.relay.CopyFrom(place)
+            self.calls.append(asyncio.create_task(self._send(own)))
 
-    @property
-    def busy(self) -> bool:
-        """Whether there are servers below."""
-        return bool(self._tasks)
-
-    def add(self, path: str, end: int, crc32: int) -> None:
+    def verified(self, path: str, end: int, crc32: int) -> None:
         """Send the bytes of `path` up to `end`, which have this checksum, as one more chunk."""
-        if not self.busy:
-            return
-        if self._file < 0:
+        if self.calls and self._file < 0:
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._ends.append((end, crc32))
         news, self._news = self._news, asyncio.Event()
@@ -161,16 +135,16 @@ class Forward:
 
     async def results(self) -> list[pb.Relayed]:
         """Return the results of all servers below that are known about."""
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-        ended = [task for task in self._tasks if not task.cancelled() and not task.exception()]
+        if self.calls:
+            await asyncio.wait(self.calls)
+        ended = [task for task in self.calls if not task.cancelled() and not task.exception()]
         return [result for task in ended for result in task.result()]
 
     async def aclose(self) -> None:
         """End the calls that are left."""
-        for task in self._tasks:
+        for task in self.calls:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self.calls, return_exceptions=True)
         if self._file >= 0:
             os.close(self._file)
 

@@ -101,10 +101,7 @@ def https(tls: Tls) -> ssl.SSLContext:
 def channel(
     address: str, tls: Tls | None, options: Sequence[tuple[str, int]], ca: bytes = b""
 ) -> grpc.aio.Channel:
-    """Return an unconnected channel; raise UserError for unusable files.
-
-    A `ca` in PEM takes the place of the file of `tls`.
-    """
+    """Return an unconnected channel, with `ca` for that of `tls`; UserError for unusable files."""
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     cert, key, own = _contents(tls)

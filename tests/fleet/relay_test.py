@@ -74,7 +74,7 @@ def test_nobody_is_reached_without_a_fanout():
 
 
 def replies(servers, fanout, dead):
-    """What `Forward.results` collects when the dead servers answer nothing."""
+    """What `Incoming.results` collects when the dead servers answer nothing."""
     found = []
     for head, *below in relay.parts(servers, fanout):
         if head.address in dead:
@@ -93,14 +93,14 @@ def test_after_any_deaths_each_live_server_gets_it_once(data, count, fanout):
     relayed = set(reached(servers, fanout, dead))
 
     async def main():
-        made = relay.routes(servers, fanout, 7, 5)
+        made = relay.routes(servers, fanout, (7, 5))
         for route in made:
             if route.relay:
                 if route.server.address in dead:
-                    route.lose("it died")
+                    route.settle("it died")
                 else:
                     given = [route.relay.below, fanout, dead]
-                    route.finish(pb.PublishReply(version=7, relayed=replies(*given)))
+                    route.settle(pb.PublishReply(version=7, relayed=replies(*given)))
         for route in made:
             address = route.server.address
             if route.relay:
@@ -117,7 +117,7 @@ def test_after_any_deaths_each_live_server_gets_it_once(data, count, fanout):
 @given(st.integers(1, 60), st.integers(1, 5))
 def test_routes_are_those_of_the_parts(count, fanout):
     async def main():
-        made = relay.routes(names(count), fanout, 7, 5)
+        made = relay.routes(names(count), fanout, (7, 5))
         for route in made:
             for head, *below in relay.parts(
                 [r.server for r in route.below] if not route.relay else route.relay.below, fanout
@@ -316,15 +316,16 @@ def test_a_damaged_chunk_is_not_passed_on(tools, tmp_path):
         async with pair(tools, tmp_path) as ((one, _), (two, server), stub):
             calls, receive = [], server._rollouts._published
 
-            async def watched(requests, context, forward):
+            async def watched(requests, context):
                 calls.append(seen := [])
 
                 async def noted():
-                    async for request in requests:
+                    async for request in messages_of:
                         seen.append(request)
                         yield request
 
-                return await receive(noted(), context, forward)
+                messages_of, requests._requests = requests._requests, noted()
+                return await receive(requests, context)
 
             server._rollouts._published = watched
             below = pb.PublishRelay(below=[place(server)], fanout=1)
@@ -634,14 +635,14 @@ def test_a_server_that_joins_meanwhile_gets_it_from_the_trainer(tools, tmp_path,
             await fleet.connect()
             await fleet.publish(1, weights(1), "delta")
             added = asyncio.Event()
-            forward = relay.Forward.add
+            forward = relay.Incoming.verified
 
             def slowly(self, *given):  # holds the publish up until the third server is there
                 if not added.is_set():
                     file.write_text("".join(addresses))
                 forward(self, *given)
 
-            monkeypatch.setattr(relay.Forward, "add", slowly)
+            monkeypatch.setattr(relay.Incoming, "verified", slowly)
             publishes = [await fleet.publish(v, weights(v), "delta") for v in (2, 3, 4)]
             while len(fleet.live) < 3:
                 await asyncio.sleep(0.01)
