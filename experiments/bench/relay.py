@@ -8,9 +8,11 @@ begins with the checksum of the file. Fan-out 0 is the rival: the trainer sends 
 combinations take turns in each round. `--fanouts=1` is a chain.
 
 With `--link`, the trainer and every server have a network namespace of their own. Their bridge
-gives each a link of that rate for what it sends. Connections use TLS, as between machines. Without
-it all share loopback and the cores, so the time for N servers is at least that of the CPU for N
-copies. Then the trainer's bytes and CPU seconds count. Figures are medians [range].
+gives each a link of that rate for what it sends. Connections use TLS, as between machines.
+
+Without it all share loopback and the cores, so the time for N servers is at least that of the CPU
+for N copies. Then the trainer's bytes and CPU seconds count. Figures are medians [range, from four
+rounds on quartiles].
 """
 
 import argparse
