@@ -507,10 +507,7 @@ async def _header(requests: relay.Incoming) -> pb.PublishHeader:
 async def _receive(
     header: pb.PublishHeader | pb.PublishDelta, requests: relay.Incoming, path: str
 ) -> None:
-    """Write the chunks to `path`, and forward them when they have been verified.
-
-    RequestError unless they are complete, in order and undamaged.
-    """
+    """Write and pass on the chunks; RequestError unless complete, in order and undamaged."""
     size, crc = 0, 0
 
     def take(data: bytes) -> int:

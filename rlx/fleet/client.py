@@ -507,9 +507,7 @@ class Fleet:
                     member.fail(f"did not take version {weights.version}: {result}")
             return took
 
-    async def _update(
-        self, live: Sequence[Member], weights: Weights
-    ) -> Sequence[BaseException | None]:
+    async def _update(self, live: Sequence[Member], weights: Weights) -> list[Any]:
         """Publish to `live`, through each other where that works; return what each raised."""
         groups: dict[Any, list[tuple[Member, Any]]] = {}
         for member in live:

@@ -446,6 +446,8 @@ class Member:
         """
         delta = weights.delta if weights.delta and weights.delta.fits(had) else None
         self._sent, again, route = 0, False, self._route
+        if route and route.goal != (weights.version, weights.crc32):
+            route = None
         reply = await self._relayed(route) if route and not route.relay else None
         while True:
             try:
@@ -523,14 +525,12 @@ class Member:
         parts = chunks(delta.path if delta else weights.path, wire.PUBLISH_CHUNK_BYTES)
         summed = _summed(parts, bool(relay and relay.below))
         while part := await in_thread(next, summed, None):
-            self._sent += len(part[1])
-            chunk = pb.PublishChunk(offset=part[0], data=part[1], crc32=part[2])
-            yield pb.PublishRequest(chunk=chunk)
+            offset, data, crc32 = part
+            self._sent += len(data)
+            yield pb.PublishRequest(chunk=pb.PublishChunk(offset=offset, data=data, crc32=crc32))
 
 
-def _summed(
-    parts: Iterator[tuple[int, bytes]], needed: bool
-) -> Iterator[tuple[int, bytes, int | None]]:
+def _summed(parts: Iterator, needed: bool) -> Iterator[tuple[int, bytes, int | None]]:
     """Yield the parts of a file, each with the checksum of all bytes up to its end if `needed`."""
     crc = 0
     for offset, data in parts:
