@@ -91,6 +91,15 @@ def install(extra: str) -> str:
     return f"pip install {source}[{extra}]'"
 
 
+@contextmanager
+def packages_of(extra: str, problem: str) -> Iterator[None]:
+    """Turn a failed import into UserError: the problem, its reason, how to install the extra."""
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(f"{problem} ({error}); {install(extra)}") from None
+
+
 def seed_of(data: bytes) -> int:
     """Return a sampling seed in [0, 2³¹), a hash of `data`."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "big") >> 1

@@ -35,7 +35,7 @@ from rlx.agents.online import OnlineSessions
 from rlx.agents.sessions import Interaction, Session, Sessions, TurnPlace, message_key
 from rlx.agents.stream_text import Logprobs, StreamText, token_bytes
 from rlx.agents.tool_calls import Reader
-from rlx.base import UserError, install, with_images
+from rlx.base import UserError, packages_of, with_images
 from rlx.engines.stop_strings import cut
 from rlx.fleet import tls as fleet_tls
 from rlx.fleet.client import Fleet
@@ -115,10 +115,8 @@ class Gateway:
 
     async def start(self) -> None:
         """Start listening; raise UserError if the port or a package is missing."""
-        try:
+        with packages_of("agents", "agents need packages"):
             self._dialects = await in_thread(_load_dialects)
-        except ImportError as error:
-            raise UserError(f"agents need the extra: {install('agents')} ({error})") from None
         around = (self._listener.watch, _errors_as_json)
         app = web.Application(middlewares=around, client_max_size=MAX_BODY)
         app.router.add_get("/health", self._health)
@@ -258,7 +256,10 @@ class Gateway:
         def work() -> PreparedRequest:
             data, fixed = dialect.to_chat(dialects.parse(body)), session.temperature_fixed
             asked = chat.read(data, session.defaults, temperature_fixed=fixed)
-            return self._prompt(session, asked)
+            try:
+                return self._prompt(session, asked)
+            except UserError as error:  # about an image
+                raise ApiError(400, str(error), "messages") from error
 
         if len(body) <= _SMALL:
             return work()
@@ -290,24 +291,17 @@ class Gateway:
             return [*messages], ()
         if not self.images:
             raise ApiError(400, "the model takes no images; leave them out", "messages")
-        try:
-            kept = [
-                {**message, "content": [
-                    image_part(part, self.images.store) if is_image(part) else part
-                    for part in message["content"]
-                ]} if images_in([message]) else message
-                for message in messages
-            ]  # fmt: skip
-            return kept, self.images.names(kept)
-        except UserError as error:
-            raise ApiError(400, str(error), "messages") from error
+        kept = [
+            {**message, "content": [
+                image_part(part, self.images.store) if is_image(part) else part
+                for part in message["content"]
+            ]} if images_in([message]) else message
+            for message in messages
+        ]  # fmt: skip
+        return kept, self.images.names(kept)
 
     def _encode(self, text: str, images: tuple[str, ...]) -> list[int]:
-        if images and self.images:
-            try:
-                text = self.images.expanded(text, images)
-            except UserError as error:
-                raise ApiError(400, str(error), "messages") from error
+        text = self.images.expanded(text, images) if images and self.images else text
         return workflows.encode(self.tokenizer, text)
 
     def _render(self, asked: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> str:

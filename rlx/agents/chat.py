@@ -79,10 +79,8 @@ def read(data: Any, defaults: Sampling, *, temperature_fixed: bool = False) -> C
         raise ApiError(400, message, "response_format")
     temperature = given.get("temperature", defaults.temperature)
     if temperature_fixed and temperature != defaults.temperature:
-        raise ApiError(
-            400, f"temperature={temperature:g} differs from training's "
-            f"{defaults.temperature:g}, which the losses assume; leave it out", "temperature",
-        )  # fmt: skip
+        problem = f"temperature={temperature:g} differs from training's {defaults.temperature:g}"
+        raise ApiError(400, f"{problem}, which the losses assume; leave it out", "temperature")
     if given.get("top_logprobs") and not logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     asked = given.get("max_tokens", defaults.max_new_tokens)
@@ -96,18 +94,13 @@ def read(data: Any, defaults: Sampling, *, temperature_fixed: bool = False) -> C
         top_logprobs=given.get("top_logprobs", 0), unscored=defaults.unscored and not logprobs,
     )  # fmt: skip
     return ChatRequest(
-        model=given.get("model", ""),
-        messages=tuple(_message(message, f"messages[{i}]") for i, message in enumerate(messages)),
-        sampling=sampling,
-        n=given.get("n", 1),
-        stream=given.get("stream", False),
+        given.get("model", ""),
+        tuple(_message(message, f"messages[{i}]") for i, message in enumerate(messages)),
+        sampling, n=given.get("n", 1), stream=given.get("stream", False), logprobs=logprobs,
         include_usage=given.get("stream_options", {}).get("include_usage") is True,
-        logprobs=logprobs,
-        tools=tuple(tools),
-        forced=forced,
-        parallel=given.get("parallel_tool_calls", True),
+        tools=tuple(tools), forced=forced, parallel=given.get("parallel_tool_calls", True),
         template_kwargs=given.get("chat_template_kwargs", {}),
-    )
+    )  # fmt: skip
 
 
 class ChatReply(Reply):
@@ -125,7 +118,7 @@ class ChatReply(Reply):
                 message["reasoning_content"] = choice.thoughts
             found.append({
                 "index": index, "message": message, "finish_reason": choice.reason,
-                "logprobs": _wrapped(choice.logprobs) if self.request.logprobs else None,
+                "logprobs": _wrapped(self.request.logprobs, choice.logprobs),
             })  # fmt: skip
         return {**self._of("chat.completion", found), "usage": self._usage(choices)}
 
@@ -150,7 +143,7 @@ class ChatReply(Reply):
     def _delta(
         self, index: int, delta: Event, logprobs: Sequence[Mapping] = (), reason: str | None = None
     ) -> Event:
-        found = _wrapped(logprobs) if logprobs else None
+        found = _wrapped(logprobs, logprobs)
         choice = {"index": index, "delta": delta, "logprobs": found, "finish_reason": reason}
         empty = {"usage": None} if self.request.include_usage else {}
         return {**self._of("chat.completion.chunk", [choice]), **empty}
@@ -164,13 +157,11 @@ class ChatReply(Reply):
     def _usage(self, choices: Sequence[Choice]) -> dict[str, int]:
         """Return token counts: the prompt once, and the sum over choices."""
         prompt, drawn = self.prompt_tokens, sum(choice.tokens for choice in choices)
-        return {
-            "prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn,
-        }  # fmt: skip
+        return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
 
-def _wrapped(logprobs: Sequence[Mapping]) -> Event:
-    return {"content": list(logprobs), "refusal": None}
+def _wrapped(wanted: object, logprobs: Sequence[Mapping]) -> Event | None:
+    return {"content": list(logprobs), "refusal": None} if wanted else None
 
 
 def _stop(stop: Any) -> list[str]:

@@ -7,6 +7,7 @@ see `rlx.rollout.workflows.Workflow`.
 import inspect
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 from rlx.base import UserError, nearest, unknown
@@ -43,28 +44,22 @@ def kind(cls: type) -> Literal["agent", "workflow"]:
         return "agent"
     if _callable(run, "fleet", "task"):
         return "workflow"
-    raise UserError(
-        f"{cls.__name__}.run{inspect.signature(run)} has the wrong parameters; {_FORMS}"
-    )
+    own = f"{cls.__name__}.run{inspect.signature(run)}"
+    raise UserError(f"{own} has the wrong parameters; {_FORMS}")
 
 
 def instance(cls: type, kwargs: Mapping[str, Any] | None = None) -> Any:
     """Return `cls(**kwargs)`; raise UserError if an argument is unknown or missing, or it fails."""
     kwargs = dict(kwargs or {})
-    try:
-        signature = inspect.signature(cls)
-    except (TypeError, ValueError):  # some C classes have none
-        signature = None
-    if signature is not None:
-        _check_names(cls, signature, kwargs)
+    with suppress(TypeError, ValueError):  # some C classes have no signature
+        _check_names(cls, inspect.signature(cls), kwargs)
     try:
         return cls(**kwargs)
     except UserError:
         raise
     except Exception as error:
-        raise UserError(
-            f"{cls.__name__}({_spelled(kwargs)}) failed: {user_code.where(error)}"
-        ) from error
+        called = f"{cls.__name__}({_spelled(kwargs)})"
+        raise UserError(f"{called} failed: {user_code.where(error)}") from error
 
 
 def check_agent(name: str, kwargs: Mapping[str, Any]) -> None:
@@ -82,12 +77,10 @@ def parse_kwargs(given: Any, flag: str = "--workflow_kwargs") -> dict[str, Any]:
         return dict(given)
     text = str(given or "")
     try:
-        found = json.loads(text) if text.strip() else {}
-        return {**found}
+        return {**(json.loads(text) if text.strip() else {})}
     except (ValueError, TypeError) as error:
-        raise UserError(
-            f"{flag}={text!r} is not a JSON object ({error}); write {flag}='{{\"name\": 1}}'"
-        ) from None
+        problem = f"{flag}={text!r} is not a JSON object ({error})"
+        raise UserError(f"{problem}; write {flag}='{{\"name\": 1}}'") from None
 
 
 def workflow_of(flags: Any, rollout: Any) -> tuple[str, dict[str, Any]]:

@@ -66,7 +66,8 @@ def to_chat(data: Any) -> dict[str, Any]:
         out["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
     if not (messages := given.get("messages")):
         raise invalid("messages", messages, "a list with one message or more")
-    system = _texts(given.get("system") or "", "system")
+    blocks = _blocks(given.get("system") or "", "system", _TEXT)
+    system = "\n".join(block["text"] for _, block, _ in blocks)
     out["messages"] = [{"role": "system", "content": system}] if system else []
     for i, message in enumerate(messages):
         role = member(message, "role", _ROLES, f"messages[{i}]")
@@ -177,7 +178,9 @@ def _chat_messages(role: str, content: Any, name: str) -> list[dict[str, Any]]:
             result = _shown([part for _, part, _ in found])
             if block.get("is_error"):
                 text = isinstance(result, str)
-                result = f"Error: {result}" if text else [_words("Error:"), *result]
+                result = (
+                    f"Error: {result}" if text else [{"type": "text", "text": "Error:"}, *result]
+                )
             out.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": result})
     if texts or calls or not out:
         message = {"role": role, "content": _shown(texts)}
@@ -192,17 +195,9 @@ def _shown(blocks: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
         return "\n".join(block["text"] for block in blocks)
     return [
         {"type": "image_url", "image_url": {"url": source_of(block)}} if block["type"] == "image"
-        else _words(block["text"])
+        else {"type": "text", "text": block["text"]}
         for block in blocks
     ]  # fmt: skip
-
-
-def _words(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
-
-
-def _texts(content: Any, name: str) -> str:
-    return "\n".join(block["text"] for _, block, _ in _blocks(content, name, _TEXT))
 
 
 def _blocks(

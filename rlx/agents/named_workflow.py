@@ -55,10 +55,7 @@ class NamedWorkflow:
         return loading.instance(cls, {**given, **self.kwargs})
 
     def try_out(self, row: Mapping[str, Any]) -> None:
-        """Run a user's own workflow once, without a server and with rewards of 0.
-
-        UserError, with row, file and line, if it raises or returns no group.
-        """
+        """Run a user's own workflow once, without a server and with rewards of 0; or UserError."""
         if user_code.is_own(self.name) and loading.kind(loading.load_class(self.name)) != "agent":
             with closing(RewardPool({})) as pool:
                 token = encode(self.prompts.tokenizer, "1")[0]

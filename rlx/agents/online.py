@@ -115,10 +115,10 @@ class OnlineSessions:
                 self._read()
             except (OSError, sqlite3.OperationalError) as error:
                 locked = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
-                why = "another process has it" if locked else error
-                raise UserError(
-                    f"cannot use {self._path}: {why}; give another directory"
-                ) from error
+                problem = (
+                    f"cannot use {self._path}: {'another process has it' if locked else error}"
+                )
+                raise UserError(f"{problem}; give another directory") from error
             except (sqlite3.DatabaseError, ValueError, TypeError, LookupError) as error:
                 problem = f"{self._path} is damaged ({error!r:.100})"
                 raise UserError(f"{problem}; restore a backup, or move it away") from error
@@ -150,16 +150,13 @@ class OnlineSessions:
 
     def find(self, key: str) -> Session | None:
         """Return a key's open session, None for an unknown key; raise Denied if it ended."""
-        state = self.current(key)
-        if state:
-            state.require_open()
-        return self.live[state.id] if state else None
+        if (state := self.current(key)) is None:
+            return None
+        state.require_open()
+        return self.live[state.id]
 
     def open(self, task: str = "", key: str = "") -> tuple[SessionState, str]:
-        """Open a session; return it and its API key, `key` or a new one.
-
-        Denied if the key is too short or in use, or no more sessions are admitted.
-        """
+        """Open a session; return it and its API key, `key` or a new one; or raise Denied."""
         if key and len(key) < _SHORTEST:
             raise Denied("short", f"api_key needs {_SHORTEST} characters or more")
         key = key or "rlx-" + secrets.token_urlsafe(24)
@@ -177,10 +174,7 @@ class OnlineSessions:
         return state, key
 
     def refresh(self, key: str) -> SessionState | None:
-        """End a key's session if open, and open the next one; return None for an unknown key.
-
-        Denied if no more sessions are admitted; the old session has ended then.
-        """
+        """End a key's session if open, and open the next one or raise Denied; None: unknown key."""
         if (known := self.known(key)) is None:
             return None
         name, task = known
@@ -278,9 +272,8 @@ class OnlineSessions:
                     known = (state.key, state.id, json.dumps(state.task))
                     self._db.execute("INSERT OR REPLACE INTO keys VALUES (?, ?, ?)", known)
         except sqlite3.Error as error:
-            raise ApiError(
-                503, f"cannot write the session: {error}; free disk space", code="no_space"
-            ) from error
+            message = f"cannot write the session: {error}; free disk space"
+            raise ApiError(503, message, code="no_space") from error
         self.states[state.id] = state
         return state
 

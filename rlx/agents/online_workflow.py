@@ -162,8 +162,7 @@ class OnlineWorkflow:
         if self.n > 1 and not task:
             problem = f"sampling.n_samples={self.n} sessions of one task_id make a group"
             raise Denied("nameless", f"{problem}; give task_id")
-        slots = sorted(self._slots.values(), key=lambda slot: (slot.task != task, slot.group_id))
-        for slot in slots:
+        for slot in sorted(self._slots.values(), key=lambda s: (s.task != task, s.group_id)):
             if len(slot.sessions) < self.n and (not slot.sessions or slot.task == task):
                 slot.task = task
                 return slot.group_id

@@ -66,23 +66,20 @@ class ResponseReply(Reply):
     def full(self, choices: Sequence[Choice]) -> Event:
         (choice,) = choices
         prompt, status = self.prompt_tokens, _status(choice)
-        output = []
+        output = list[Event]()
         if choice.thoughts:
             output.append(self._item("thinking", choice.thoughts, status))
         if choice.content or not choice.calls:
             output.append(self._item("text", choice.content or "", status, choice.logprobs))
-        return self._response(
-            status=status,
-            incomplete_details={"reason": "max_output_tokens"} if status != "completed" else None,
-            output=[*output, *map(_call, choice.calls)],
-            usage={
-                "input_tokens": prompt,
-                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-                "output_tokens": choice.tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": prompt + choice.tokens,
-            },
-        )
+        details = {"reason": "max_output_tokens"} if status != "completed" else None
+        usage = {
+            "input_tokens": prompt, "output_tokens": choice.tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + choice.tokens,
+        }  # fmt: skip
+        output += map(_call, choice.calls)
+        return self._response(status=status, incomplete_details=details, output=output, usage=usage)
 
     def begin(self) -> Iterator[Event]:
         yield self._event("created", response=self._response())
@@ -114,9 +111,8 @@ class ResponseReply(Reply):
             at, given = {"output_index": index, "item_id": item["id"]}, item["arguments"]
             yield self._event("output_item.added", output_index=index, item=begun)
             yield self._event("function_call_arguments.delta", **at, delta=given)
-            yield self._event(
-                "function_call_arguments.done", **at, name=item["name"], arguments=given
-            )
+            done = {"name": item["name"], "arguments": given}
+            yield self._event("function_call_arguments.done", **at, **done)
             yield self._event("output_item.done", output_index=index, item=item)
         yield self._event(_status(choice), response=self.full(choices))
 
@@ -191,17 +187,15 @@ def _messages(found: Any) -> list[dict[str, Any]]:
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             out[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            content = _content(item.get("output"))
-            call_id = item.get("call_id")
-            out.append({"role": "tool", "tool_call_id": call_id, "content": content})
+            own = {"tool_call_id": item.get("call_id"), "content": _content(item.get("output"))}
+            out.append({"role": "tool", **own})
         elif kind == "reasoning":
             parts = take(item, "content", list, []) or take(item, "summary", list, [])
             texts = [part.get("text") for part in parts if isinstance(part, dict)]
             thoughts = "\n".join(text for text in texts if isinstance(text, str))
         else:
-            raise ApiError(
-                400, f"{name} has type {kind!r}, which is not supported; leave it out", name
-            )
+            problem = f"{name} has type {kind!r}, which is not supported"
+            raise ApiError(400, f"{problem}; leave it out", name)
     return out
 
 

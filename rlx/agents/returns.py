@@ -11,10 +11,7 @@ _WANTED = "return a float, or {completion id: float}"
 
 
 def mistake(value: Any, ids: Collection[str]) -> str:
-    """Return one line about what is wrong with a returned value, or "".
-
-    It should be a finite number, or map `ids` of the run's completions to finite numbers.
-    """
+    """Return why a value is no finite number, nor one for each of some completion `ids`; or ""."""
     for name, part in getattr(value, "parts", {}).items():
         if wrong := _of_number(part, f"{name} of the returned reward is"):
             return wrong
@@ -27,10 +24,8 @@ def mistake(value: Any, ids: Collection[str]) -> str:
             return f"run returned a dict with the key {key!r:.60}; use `completion.id` as keys"
         if key not in ids:
             known = ", ".join(list(ids)[:3]) if ids else "none"
-            return (
-                f"run rewards {key!r:.60}, which is no completion of this run ({known}); "
-                "use `completion.id`"
-            )
+            problem = f"run rewards {key!r:.60}, which is no completion of this run ({known})"
+            return f"{problem}; use `completion.id`"
         if wrong := _of_number(reward, f"the reward of {key} is"):
             return wrong
     return ""

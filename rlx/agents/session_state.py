@@ -46,10 +46,8 @@ class SessionState:
     def require_open(self) -> None:
         """Raise Denied if the session has ended."""
         if self.ended:
-            raise Denied(
-                "ended", f"the session has ended (by {self.ended}); POST /v1/session/refresh "
-                "begins the next one under the same key",
-            )  # fmt: skip
+            remedy = "POST /v1/session/refresh begins the next one under the same key"
+            raise Denied("ended", f"the session has ended (by {self.ended}); {remedy}")
 
     def add_answer(self, completion: str) -> "SessionState":
         """Return the state with one more answer, or raise Denied."""

@@ -95,10 +95,7 @@ class Session:
     def prompt(
         self, text: str, encode: Callable[[str, tuple], list[int]], images: tuple[str, ...] = ()
     ) -> tuple[np.ndarray, int | None]:
-        """Return a prompt's tokens, [P] int32, and the interaction that it continues, or None.
-
-        `encode` gets a text and the images in it.
-        """
+        """Return a prompt's tokens, [P] int32, and the interaction that it continues, or None."""
         parent, length = None, 0
         for number, earlier in self._searched():
             own, raw = earlier.prompt_text, earlier.raw

@@ -13,10 +13,7 @@ _KINDS = ("thinking", "text")
 
 @dataclass(eq=False)
 class StreamText:
-    """Text of one completion while it grows.
-
-    A possible start of a stop string, mark or tag is held back until it is none.
-    """
+    """Growing text of a completion; holds back what may begin a stop string, mark or tag."""
 
     decode: Decode
     stop: Sequence[str] = ()  # strings that end the text and are not part of it
@@ -61,8 +58,8 @@ class StreamText:
             if found >= 0:
                 until = min(until, found) if end in self._ends else until
                 continue
-            lengths = range(min(len(end) - 1, len(self._text)), 0, -1)
-            length = next((n for n in lengths if self._text.endswith(end[:n])), 0)
+            lengths = range(len(end) - 1, -1, -1)
+            length = next(n for n in lengths if self._text.endswith(end[:n]))
             until = min(until, len(self._text) - length)
         return until
 

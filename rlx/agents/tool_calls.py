@@ -182,8 +182,7 @@ def _parameters(
 def typed(text: str, kinds: Set[str]) -> Any:
     """Return an argument as text if that is one of its `kinds`, else as JSON of one of them.
 
-    Text that is a valid array, object or null becomes that if it is one of the kinds. An empty set
-    allows all.
+    Text that is a valid array, object or null becomes that if its kind is allowed; {} allows all.
     """
     word = text.strip().lower()
     try:

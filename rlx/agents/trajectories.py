@@ -49,11 +49,8 @@ def turn_returns(
 
 
 def delivered(interactions: Sequence[Interaction], value: float | Mapping[str, float]) -> list[int]:
-    """Return the numbers of completions that reached the agent.
-
-    A resent request means that the latest answer to its prompt was lost, among those without a
-    continuation and a reward.
-    """
+    """Return the numbers of completions that reached the agent."""
+    # A resent request means that the latest unused answer to its prompt was lost.
     used = {interactions[k].completion_id for i in interactions for k in (i.after, i.parent)
             if k is not None}  # fmt: skip
     used |= set(value) if isinstance(value, Mapping) else set()
@@ -74,9 +71,8 @@ def _chains(interactions: Sequence[Interaction], chosen: Sequence[int]) -> list[
     for number in chosen:
         chain = next((c for c in found if c[-1] == interactions[number].parent), None)
         if chain is None:
-            found.append([number])
-        else:
-            chain.append(number)
+            found.append(chain := [])
+        chain.append(number)
     return found
 
 
@@ -90,12 +86,7 @@ def _paths(interactions: Sequence[Interaction], chosen: Sequence[int]) -> list[l
     return [paths[number] for number in chosen if number not in parents]
 
 
-_LINES = {
-    "tree": _chains,
-    "concat": _paths,
-    "individual": lambda interactions, chosen: [[k] for k in chosen],
-}
-assert tuple(_LINES) == EXPORTS
+_LINES = dict(zip(EXPORTS, (_chains, _paths, lambda _, chosen: [[k] for k in chosen]), strict=True))
 
 
 def of_run(
@@ -152,12 +143,9 @@ class Turn(NamedTuple):
 
 def turns(trajectory: Trajectory) -> list[Turn]:
     steps = np.diff(trajectory.loss_mask.astype(np.int8), prepend=0, append=0)
-    edges, out, before = np.flatnonzero(steps), [], 0
-    for begin, end in zip(edges[::2], edges[1::2], strict=True):
-        tokens = trajectory.tokens
-        out.append(Turn(tokens[before:begin].tolist(), tokens[begin:end].tolist()))
-        before = end
-    return out
+    parts = np.split(trajectory.tokens, np.flatnonzero(steps))
+    pairs = zip(parts[::2], parts[1::2], strict=False)
+    return [Turn(prompt.tolist(), completion.tolist()) for prompt, completion in pairs]
 
 
 def samples(group: Group, count: int) -> list[list[Trajectory]]:
@@ -178,19 +166,14 @@ def record(parts: Sequence[Trajectory], tokenizer: Any) -> dict[str, Any]:
     """
     last = parts[-1]
     found = {
-        "completion": last.completion,
-        "reward": last.run_reward,
-        "tokens": sum(part.num_trained for part in parts),
-        "stop_reason": last.stop_reason,
-    }
+        "completion": last.completion, "reward": last.run_reward,
+        "tokens": sum(part.num_trained for part in parts), "stop_reason": last.stop_reason,
+    }  # fmt: skip
     own = [turn for part in parts for turn in turns(part)]
     if not last.agent and len(own) == 1:
         return found
     words = tokenizer.decode(own[-1].completion, skip_special_tokens=True)
-    texts = [
-        {"prompt": tokenizer.decode(t.prompt), "completion": tokenizer.decode(t.completion)}
-        for t in own
-    ]
+    texts = [{name: tokenizer.decode(ids) for name, ids in t._asdict().items()} for t in own]
     return {**found, "completion": words, "turns": texts}
 
 

@@ -34,9 +34,8 @@ _LOOK = 0.1  # seconds between two looks at the event loop
 def http_clients() -> Callable[[], Any]:
     """Return a function that makes an agent's `http_client`; all share one connection pool.
 
-    The clients are those of the HTTP library that the installed `openai` uses, and ignore proxies.
-    Closing one, as `async with AsyncOpenAI(http_client=…)` does, keeps the pool open. Without
-    `openai` they are None.
+    The clients, of the HTTP library that `openai` uses, ignore proxies; without `openai` they are
+    None. Closing one, as `async with AsyncOpenAI(http_client=…)` does, keeps the pool open.
     """
     try:
         base = importlib.import_module("openai").DefaultAsyncHttpxClient

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rlx.agents import loading, returns, trajectories
 from rlx.agents.agent_options import DEFAULTS, AgentOptions
 from rlx.agents.sessions import Session
-from rlx.base import Group, RewardParts, Trajectory, UserError, install, place, seed_of
+from rlx.base import Group, RewardParts, Trajectory, UserError, packages_of, place, seed_of
 from rlx.fleet.requests import Sampling
 from rlx.observe import traces
 from rlx.rollout.episode import run_all
@@ -54,10 +54,7 @@ class _Front:
 
 
 class AgentWorkflow:
-    """Runs an agent class; docs/agents.md says how to write one.
-
-    UserError if it is no agent class, or the extra `agents` is not installed.
-    """
+    """Runs an agent class (docs/agents.md); UserError if it is none, or without the extra."""
 
     def __init__(
         self,
@@ -89,22 +86,17 @@ class AgentWorkflow:
         self._starting = asyncio.Lock()
 
     async def run(self, fleet: Generator, task: Task) -> Group:
-        """Return the group of the task's row: the trajectories of all runs, in order.
-
-        AgentError, with agent, row and the agent's traceback, if a run fails.
-        """
+        """Return the group of the task's row: the trajectories of all runs, or raise AgentError."""
         front = await self._at(getattr(fleet, "fleet", fleet))  # an attempt's, or the fleet itself
         data = with_messages(task.row, self._options.question_key, self._options.system_prompt)
         defaults = task.sampling or self._sampling
         runs = []
         for i in range(task.n or self._n):
+            seed = seed_of(f"{task.seed} run {i}".encode())
             session = partial(
-                front.gateway.sessions.open,
-                replace(defaults, seed=seed_of(f"{task.seed} run {i}".encode())),
-                temperature_fixed=task.sampling is None,
-                priority=task.priority,
-                fleet=fleet,
-            )
+                front.gateway.sessions.open, replace(defaults, seed=seed),
+                temperature_fixed=task.sampling is None, priority=task.priority, fleet=fleet,
+            )  # fmt: skip
             runs.append(self._run_once(front, data, f"{task.group_id}.{i}", session))
         found = await run_all(*runs)
         return Group(task.group_id, tuple(t for run in found for t in run), task.row)
@@ -136,12 +128,9 @@ class AgentWorkflow:
             return self._front
 
     async def _run_once(
-        self,
-        front: "_Front",
-        data: Mapping[str, Any],
-        run_id: str,
+        self, front: "_Front", data: Mapping[str, Any], run_id: str,
         new_session: Callable[[], Session],
-    ) -> list[Trajectory]:
+    ) -> list[Trajectory]:  # fmt: skip
         """Return one run's trajectories; start it again where another run cost it its process."""
         for _ in range(_MOVES):
             session = new_session()
@@ -195,11 +184,8 @@ async def run_agent(
     """Return what a new agent's `run` on `data` does: float, RewardParts or float by completion.
 
     Cancelling this cancels the agent. After `seconds` it fails, at the line where it waits.
-
-    Raises:
-      AgentError: the agent raised. WorkerError: its process died.
-      Evicted: its process was killed because of another run.
-      UserError: `data` cannot be sent.
+    Raises AgentError if the agent raised, WorkerError if its process died, Evicted if another run
+    ended that, UserError if `data` cannot be sent.
     """
     try:
         text = json.dumps(data)
@@ -228,10 +214,7 @@ def with_messages(row: Mapping[str, Any], key: str, system: str) -> dict[str, An
 
 
 def name_of(cls: type) -> str:
-    """Return the name that another process can load a class by.
-
-    UserError if there is none, as for classes made in a function or a notebook.
-    """
+    """Return the name by which other processes load a class; UserError for one in no file."""
     module = sys.modules.get(cls.__module__)
     file = getattr(module, "__file__", None)
     if module is None or getattr(module, cls.__qualname__, None) is not cls:
@@ -239,17 +222,13 @@ def name_of(cls: type) -> str:
     if cls.__module__ != "__main__" and not cls.__module__.startswith("file_"):
         return f"{cls.__module__}:{cls.__qualname__}"
     if not file or not file.endswith(".py"):
-        raise UserError(
-            f"{cls.__qualname__} is in no file, and agents run in processes of their own; put it "
-            "into one"
-        )
+        problem = f"{cls.__qualname__} is in no file, and agents run in processes of their own"
+        raise UserError(f"{problem}; put it into one")
     return f"{os.path.abspath(file)}:{cls.__qualname__}"
 
 
 def gateway_class() -> "type[Gateway]":
     """Return the class; raise UserError without the extra."""
-    try:
+    with packages_of("agents", "agents need packages"):
         from rlx.agents.api_gateway import Gateway
-    except ImportError as error:
-        raise UserError(f"agents need the extra: {install('agents')} ({error})") from None
     return Gateway

@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rlx.base import UserError, install
+from rlx.base import UserError, packages_of
 from rlx.cli.command import say
 from rlx.cli.user_code import words
 from rlx.system.loop_thread import run_alone
@@ -59,25 +59,25 @@ def tools(address: str) -> list[McpTool]:
     environment. UserError if there is no package `mcp`, no such program, no answer, or no tool.
     """
 
-    async def listed() -> list[McpTool]:
+    async def listed() -> list[Any]:
         async with _connected(address) as client:
             page = await client.list_tools()
             found = list(page.tools)
             while page.next_cursor:
                 page = await client.list_tools(cursor=page.next_cursor)
                 found += page.tools
-        return [
-            McpTool(
-                re.sub(r"\W", "_", tool.name), tool.description or "",
-                {"properties": {}, **tool.input_schema}, tool.name, server,
-            )
-            for tool in found
-        ]  # fmt: skip
+        return found
 
     server = McpServer(address)
-    if found := run_alone(listed(), "tools of an MCP server", 2 * _START_SECONDS):
-        return found
-    raise UserError("the server lists no tools; give another one")
+    if not (found := run_alone(listed(), "tools of an MCP server", 2 * _START_SECONDS)):
+        raise UserError("the server lists no tools; give another one")
+    return [
+        McpTool(
+            re.sub(r"\W", "_", tool.name), tool.description or "",
+            {"properties": {}, **tool.input_schema}, tool.name, server,
+        )
+        for tool in found
+    ]  # fmt: skip
 
 
 class McpServer:
@@ -152,10 +152,8 @@ class McpServer:
 @asynccontextmanager
 async def _connected(address: str) -> AsyncIterator[Any]:
     """Connect to a server; raise UserError, with the last words of a command, if that fails."""
-    try:
+    with packages_of("mcp", "MCP tools need packages"):
         import mcp
-    except ImportError:
-        raise UserError(f"MCP tools need the extra: {install('mcp')}") from None
     with tempfile.TemporaryFile("w+") as log:
         place: Any = address
         if not re.match("https?://", address):

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
-from rlx.base import UserError, install, nearest, seed_of, unknown
+from rlx.base import UserError, nearest, packages_of, seed_of, unknown
 
 _HELD_OUT_SHARE = 5  # 1 question in 5, by a hash of its text
 SIZES = (200, 5_000)  # held out, to train on, without a `size`; some tasks take 0.1 s for a row
@@ -36,9 +36,8 @@ def score(answer: str, question: str, task: Mapping[str, Any]) -> float:
     """Return what a row's task gives an answer, 0 to 1; UserError if it makes another question."""
     data, entry = _entry(json.dumps(task))
     if entry["question"] != question:
-        raise UserError(
-            f"reasoning-gym makes another question of {task}; install the version that made the row"
-        )
+        problem = f"reasoning-gym makes another question of {task}"
+        raise UserError(f"{problem}; install the version that made the row")
     try:
         return float(data.score_answer(answer, copy.deepcopy(entry)))
     except Exception:  # some tasks raise for answers that they cannot read
@@ -48,12 +47,8 @@ def score(answer: str, question: str, task: Mapping[str, Any]) -> float:
 
 def tasks() -> Mapping[str, tuple[type, ...]]:
     """Return name → classes of all tasks; raise UserError without the package."""
-    try:
+    with packages_of("reasoning-gym", "tasks of reasoning-gym need packages"):
         from reasoning_gym.factory import DATASETS
-    except ImportError as error:
-        raise UserError(
-            f"tasks of reasoning-gym need the extra: {install('reasoning-gym')} ({error})"
-        ) from None
     return {name: parts for name, parts in DATASETS.items() if name != "composite"}
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from rlx.base import RewardParts, UserError, install
+from rlx.base import RewardParts, UserError, packages_of
 from rlx.cli import user_code
 from rlx.environments.reasoning_tasks import SIZES, in_split, setting
 
@@ -30,10 +30,7 @@ _PLACE = re.compile(r'File (".+", line \d+)')
 
 
 def rows(text: str, split: str = "train") -> Iterator[dict[str, Any]]:
-    """Yield the rows of a split, 1 task in 5 being held out by a hash of its content.
-
-    `text` is `ENV` or `ENV?KEY=VALUE&…`; UserError as `_environment`.
-    """
+    """Yield the rows of a split, 1 task in 5 being held out by a hash of its content."""
     environment, _, size = _environment(text)
     size = size or (None if environment.taskset.bounded else SIZES[split == "train"])
     # Tasks without an end may be few that repeat, all of them in one split.
@@ -117,12 +114,8 @@ def _environment(text: str) -> tuple[Any, str, int | None]:
 @functools.cache
 def _loaders() -> Any:
     """Return the package's module that finds environments; UserError without the package."""
-    try:
+    with packages_of("verifiers", "environments of verifiers need packages"):
         from verifiers.v1.utils import loaders
-    except ImportError as error:
-        raise UserError(
-            f"environments of verifiers need the extra: {install('verifiers')} ({error})"
-        ) from None
     logging.getLogger("verifiers").setLevel(logging.CRITICAL)  # its errors are ours
     # The package's chat program is installed by `uv`, which stands next to this interpreter.
     os.environ["PATH"] = f"{os.environ.get('PATH', '')}:{Path(sys.executable).parent}"

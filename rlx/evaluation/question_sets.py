@@ -81,13 +81,9 @@ def rows(
 
 
 def load_sets(
-    text: str,
-    reward: str,
-    limit: int,
-    question_key: str = "question",
-    answer_key: str = "answer",
+    text: str, reward: str, limit: int, question_key: str = "question", answer_key: str = "answer",
     images: RowImages | None = None,
-) -> list[tuple[Benchmark, list[dict[str, Any]]]]:
+) -> list[tuple[Benchmark, list[dict[str, Any]]]]:  # fmt: skip
     """Return the sets of `--datasets` with their rows; UserError for none, or a name twice."""
     parts = list[str]()
     for part in map(str.strip, text.split(",")):

@@ -231,14 +231,10 @@ class Evaluator:
         return groups
 
     def rollout_batch(
-        self,
-        rows: Sequence[Mapping[str, Any]],
-        *,
-        n: int | None = None,
-        sampling: Sampling | None = None,
-        workflow: Workflow | None = None,
+        self, rows: Sequence[Mapping[str, Any]], *, n: int | None = None,
+        sampling: Sampling | None = None, workflow: Workflow | None = None,
         timeout: float | None = None,
-    ) -> list[Group]:
+    ) -> list[Group]:  # fmt: skip
         """Submit rows, wait for them, and return their groups in the rows' order."""
         if self._waiting:
             raise RuntimeError("rows submitted before are not waited for yet; call wait() first")

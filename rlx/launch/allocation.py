@@ -35,7 +35,7 @@ class Part:
 
     @property
     def each(self) -> int:
-        """Number of GPUs that must share a host if they fit: a server's, or a tensor group's."""
+        """Number of GPUs that must share a host if they fit."""
         return self.sizes.get("t", 1)
 
     def __str__(self) -> str:

@@ -65,11 +65,8 @@ def cpu_plan(
     if num_servers == 0 or len(cores) == 1 or few:
         return CpuPlan(cores, (cores,) * num_servers)
     each = min(threads or max(1, len(cores) // (num_servers + 1)), len(cores) - 1)
-    own = len(cores) - each * num_servers
-    if own >= 1:
-        starts = range(own, len(cores), each)
-        return CpuPlan(cores[:own], tuple(cores[s : s + each] for s in starts))
-    return CpuPlan(cores[:1], _shared(cores[1:], num_servers, each))  # too few: servers share
+    own = max(1, len(cores) - each * num_servers)  # 1: too few, so servers share the others
+    return CpuPlan(cores[:own], _shared(cores[own:], num_servers, each))
 
 
 def servers_plan(cores: Sequence[int], num_servers: int, threads: int = 0) -> CpuPlan:
@@ -128,16 +125,15 @@ class LocalServers:
         scraped = (f"--metrics-port={port}" for port in metrics_ports)
         self._servers = [
             _Server(
-                command=(*command, *flags, f"--seed={seed + i}", *itertools.islice(scraped, 1)),
-                log=logs / f"{name}-{i}.log",
-                cpus=cpus,
-                env=_environment(len(cpus), platform, self.token, *gpus[i : i + 1]),
-                lock=self._scratch.lock,
-                early=None if gpus or i >= len(early) else early[i],
+                (*command, *flags, f"--seed={seed + i}", *itertools.islice(scraped, 1)),
+                logs / f"{name}-{i}.log", cpus,
+                _environment(len(cpus), platform, self.token, *gpus[i : i + 1]),
+                self._scratch.lock, None if gpus or i >= len(early) else early[i],
             )
             for i, cpus in enumerate(plan.servers)
-        ]
-        self._ready_timeout = ready_timeout or _start_seconds(Path(model))
+        ]  # fmt: skip
+        size = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+        self._ready_timeout = ready_timeout or _START_SECONDS + size / _START_BYTES_A_SECOND
         self._max_restarts = max_restarts
         self._answer_timeout, self._joining = answer_timeout, joining
         self._silent = dict[str, float]()  # address → seconds of silence, from the fleet
@@ -158,13 +154,9 @@ class LocalServers:
     def fleet(self, **options: Any) -> Fleet:
         """Return the servers' unconnected fleet once they are ready; `options` are Fleet's."""
         return Fleet(
-            self.wait(),
-            token=self.token,
-            publish_dir=self.directory,
-            restart=self._silent.__setitem__,
-            joining=self._joining,
-            **options,
-        )
+            self.wait(), token=self.token, publish_dir=self.directory, joining=self._joining,
+            restart=self._silent.__setitem__, **options,
+        )  # fmt: skip
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -355,12 +347,11 @@ def _end(servers: Sequence[_Server]) -> None:
 
 def _start(command: Sequence[str], cpus: Sequence[int], **options: Any) -> subprocess.Popen:
     """Start a process on its cores, in its own session, so Ctrl-C does not reach it."""
+    options |= {"stderr": subprocess.STDOUT, "start_new_session": True}
     ours = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cpus)  # this thread's, which the child inherits
     try:
-        return subprocess.Popen(
-            command, stderr=subprocess.STDOUT, start_new_session=True, **options
-        )
+        return subprocess.Popen(command, **options)
     finally:
         os.sched_setaffinity(0, ours)
 
@@ -370,7 +361,7 @@ def start_early(
 ) -> subprocess.Popen:
     """Start a server of the JAX engine that imports, loads and compiles, then waits for its flags.
 
-    It needs the options of the engine only, and ends with the thread that calls this.
+    It ends with the thread that calls this.
     """
     own = [f"--{name.replace('_', '-')}={options[name]}" for name in _EARLY]
     own += [f"--seed={seed}", f"--model={os.fspath(model)}", f"--parent-pid={os.getpid()}"]
@@ -401,30 +392,19 @@ def _environment(
     """Return ours with rlx on the path, sizes of thread pools, and a token."""
     pools = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return {
-        **os.environ,
-        **dict.fromkeys(pools, str(threads)),
+        **os.environ, **dict.fromkeys(pools, str(threads)),
         "JAX_PLATFORMS": "cuda" if gpus else platform,
-        **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
-        "PYTHONPATH": python_path(),
-        "PYTHONUNBUFFERED": "1",
-        wire.TOKEN_VARIABLE: token,
-    }
+        **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}), "PYTHONPATH": python_path(),
+        "PYTHONUNBUFFERED": "1", wire.TOKEN_VARIABLE: token,
+    }  # fmt: skip
 
 
 class RunningServers:
-    """Running servers at known addresses; arguments are Fleet's."""
+    """Running servers at known addresses; `own` are options of Fleet."""
 
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        *,
-        token: str | None = None,
-        tls: Tls | None = None,
-        publish_dir: str = "",  # parent of a private directory; "": nothing is published
-        joining: Joining | None = None,
-    ):
-        self._addresses, self._publish_dir = tuple(addresses), publish_dir
-        self._options: dict[str, Any] = {"token": token, "tls": tls, "joining": joining}
+    # `publish_dir` is the parent of a private directory; "": nothing is published.
+    def __init__(self, addresses: Sequence[str], *, publish_dir: str = "", **own: Any):
+        self._addresses, self._publish_dir, self._options = tuple(addresses), publish_dir, own
         self._stack = contextlib.ExitStack()
 
     def fleet(self, **options: Any) -> Fleet:
@@ -441,12 +421,6 @@ class RunningServers:
         self._stack.close()
 
 
-def _start_seconds(model: Path) -> float:
-    """Return the longest that a server of the weights in a directory may take to start."""
-    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    return _START_SECONDS + size / _START_BYTES_A_SECOND
-
-
 def servers_of(
     addresses: Sequence[str],
     model: str | os.PathLike,
@@ -458,6 +432,6 @@ def servers_of(
 ) -> LocalServers | RunningServers:
     """Return the servers at `addresses`; without any, servers of `model` to start."""
     if addresses or (joining and not local["plan"].servers):
-        shared = {"publish_dir": local.get("publish_dir", ""), "joining": joining}
-        return RunningServers(addresses, token=token, tls=tls, **shared)
+        place = local.get("publish_dir", "")
+        return RunningServers(addresses, publish_dir=place, token=token, tls=tls, joining=joining)
     return LocalServers(model, token=token if joining else None, joining=joining, **local)

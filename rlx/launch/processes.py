@@ -60,11 +60,10 @@ def processes(
     count = f"--config.cluster.processes={len(trainers)}"
     found = []
     for index, (host, gpus) in enumerate(trainers):
-        joins = (
-            f"--config.cluster.coordinator={bracketed(trainers[0][0], port)}",
-            f"--config.cluster.process={index}",
-        )
-        argv = (*trainer, count, *(joins if len(trainers) > 1 else ()))
+        argv = (*trainer, count)
+        if len(trainers) > 1:
+            argv += (f"--config.cluster.coordinator={bracketed(trainers[0][0], port)}",
+                     f"--config.cluster.process={index}")  # fmt: skip
         env = _sees(gpus, hosts[host])
         found.append(Process("trainer", index, host, gpus, 0 if index else port, argv, env))
     for index, (host, gpus) in enumerate(servers):
@@ -84,9 +83,10 @@ def addresses(plan: Sequence[Process]) -> tuple[str, ...]:
 
 def table(plan: Sequence[Process]) -> str:
     """Return a line for each host with its processes."""
-    hosts = dict.fromkeys(process.host for process in plan)
-    rows = [(h, [str(p).replace(f" on {h}", "") for p in plan if p.host == h]) for h in hosts]
-    return "\n".join(f"{host}: {'; '.join(here)}" for host, here in rows)
+    found: dict[str, list[str]] = {}
+    for process in plan:
+        found.setdefault(process.host, []).append(str(process).replace(f" on {process.host}", ""))
+    return "\n".join(f"{host}: {'; '.join(here)}" for host, here in found.items())
 
 
 def _by_gpu(demand: Demand, hosts: Mapping[str, Sequence[str]]) -> list:
@@ -130,10 +130,8 @@ def _by_count(demand: Demand, hosts: Sequence[str]) -> list:
             f"{len(hosts)}; use fewer, or more hosts"
         )
     rest = hosts[demand.trainers :] or hosts
-    return [
-        *(("trainer", host, ()) for host in hosts[: demand.trainers]),
-        *(("server", rest[i % len(rest)], ()) for i in range(demand.servers)),
-    ]
+    seats = [("trainer", host, ()) for host in hosts[: demand.trainers]]
+    return seats + [("server", rest[i % len(rest)], ()) for i in range(demand.servers)]
 
 
 def _sees(gpus: Sequence[str], there: Sequence[str]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlx.base import UserError
+from rlx.base import UserError, packages_of
 from rlx.launch.processes import Process
 from rlx.system import exit_reason, process_supervisor
 from rlx.system.host_port import refusal
@@ -108,7 +108,6 @@ class Running:
 
     @property
     def over(self) -> bool:
-        """Return whether it has ended or is lost."""
         return self.code is not None or bool(self.lost)
 
     @property
@@ -190,12 +189,9 @@ class RayCluster:
         """Update processes after `seconds`; raise UserError if one cannot be started."""
         time.sleep(seconds)
         asked = {one.asked: one for one in running if one.asked and not one.over}
-        ready = (
-            self._ray.wait(list(asked), num_returns=len(asked), timeout=seconds)[0] if asked else ()
-        )
         for one in running:
             one.lines = []
-        for ref in ready:
+        for ref in self._answered([*asked], seconds):
             one = asked[ref]
             try:
                 answer = self._ray.get(ref)
@@ -220,15 +216,17 @@ class RayCluster:
 
     def end(self, running: Sequence[Running]) -> None:
         """End processes with their children, and release their resources."""
-        asked = [one.asked for one in running if one.asked]
-        answered = self._ray.wait(asked, num_returns=len(asked), timeout=0)[0] if asked else ()
+        answered = self._answered([one.asked for one in running if one.asked], 0)
         begun = [one for one in running if one.begun or one.asked in answered]
-        ends = [one.keeper.end.remote() for one in begun]  # the others may not have a node yet
-        if ends:
-            self._ray.wait(ends, num_returns=len(ends), timeout=_END_SECONDS)
+        # The others may not have a node yet.
+        self._answered([one.keeper.end.remote() for one in begun], _END_SECONDS)
         for one in running:
             self._ray.kill(one.keeper)
             self._ray.util.remove_placement_group(one.group)
+
+    def _answered(self, asked: list, seconds: float) -> Sequence[Any]:
+        """Return Ray's references that have a value within `seconds`."""
+        return self._ray.wait(asked, num_returns=len(asked), timeout=seconds)[0] if asked else ()
 
     def _keep(self, process: Process, group: Any, bundle: int) -> Running:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -270,12 +268,8 @@ def join() -> Any:
     address = os.environ.get(ADDRESS, "")
     if not address:  # before the import, at which Ray would write a token to the home directory
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    try:
+    with packages_of("ray", "scheduler.type=ray needs Ray"):
         import ray
-    except ImportError:
-        raise UserError(
-            "scheduler.type=ray needs Ray, which is not installed; pip install -e '.[ray]'"
-        ) from None
     if ray.is_initialized():
         return ray
     _require(address)

@@ -82,9 +82,8 @@ class Machines:
 
     def _ask(self, host: str, action: str, request: Mapping[str, Any]) -> Any:
         answer = f"{action}(**json.loads({json.dumps(request)!r}))"
-        program = (
-            f"{Path(host_agent.__file__).read_text()}\nimport json\nprint(json.dumps({answer}))"
-        )
+        source = Path(host_agent.__file__).read_text()
+        program = f"{source}\nimport json\nprint(json.dumps({answer}))"
         options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", host, "--"]
         if self.ssh == "srun":
             options = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}"]
@@ -206,9 +205,8 @@ def up(machines: Machines, shared: Path, wanted: Processes) -> None:
             "--hosts is missing, and processes of srun end with its step; name hosts that ssh "
             "knows, or start runs by --config.scheduler.type=slurm"
         )
-    running, stop = _remove_dead_addresses(shared), Event()
-    with interrupts(stop.set):  # so that cluster.json lists every started process
-        _up(machines, shared, wanted, stop, running)
+    with interrupts((stop := Event()).set):  # so that cluster.json lists every started process
+        _up(machines, shared, wanted, stop, _remove_dead_addresses(shared))
 
 
 def _up(machines: Machines, shared: Path, wanted: Processes, stop: Event, running: int) -> None:
@@ -240,11 +238,9 @@ def _up(machines: Machines, shared: Path, wanted: Processes, stop: Event, runnin
 
 def read(shared: Path) -> tuple[Machines, Processes]:
     """Return the machines and processes that `up` has started; UserError if there are none."""
-    found = read_json(shared / STATE)
-    if not found:
+    if not (found := read_json(shared / STATE)):
         raise UserError(f"nothing was started in --shared={shared}; use python -m rlx.cluster up")
-    machines = Machines(tuple(found["hosts"]), found["ssh"], found["python"])
-    return machines, found["processes"]
+    return Machines(tuple(found["hosts"]), found["ssh"], found["python"]), found["processes"]
 
 
 def status(shared: Path) -> tuple[str, bool]:
@@ -300,13 +296,11 @@ def _joined(shared: Path) -> tuple[str, ...]:
 
 def _remove_dead_addresses(shared: Path) -> int:
     """Remove addresses of servers that do not listen; return the number of others."""
-    left = 0
-    for name in _joined(shared):
-        if refusal(name, REACH_SECONDS):
-            (shared / "servers" / name).unlink(missing_ok=True)
-        else:
-            left += 1
-    return left
+    names = _joined(shared)
+    dead = [name for name in names if refusal(name, REACH_SECONDS)]
+    for name in dead:
+        (shared / "servers" / name).unlink(missing_ok=True)
+    return len(names) - len(dead)
 
 
 def _write(machines: Machines, shared: Path, started: Processes) -> None:

@@ -58,13 +58,10 @@ class Job:
 
 def render(template: str, values: Mapping[str, str], where: str) -> str:
     """Return a template with each <<name>> replaced; UserError for an unknown name."""
-
-    def value(match: re.Match) -> str:
-        if match[1] not in values:
-            raise UserError(f"{where} has <<{match[1]}>>; use only {', '.join(values)}")
-        return values[match[1]]
-
-    return re.sub(r"<<(\w+)>>", value, template)
+    for name in re.findall(r"<<(\w+)>>", template):
+        if name not in values:
+            raise UserError(f"{where} has <<{name}>>; use only {', '.join(values)}")
+    return re.sub(r"<<(\w+)>>", lambda match: values[match[1]], template)
 
 
 def submit(script: Path) -> str:
@@ -85,9 +82,8 @@ def job(number: str) -> Job | None:
     """Return a job; None if Slurm does not answer now. UserError if Slurm does not know it."""
     done = _run("scontrol", "show", "job", "--oneliner", number)
     if "Invalid job id" in done.stderr:
-        raise UserError(
-            f"Slurm does not know job {number} any more; give the same command to resume"
-        )
+        problem = f"Slurm does not know job {number} any more"
+        raise UserError(f"{problem}; give the same command to resume")
     return parse_job(done.stdout) if done.returncode == 0 and done.stdout.strip() else None
 
 
@@ -109,13 +105,10 @@ def parse_job(line: str) -> Job:
     """Return the job that a line of `scontrol show job --oneliner` describes."""
     found = dict(pair.split("=", 1) for pair in line.split() if "=" in pair)
     reason, nodes = found.get("Reason", "None"), found.get("NodeList", "(null)")
-    return Job(
-        found["JobState"],
-        "" if reason == "None" else reason.replace("_", " "),
-        "" if nodes == "(null)" else nodes,
-        int(found.get("Restarts", 0)),
-        int(found.get("ExitCode", "0:0").partition(":")[0]),
-    )
+    reason = "" if reason == "None" else reason.replace("_", " ")
+    status = int(found.get("ExitCode", "0:0").partition(":")[0])
+    nodes = "" if nodes == "(null)" else nodes
+    return Job(found["JobState"], reason, nodes, int(found.get("Restarts", 0)), status)
 
 
 def failed_nodes(nodes: str) -> tuple[str, ...]:

@@ -38,16 +38,13 @@ class ScorerOptions:
     def of_teacher(cls, config: Any) -> "ScorerOptions":
         """Return the teacher's options; it scores no evaluations."""
         engine = config.teacher.engine or config.fleet.engine
+        longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+        # The JAX engine scores one sequence at a time; its slots would only take memory.
+        slots = 1 if engine == "jax" else config.fleet.slots
         return read_options(
-            cls,
-            config.teacher,
-            name="teacher",
-            preset=config.algorithm.preset,
-            engine=engine,
-            # The JAX engine scores one sequence at a time; its slots would only take memory.
-            slots=1 if engine == "jax" else config.fleet.slots,
-            longest=config.data.max_prompt_tokens + config.sampling.max_new_tokens,
-        )
+            cls, config.teacher, name="teacher", preset=config.algorithm.preset,
+            engine=engine, slots=slots, longest=longest,
+        )  # fmt: skip
 
     @classmethod
     def of_reward_model(cls, config: Any) -> "ScorerOptions":
@@ -110,11 +107,9 @@ def _check_model(
     ))  # fmt: skip
     ours, theirs, found = vocabulary(student), vocabulary(path), ""
     if ours and theirs:
-        for token, index in ours.items():
-            if theirs.get(token) != index:
-                there = theirs.get(token, "nothing")
-                found = f"token {token!r} is {index} in {student} and {there} there"
-                break
+        if other := [token for token, index in ours.items() if theirs.get(token) != index]:
+            there = theirs.get(token := other[0], "nothing")
+            found = f"token {token!r} is {ours[token]} in {student} and {there} there"
     elif model.vocab_size != (size := directory.load_config(student).vocab_size):
         found = f"{model.vocab_size} tokens, the student has {size}"
     if found:
@@ -154,12 +149,9 @@ def servers(
     if options.engine != "vllm":
         own["engine_args"] = ""  # only vLLM takes the student's
     return LocalServers(
-        model,
-        name=options.name.replace(" ", "-"),
-        plan=CpuPlan((), tuple(cores)),
-        on_message=lambda text: on_message(f"{options.name}: {text}"),
-        **{**local, **own},
-    )
+        model, name=options.name.replace(" ", "-"), plan=CpuPlan((), tuple(cores)),
+        on_message=lambda text: on_message(f"{options.name}: {text}"), **{**local, **own},
+    )  # fmt: skip
 
 
 def fleet(
@@ -172,10 +164,9 @@ def fleet(
     """Return the unconnected fleet of servers that score, once they are ready."""
     # So that an outage is reported before the attempt that waits for its end fails.
     limits = replace(limits, outage_seconds=min(limits.outage_seconds, limits.request / 2))
+    say = lambda text: on_message(f"{name}: {text}")  # noqa: E731
     try:
-        return servers.fleet(
-            limits=limits, on_message=lambda text: on_message(f"{name}: {text}"), image=image
-        )
+        return servers.fleet(limits=limits, on_message=say, image=image)
     except UserError as error:
         raise UserError(f"the {name}: {error}") from error
 

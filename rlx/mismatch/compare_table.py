@@ -36,13 +36,9 @@ def ask(fleet: Fleet, prompts: Sequence[Any], sampling: Sampling) -> list[Engine
 
 
 def case_of(
-    model_dir: Path,
-    samples: Sequence[EngineSample],
-    sampling: Sampling,
-    engine_dtype: str,
-    dtype: str,
-    limits: tuple[float, float] = (0.0, 0.0),
-) -> MismatchCase:
+    model_dir: Path, samples: Sequence[EngineSample], sampling: Sampling, engine_dtype: str,
+    dtype: str, limits: tuple[float, float] = (0.0, 0.0),
+) -> MismatchCase:  # fmt: skip
     """Return the samples with the trainer's scorer in `dtype`; limits of 0 follow the dtypes."""
     for name, value in compile_cache.options().items():
         jax.config.update(name, value)

@@ -139,16 +139,13 @@ class Gate:
         errors = [wrong[address] for address, _ in sorted(bad & known if lives - bad else bad)]
         self.passed, self._refused = self.passed | (lives - bad), self._refused | bad
         record = {
-            "step": probe.version,
-            "ok": not wrong,
+            "step": probe.version, "ok": not wrong,
             "mean_delta": max(each["mean_delta"] for each in servers.values()),
             "max_delta": max(each["max_delta"] for each in servers.values()),
             "tokens": sum(each["tokens"] for each in servers.values()),
-            "limits": dataclasses.asdict(self.tolerance),
-            "probe_seconds": probe.seconds,
-            "score_seconds": time.monotonic() - begun,
-            "servers": servers,
-        }
+            "limits": dataclasses.asdict(self.tolerance), "probe_seconds": probe.seconds,
+            "score_seconds": time.monotonic() - begun, "servers": servers,
+        }  # fmt: skip
         refused = tuple(f"{name} gets no requests: {why}" for name, why in wrong.items())
         return Verdict(record, errors[0] if errors else None, refused)
 

@@ -113,14 +113,9 @@ def compare(
         token = -1 if tokens is None else int(_flat(tokens)[k])
         place = TokenPlace(sample, k - sum(lengths[:sample]), token, float(a[k]), float(b[k]))
     return Comparison(
-        tokens=int(use.sum()),
-        bad=int(bad.sum()),
-        non_finite=int((use & ~finite).sum()),
-        mean=mean,
-        max=float(sizes.max(initial=0.0)),
-        tolerance=tolerance,
-        first_bad=place,
-    )
+        tokens=int(use.sum()), bad=int(bad.sum()), non_finite=int((use & ~finite).sum()), mean=mean,
+        max=float(sizes.max(initial=0.0)), tolerance=tolerance, first_bad=place,
+    )  # fmt: skip
 
 
 def _flat(arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -46,18 +46,14 @@ def describe(place: Mapping[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     description = {
-        "command": shlex.join(sys.orig_argv),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "processor": _processor(),
+        "command": shlex.join(sys.orig_argv), "python": platform.python_version(),
+        "platform": platform.platform(), "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "commit": _commit(),
-        "compute_threads": _compute_threads(),
+        "commit": _commit(), "compute_threads": _compute_threads(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-        "packages": versions,
-        **place,
-    }
+        "packages": versions, **place,
+    }  # fmt: skip
     return {name: value for name, value in description.items() if value not in ("", {})}
 
 

@@ -68,27 +68,21 @@ def page(run: Run, defaults: Mapping[str, Any] | None = None) -> str:
     trainer = shares(phases, sum(phases.values()), report_speed.color_of)
     busy = {"trainer": trainer} | report_speed.busy_shares(run.spans)
     return render(
-        name=run.path.name,
-        header=_header(run),
+        name=run.path.name, header=_header(run),
         tiles=[*report_learning.tiles(run), *_cost_tiles(run)],
-        on_dataset=report_learning.on_dataset(run),
-        learning=report_learning.learning(run),
+        on_dataset=report_learning.on_dataset(run), learning=report_learning.learning(run),
         optimisation=report_learning.optimisation(run),
         busy={name: parts for name, parts in busy.items() if parts},
-        lags=report_speed.lag_shares(run),
-        speed=report_speed.speed(run),
+        lags=report_speed.lag_shares(run), speed=report_speed.speed(run),
         planned=report_speed.planned(run),
         timeline=report_speed.overview(run.spans, min(60.0, 5 * steps[len(steps) // 2])),
         samples=report_samples.cards(run.samples, partial(_image, run.path)) if run.samples else {},
         views=report_samples.VIEWS,
         sampled=any(report_samples.trained_versions(sample) for sample in run.samples),
         top_lag=int(min(5, max((v for v in run.series("staleness_max") if v), default=0))),
-        config=_config(run, defaults),
-        changes=_changes(run),
-        environment=flatten(run.environment),
-        skipped=_skipped(run),
-        num_skipped=len(run.skipped),
-    )
+        config=_config(run, defaults), changes=_changes(run), environment=flatten(run.environment),
+        skipped=_skipped(run), num_skipped=len(run.skipped),
+    )  # fmt: skip
 
 
 def _image(workdir: Path, name: str) -> str:

@@ -74,19 +74,13 @@ def load(workdir: str | os.PathLike, samples: bool = True) -> Run:
     newest = list(starts.values())[-1]
     made = [starts.get(n, first) for n in dict.fromkeys(r.get("start") for r in steps)] or [newest]
     return Run(
-        path=path.resolve(),
-        metrics=steps,
-        evals=_by_step(read_jsonl(path / "eval.jsonl")),
-        samples=_samples(path / "rollouts") if samples else [],
-        skipped=[*skipped.values()],
+        path=path.resolve(), metrics=steps, evals=_by_step(read_jsonl(path / "eval.jsonl")),
+        samples=_samples(path / "rollouts") if samples else [], skipped=[*skipped.values()],
         spans=_spans(read_json(path / "timeline.json")) if samples else [],
-        config=made[-1]["config"],
-        environment=made[-1]["environment"],
-        starts=made,
-        total=finite(lookup(newest, "config.total_steps")),
-        plan=read_json(path / "plan.json"),
+        config=made[-1]["config"], environment=made[-1]["environment"], starts=made,
+        total=finite(lookup(newest, "config.total_steps")), plan=read_json(path / "plan.json"),
         ended_at=metrics.stat().st_mtime if metrics.exists() else 0.0,
-    )
+    )  # fmt: skip
 
 
 def gaps(records: Iterable[Mapping[str, Any]], last: int) -> str:

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from rlx.base import UserError, explained, install
+from rlx.base import explained, packages_of
 
 HEADER = "traceparent"  # https://www.w3.org/TR/trace-context/
 _SECONDS = 5.0  # limit of one export, so that a collector that is gone holds up no run's end
@@ -27,18 +27,15 @@ def tracing(place: str, service: str) -> Iterator[Any]:
     """Yield a tracer for `span`, None without a place; write what is left at the end.
 
     A place is http(s)://HOST:PORT of a collector that takes OTLP over HTTP. It may be a directory:
-    there SERVICE-HOST-PID.jsonl gets an object for each span. UserError without the extra, or if
-    the directory cannot be written.
+    there SERVICE-HOST-PID.jsonl gets an object for each span.
     """
     if not place:
         yield None
         return
-    try:
+    with packages_of("otel", "observe.traces needs packages"):
         from opentelemetry.exporter.otlp.proto.http import trace_exporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider, export
-    except ImportError as error:
-        raise UserError(f"observe.traces needs the extra: {install('otel')} ({error})") from None
     host = socket.gethostname()
     named: Any = {"service.name": service, "host.name": host, "process.pid": os.getpid()}
     provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlx.base import UserError, install
+from rlx.base import UserError, explained, packages_of
 from rlx.option import option
 
 MOST = 10  # the best score
@@ -77,10 +77,8 @@ class Judge:
 
     def __init__(self, options: JudgeOptions, environment: Mapping[str, str] = os.environ):
         """Read rubric and keys; UserError if something is missing."""
-        try:
+        with packages_of("agents", "reward.judge needs openai"):
             import openai
-        except ImportError:
-            raise UserError(f"reward.judge needs the openai package; {install('agents')}") from None
         self._options, self._openai = options, openai
         self._rubric = _INSTRUCTIONS + (_read(options.rubric) if options.rubric else _RUBRIC)
         self._clients = {
@@ -212,10 +210,8 @@ def _key(variable: str, name: str, environment: Mapping[str, str]) -> str:
 
 
 def _read(path: str) -> str:
-    try:
+    with explained(f"cannot read reward.judge.rubric={path}", "give a text file"):
         text = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read reward.judge.rubric={path}: {error}; give a text") from None
     if not text:
         raise UserError(f"reward.judge.rubric={path} is empty; write what a good answer is")
     return text

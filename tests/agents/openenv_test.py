@@ -42,7 +42,7 @@ def test_answers_are_a_field_of_the_action_or_all_of_it():
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "openenv.core", None)
-    with pytest.raises(UserError, match=r"need the extra: pip install .*openenv"):
+    with pytest.raises(UserError, match=r"need packages .*; pip install .*openenv"):
         data.load(NOWHERE)
 
 

@@ -198,5 +198,5 @@ assert not [name for name in sys.modules if name.startswith("opentelemetry")]
 def test_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     place = traces.tracing("http://127.0.0.1:1", "rlx-trainer")
-    with pytest.raises(UserError, match=r"observe\.traces needs the extra.*otel"), place:
+    with pytest.raises(UserError, match=r"observe\.traces needs packages.*otel"), place:
         pass

@@ -39,7 +39,7 @@ def test_a_name_sets_rows_and_workflow():
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "verifiers.v1", None)
-    with pytest.raises(UserError, match=r"need the extra: pip install .*verifiers"):
+    with pytest.raises(UserError, match=r"need packages .*; pip install .*verifiers"):
         data.load("verifiers:sums_env")
 
 

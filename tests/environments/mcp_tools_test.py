@@ -269,7 +269,7 @@ def test_a_variable_reaches_a_command_by_its_name(monkeypatch):
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(UserError, match=r"MCP tools need the extra: pip install .*mcp"):
+    with pytest.raises(UserError, match=r"MCP tools need packages .*; pip install .*mcp"):
         toolbox.load([STDIO], SandboxOptions())
 
 

@@ -38,7 +38,7 @@ def test_a_name_sets_rows_rewards_and_workflow():
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-    with pytest.raises(UserError, match=r"need the extra: pip install .*reasoning-gym"):
+    with pytest.raises(UserError, match=r"need packages .*; pip install .*reasoning-gym"):
         data.load("reasoning_gym:chain_sum")
 
 
