@@ -17,14 +17,10 @@ EXPORTS = ("tree", "concat", "individual")  # see trajectories.py
 class AgentOptions:
     """Settings of agents' processes and rewards."""
 
-    turn_discount: float = option(
-        1.0, "share of the next completion's return that counts", "[0, 1]"
-    )
+    turn_discount: float = option(1.0, "share of the next turn's return that counts", "[0, 1]")
     export: str = option("tree", "rows of a run: docs/agents.md", EXPORTS)
     reward_seconds: float = option(0.0, "wait for the reward of a run that returned None", "0")
-    block_seconds: float = option(
-        300.0, "longest time an agent may block its event loop", "(0, inf)"
-    )
+    block_seconds: float = option(300.0, "most time an agent may block its event loop", "(0, inf)")
     process_per_run: bool = option(False, "hide each run's key from others; reward.workers at once")
     system_prompt: str = ""  # system_prompt, question_key: of rows that have no `messages`
     question_key: str = "question"

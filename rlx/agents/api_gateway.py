@@ -23,6 +23,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,7 @@ _FIELDS = {  # the API's names of fields of Sampling
     "guide": "response_format", "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens",
 }  # fmt: skip
 _RETRIES = "x-stainless-retry-count"  # header of OpenAI's and Anthropic's clients
+_MOST_RETRY = 600  # seconds in a Retry-After, at least 1
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -169,7 +171,7 @@ class Gateway:
     async def _answer(self, dialect: type[Reply], request: web.Request) -> web.StreamResponse:
         with self._request_session(request, dialect) as session:
             p = await self._read(request, session, dialect)
-            # On the loop: two threads could give equal prompts the same seed.
+            # On the event loop, because two threads could give equal prompts the same seed.
             drawn, seed = session.seed(p.tokens), p.chat.sampling.seed
             sampling = replace(
                 p.chat.sampling, seed=drawn if seed is None else seed % 2**31,
@@ -221,8 +223,8 @@ class Gateway:
         except ApiError as error:  # name fields as the API does
             if isinstance(error, TooLong):
                 raise TooLong(*error.sizes, dialect.TOO_LONG) from error
-            head, dot, rest = (error.param or "").partition(".")
-            error.param = dialect.NAMES.get(head, head) + dot + rest or None
+            head, dot, rest = error.param.partition(".")
+            error.param = dialect.NAMES.get(head, head) + dot + rest
             raise
         finally:
             session.tasks.discard(task)
@@ -233,21 +235,18 @@ class Gateway:
         session = self.sessions.find(key)
         if self.online:
             if key and self.online.is_admin(key):
-                message = "the admin key cannot generate; make a session, and use its key"
-                raise ApiError(403, message)
+                raise ApiError(
+                    403, "the admin key cannot generate; make a session, and use its key"
+                )
             session = self.online.find(key) or session
         if session:
             return session
         if self.sessions.ended(key):
-            raise ApiError(
-                410, "this run of the agent has ended; use the base_url and api_key of the current "
-                "call of `run`", code="session_ended",
-            )  # fmt: skip
+            remedy = "use the base_url and api_key of the current call of `run`"
+            raise ApiError(410, f"this run of the agent has ended; {remedy}", code="session_ended")
         raise online_routes.unauthorized(key)
 
-    async def _read(
-        self, request: web.Request, session: Session, dialect: type[Reply]
-    ) -> PreparedRequest:
+    async def _read(self, request: web.Request, session: Session, dialect: Any) -> PreparedRequest:
         """Check, render and tokenise a request; raise ApiError if it is invalid."""
         from rlx.agents import chat
 
@@ -268,10 +267,9 @@ class Gateway:
 
     def _prompt(self, session: Session, asked: ChatRequest) -> PreparedRequest:
         if asked.tools and not self._reader.opens:
-            raise ApiError(
-                400, "the model's chat template has no supported format of tool calls "
-                "(docs/agents.md); leave tools out, or give --tool-format", "tools",
-            )  # fmt: skip
+            problem = "the model's chat template has no supported format of tool calls"
+            remedy = "(docs/agents.md); leave tools out, or give --tool-format"
+            raise ApiError(400, f"{problem} {remedy}", "tools")
         named = shielded(asked.forced or "", controls(self.tokenizer).pattern)
         forced = "" if asked.forced is None else self._reader.beginning(named)
         messages, place = session.recognise(asked.messages)
@@ -349,10 +347,8 @@ class Gateway:
             content: str | None = spoken
             calls: list[dict[str, Any]] = []
             if p.chat.tools and spoken:
-                content, calls = self._reader.calls(
-                    spoken, partial(_new_id, "call_"), p.chat.tools,
-                    ended=completion.stop_reason == "stop",
-                )  # fmt: skip
+                new_id, ended = partial(_new_id, "call_"), completion.stop_reason == "stop"
+                content, calls = self._reader.calls(spoken, new_id, p.chat.tools, ended=ended)
                 calls = calls if p.chat.parallel else calls[:1]
             memory = ""
             if (calls or spoken) and words != content:
@@ -369,8 +365,8 @@ class Gateway:
             if p.chat.logprobs:
                 logprobs.add(completion)
             own_tokens = logprobs.sent(begin, begin + len(content or ""), last=True)
-            cut_off = completion.stop_reason == "length"
-            reason = "length" if cut_off else "tool_calls" if calls else "stop"
+            reason = "tool_calls" if calls else "stop"
+            reason = "length" if completion.stop_reason == "length" else reason
             count = len(completion.tokens)
             choices.append(Choice(content, calls, reason, stop, count, own_tokens, thoughts))
         return choices
@@ -395,9 +391,8 @@ class Gateway:
         async with aclosing(events):
             # Nothing is sent before the first token, so earlier errors have an HTTP status.
             first = await anext(events)
-            response = web.StreamResponse(
-                headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-            )
+            headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+            response = web.StreamResponse(headers=headers)
             await response.prepare(request)
             await response.write(_sse(first))
             try:
@@ -424,11 +419,10 @@ class Gateway:
 
         def events(index: int, pieces: Sequence[tuple[str, str]], own: Sequence) -> list[Event]:
             sent[index] += len(own)
-            return [
-                event
-                for kind, words in pieces
-                for event in reply.delta(index, kind, words, own if kind == "text" else ())
-            ]
+            several = (
+                reply.delta(index, k, words, own if k == "text" else ()) for k, words in pieces
+            )
+            return [*chain.from_iterable(several)]
 
         try:
             while (chunk := await coming.get()) is not None:
@@ -440,8 +434,7 @@ class Gateway:
                 if p.forced:  # a forced call is sent when complete
                     continue
                 if pieces := list(texts[index].add(list(chunk.tokens))):
-                    own = logprobs[index].sent(*texts[index].span)
-                    yield events(index, pieces, own)
+                    yield events(index, pieces, logprobs[index].sent(*texts[index].span))
             choices = self._keep(p, reply.id, await work)
             for index, choice in enumerate(choices):
                 last = list(texts[index].rest(choice.thoughts, choice.content or ""))
@@ -490,7 +483,6 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
         if other.status not in messages:
             raise
         error = ApiError(other.status, messages[other.status])
-    least, most = online_routes.RETRY_SECONDS
-    wait = str(min(max(math.ceil(error.wait), least), most))
-    again = {"Retry-After": wait} if error.status == 429 else None
+    wait = min(max(math.ceil(error.wait), 1), _MOST_RETRY)
+    again = {"Retry-After": str(wait)} if error.status == 429 else None
     return web.json_response(error.body(), status=error.status, headers=again)

@@ -5,7 +5,7 @@ are refused by name; fields that cannot change it (`user`, `metadata`, …) are 
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from openai.types import shared_params as formats
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
 
 from rlx.agents import dialects
-from rlx.agents.dialects import ApiError, ChatRequest, Choice, Event, Reply, invalid, take
+from rlx.agents.dialects import ApiError, ChatRequest, Choice, Event, Events, Reply, invalid, take
 from rlx.fleet.requests import MOST_TOP_LOGPROBS, Sampling
 
 MAX_CHOICES = 128
@@ -122,17 +122,15 @@ class ChatReply(Reply):
             })  # fmt: skip
         return {**self._of("chat.completion", found), "usage": self._usage(choices)}
 
-    def begin(self) -> Iterator[Event]:
+    def begin(self) -> Events:
         for index in range(self.request.n):
             yield self._delta(index, {"role": "assistant", "content": ""})
 
-    def delta(
-        self, index: int, kind: str, text: str, logprobs: Sequence[Mapping]
-    ) -> Iterator[Event]:
+    def delta(self, index: int, kind: str, text: str, logprobs: Sequence[Mapping]) -> Events:
         key = {"text": "content", "thinking": "reasoning_content"}[kind]
         yield self._delta(index, {key: text}, logprobs)
 
-    def end(self, choices: Sequence[Choice]) -> Iterator[Event]:
+    def end(self, choices: Sequence[Choice]) -> Events:
         for index, choice in enumerate(choices):
             for number, call in enumerate(choice.calls):
                 yield self._delta(index, {"tool_calls": [{"index": number, **call}]})
@@ -140,13 +138,11 @@ class ChatReply(Reply):
         if self.request.include_usage:
             yield {**self._of("chat.completion.chunk", []), "usage": self._usage(choices)}
 
-    def _delta(
-        self, index: int, delta: Event, logprobs: Sequence[Mapping] = (), reason: str | None = None
-    ) -> Event:
-        found = _wrapped(logprobs, logprobs)
-        choice = {"index": index, "delta": delta, "logprobs": found, "finish_reason": reason}
+    def _delta(self, index: int, delta: Event, logprobs: Sequence = (), reason: str = "") -> Event:
+        choice = {"index": index, "delta": delta, "logprobs": _wrapped(logprobs, logprobs)}
         empty = {"usage": None} if self.request.include_usage else {}
-        return {**self._of("chat.completion.chunk", [choice]), **empty}
+        chunk = self._of("chat.completion.chunk", [{**choice, "finish_reason": reason or None}])
+        return {**chunk, **empty}
 
     def _of(self, kind: str, choices: list) -> Event:
         return {
@@ -206,10 +202,7 @@ def _message(message: Any, name: str) -> dict[str, Any]:
         out |= dict.fromkeys(("reasoning_content", "reasoning"), thought)  # templates' two names
         if not (out["content"] and "tool_calls" in out):  # gpt-oss's template refuses both at once
             out["thinking"] = thought
-    for key in ("tool_call_id", "name"):
-        if key in message:
-            out[key] = message[key]
-    return out
+    return out | {key: message[key] for key in ("tool_call_id", "name") if key in message}
 
 
 def _content(content: Any, name: str) -> str | list[dict[str, Any]]:
@@ -218,14 +211,12 @@ def _content(content: Any, name: str) -> str | list[dict[str, Any]]:
         return content or ""
     if not isinstance(content, list):
         raise invalid(name, content, "a string, or a list of parts of type text or image_url")
-    named = enumerate(content)
-    kinds = [dialects.member(part, "type", _PARTS, f"{name}[{i}]") for i, part in named]
-    if "image_url" in kinds:
-        return [
-            part if kind == "image_url" else {"type": "text", "text": part[kind]}
-            for part, kind in zip(content, kinds, strict=True)
-        ]
-    return "\n".join(part[kind] for part, kind in zip(content, kinds, strict=True))
+    parts = []
+    for i, part in enumerate(content):
+        kind = dialects.member(part, "type", _PARTS, f"{name}[{i}]")
+        parts.append(part if kind == "image_url" else {"type": "text", "text": part[kind]})
+    images = any(part["type"] == "image_url" for part in parts)
+    return parts if images else "\n".join(part["text"] for part in parts)
 
 
 def _call(call: Any, name: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from rlx.base import unknown
 from rlx.fleet.requests import Sampling
 
 Event = dict[str, Any]
+Events = Iterator[Event]
 _KINDS = {str: "a string", bool: "true or false", dict: "an object", list: "a list"}
 # Field → type of its value, or (int | float, check, text of the range), or None for any value.
 Schema = Mapping[str, Any]
@@ -30,20 +31,15 @@ _TOO_LONG = (  # OpenAI's
 class ApiError(Exception):
     """A refused request; with status 429, `wait` is the seconds until a retry may succeed."""
 
-    def __init__(
-        self, status: int, message: str, param: str | None = None, code: str = "",
-        wait: float = 0.0,
-    ):  # fmt: skip
+    def __init__(self, status: int, message: str, param: str = "", code: str = "", wait: float = 0):
         super().__init__(message)
         self.status, self.param, self.code, self.wait = status, param, code, wait
 
     def body(self) -> Event:
         """Return the error object, in a form that OpenAI's and Anthropic's clients both read."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        error = {
-            "message": str(self), "type": _ERRORS.get(self.status, kind), "param": self.param,
-            "code": self.code or None,
-        }  # fmt: skip
+        error = {"message": str(self), "type": _ERRORS.get(self.status, kind)}
+        error |= {"param": self.param or None, "code": self.code or None}
         return {"type": "error", "error": error}
 
 
@@ -75,8 +71,6 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One choice of an answer."""
-
     content: str | None  # text; None if there are only tool calls
     calls: Sequence[Mapping[str, Any]]  # calls, logprobs: in the form of chat completions
     reason: str  # stop | length | tool_calls
@@ -110,15 +104,13 @@ class Reply(Protocol):
     def full(self, choices: Sequence[Choice]) -> Event:
         """Return the answer without streaming."""
 
-    def begin(self) -> Iterator[Event]:
+    def begin(self) -> Events:
         """Yield the events before the first text."""
 
-    def delta(
-        self, index: int, kind: str, text: str, logprobs: Sequence[Mapping]
-    ) -> Iterator[Event]:
+    def delta(self, index: int, kind: str, text: str, logprobs: Sequence[Mapping]) -> Events:
         """Yield the next text of a choice; `kind` is thinking, then text."""
 
-    def end(self, choices: Sequence[Choice]) -> Iterator[Event]:
+    def end(self, choices: Sequence[Choice]) -> Events:
         """Yield the events after the last text: tool calls, reasons, token counts."""
 
 
@@ -152,8 +144,7 @@ def checked(
             raise ApiError(400, str(unknown("field", name, schema)), name)
         if data[name]:
             raise ApiError(400, f"{name} is not supported here; leave it out", name)
-    found = {name: take(data, name, kind) for name, kind in schema.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: take(data, name, schema[name]) for name in schema if data.get(name) is not None}
 
 
 def check_type(kind: Any, value: Any, name: str) -> None:

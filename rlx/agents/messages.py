@@ -13,7 +13,7 @@ from anthropic.types.message_create_params import MessageCreateParamsNonStreamin
 
 from rlx.agents import dialects
 from rlx.agents.chat import MAX_STOPS
-from rlx.agents.dialects import ApiError, Choice, Event, Reply, invalid, member
+from rlx.agents.dialects import ApiError, Choice, Event, Events, Reply, invalid, member
 from rlx.rollout.images import source_of
 
 _SAME = ("model", "temperature", "top_p", "top_k", "max_tokens", "stream", "chat_template_kwargs")
@@ -95,19 +95,17 @@ class MessageReply(Reply):
                  for c in choice.calls]  # fmt: skip
         return self._message([*texts, *calls], choice)
 
-    def begin(self) -> Iterator[Event]:
+    def begin(self) -> Events:
         yield {"type": "message_start", "message": self._message([], None)}
 
-    def delta(
-        self, index: int, kind: str, text: str, logprobs: Sequence[Mapping]
-    ) -> Iterator[Event]:
+    def delta(self, index: int, kind: str, text: str, logprobs: Sequence[Mapping]) -> Events:
         if kind != self._open:
             yield from self._close()
             self._open, self._index = kind, self._index + 1
             yield _block(self._index, "start", content_block=_EMPTY[kind])
         yield _block(self._index, "delta", delta={"type": f"{kind}_delta", kind: text})
 
-    def end(self, choices: Sequence[Choice]) -> Iterator[Event]:
+    def end(self, choices: Sequence[Choice]) -> Events:
         (choice,) = choices
         yield from self._close()
         for index, call in enumerate(choice.calls, self._index + 1):
@@ -118,15 +116,14 @@ class MessageReply(Reply):
         yield {"type": "message_delta", "delta": _stop_fields(choice), "usage": self._usage(choice)}
         yield {"type": "message_stop"}
 
-    def _close(self) -> Iterator[Event]:
+    def _close(self) -> Events:
         if self._open:
             yield _block(self._index, "stop")
 
     def _message(self, content: list, choice: Choice | None) -> Event:
         return {
             "id": self.id, "type": "message", "role": "assistant", "content": content,
-            "model": self.request.model, **_stop_fields(choice),
-            "usage": self._usage(choice),
+            "model": self.request.model, **_stop_fields(choice), "usage": self._usage(choice),
         }  # fmt: skip
 
     def _usage(self, choice: Choice | None) -> dict[str, int]:
@@ -145,9 +142,9 @@ def _tool_use(call: Mapping[str, Any]) -> Event:
 def _stop_fields(choice: Choice | None) -> Event:
     if choice is None:
         return {"stop_reason": None, "stop_sequence": None}
-    stop = choice.stop if choice.reason == "stop" else None
-    reason = "stop_sequence" if stop else _REASONS[choice.reason]
-    return {"stop_reason": reason, "stop_sequence": stop or None}
+    if choice.reason == "stop" and choice.stop:
+        return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop}
+    return {"stop_reason": _REASONS[choice.reason], "stop_sequence": None}
 
 
 def _tool(tool: Any, name: str) -> dict[str, Any]:
@@ -155,10 +152,8 @@ def _tool(tool: Any, name: str) -> dict[str, Any]:
     if kind not in (None, "custom"):
         raise ApiError(400, f"tools of type {kind!r} are not supported; give custom tools", name)
     dialects.check_type(types.ToolParam, tool, name)
-    function = {"name": tool["name"], "parameters": tool["input_schema"]}
-    if "description" in tool:
-        function["description"] = tool["description"]
-    return {"type": "function", "function": function}
+    about = {key: tool[key] for key in ("name", "description") if key in tool}
+    return {"type": "function", "function": {**about, "parameters": tool["input_schema"]}}
 
 
 def _chat_messages(role: str, content: Any, name: str) -> list[dict[str, Any]]:
@@ -177,15 +172,13 @@ def _chat_messages(role: str, content: Any, name: str) -> list[dict[str, Any]]:
             found = _blocks(block.get("content") or "", f"{at}.content", _SHOWN)
             result = _shown([part for _, part, _ in found])
             if block.get("is_error"):
-                text = isinstance(result, str)
-                result = (
-                    f"Error: {result}" if text else [{"type": "text", "text": "Error:"}, *result]
-                )
+                error = [{"type": "text", "text": "Error:"}]
+                result = f"Error: {result}" if isinstance(result, str) else error + result
             out.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": result})
     if texts or calls or not out:
-        message = {"role": role, "content": _shown(texts)}
-        message |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
-        out.append({**message, "tool_calls": calls} if calls else message)
+        more = {"reasoning_content": "\n".join(thoughts), "tool_calls": calls}
+        more = {key: value for key, value in more.items() if value}
+        out.append({"role": role, "content": _shown(texts), **more})
     return out
 
 

@@ -13,8 +13,8 @@ from aiohttp import web
 from rlx.agents import dialects, returns
 from rlx.agents.dialects import ApiError
 from rlx.agents.online import OnlineSessions, public_view
+from rlx.agents.session_state import SessionState
 
-RETRY_SECONDS = (1, 600)  # range of a Retry-After
 _Handler = Callable[[OnlineSessions, web.Request], Awaitable[web.Response]]
 
 
@@ -71,15 +71,22 @@ async def _export(online: OnlineSessions, request: web.Request) -> web.Response:
 
 
 async def _end(online: OnlineSessions, request: web.Request) -> web.Response:
-    if (state := online.current(key_of(request))) is None:
-        raise _no_session(online, key_of(request))
-    return web.json_response(public_view(online.end(state.id, "application")))
+    state = online.current(key_of(request))
+    return _answer(online, request, state and online.end(state.id, "application"))
 
 
 async def _refresh(online: OnlineSessions, request: web.Request) -> web.Response:
-    if (state := online.refresh(key_of(request))) is None:
-        raise _no_session(online, key_of(request))
-    return web.json_response(public_view(state))
+    return _answer(online, request, online.refresh(key_of(request)))
+
+
+def _answer(
+    online: OnlineSessions, request: web.Request, state: SessionState | None
+) -> web.Response:
+    if state:
+        return web.json_response(public_view(state))
+    if (key := key_of(request)) and online.is_admin(key):
+        raise ApiError(403, "the admin key has no session; use a session's key")
+    raise unauthorized(key)
 
 
 _OF_SESSIONS: Mapping[tuple[str, str], _Handler] = {
@@ -106,12 +113,6 @@ def _require_admin(online: OnlineSessions, request: web.Request) -> None:
     if online.known(key):
         raise ApiError(403, "this is a session's API key; use the admin key")
     raise unauthorized(key)
-
-
-def _no_session(online: OnlineSessions, key: str) -> ApiError:
-    if key and online.is_admin(key):
-        return ApiError(403, "the admin key has no session; use a session's key")
-    return unauthorized(key)
 
 
 def unauthorized(key: str) -> ApiError:

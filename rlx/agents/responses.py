@@ -4,13 +4,13 @@ https://platform.openai.com/docs/api-reference/responses. The gateway keeps no r
 that refer to an earlier one are refused by name.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 
 from rlx.agents.chat import IGNORED
-from rlx.agents.dialects import ApiError, Choice, Event, Reply, checked, invalid, take
+from rlx.agents.dialects import ApiError, Choice, Event, Events, Reply, checked, invalid, take
 
 _SAME = (
     "model", "temperature", "top_p", "stream", "chat_template_kwargs", "top_logprobs",
@@ -81,13 +81,11 @@ class ResponseReply(Reply):
         output += map(_call, choice.calls)
         return self._response(status=status, incomplete_details=details, output=output, usage=usage)
 
-    def begin(self) -> Iterator[Event]:
+    def begin(self) -> Events:
         yield self._event("created", response=self._response())
         yield self._event("in_progress", response=self._response())
 
-    def delta(
-        self, index: int, kind: str, text: str, logprobs: Sequence[Mapping]
-    ) -> Iterator[Event]:
+    def delta(self, index: int, kind: str, text: str, logprobs: Sequence[Mapping]) -> Events:
         if kind != self._open:
             if not text:  # logprobs of a tool call: the API has no field
                 return
@@ -103,7 +101,7 @@ class ResponseReply(Reply):
         delta = {"delta": text, **_logprobs(kind, logprobs)}
         yield self._event(f"{_PARTS[kind]}.delta", **self._place(), **delta)
 
-    def end(self, choices: Sequence[Choice]) -> Iterator[Event]:
+    def end(self, choices: Sequence[Choice]) -> Events:
         (choice,) = choices
         yield from self._close(_status(choice))
         for index, item in enumerate(map(_call, choice.calls), self._index + 1):
@@ -116,7 +114,7 @@ class ResponseReply(Reply):
             yield self._event("output_item.done", output_index=index, item=item)
         yield self._event(_status(choice), response=self.full(choices))
 
-    def _close(self, status: str) -> Iterator[Event]:
+    def _close(self, status: str) -> Events:
         if not self._open:
             return
         kind, place = self._open, self._place()
@@ -200,15 +198,13 @@ def _messages(found: Any) -> list[dict[str, Any]]:
 
 
 def _content(content: Any) -> Any:
-    """Convert parts to the names of chat completions, whose check refuses others."""
-    return [_part(part) for part in content] if isinstance(content, list) else content
-
-
-def _part(part: Any) -> Any:
-    kind = part.get("type") if isinstance(part, dict) else None
+    """Convert a content or a part to the names of chat completions, whose check refuses others."""
+    if isinstance(content, list):
+        return [_content(part) for part in content]
+    kind = content.get("type") if isinstance(content, dict) else None
     if kind == "input_image":
-        return {"type": "image_url", "image_url": {"url": part.get("image_url")}}
-    return {"type": "text", "text": part.get("text")} if kind in _TEXTS else part
+        return {"type": "image_url", "image_url": {"url": content.get("image_url")}}
+    return {"type": "text", "text": content.get("text")} if kind in _TEXTS else content
 
 
 def _tool(tool: Any, name: str) -> dict[str, Any]:
