@@ -38,9 +38,9 @@ class ApiError(Exception):
     def body(self) -> Event:
         """Return the error object, in a form that OpenAI's and Anthropic's clients both read."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        error = {"message": str(self), "type": _ERRORS.get(self.status, kind)}
-        error |= {"param": self.param or None, "code": self.code or None}
-        return {"type": "error", "error": error}
+        kind = _ERRORS.get(self.status, kind)
+        own = {"param": self.param or None, "code": self.code or None}
+        return {"type": "error", "error": {"message": str(self), "type": kind, **own}}
 
 
 class TooLong(ApiError):

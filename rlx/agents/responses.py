@@ -185,8 +185,8 @@ def _messages(found: Any) -> list[dict[str, Any]]:
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             out[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            own = {"tool_call_id": item.get("call_id"), "content": _content(item.get("output"))}
-            out.append({"role": "tool", **own})
+            content, number = _content(item.get("output")), item.get("call_id")
+            out.append({"role": "tool", "tool_call_id": number, "content": content})
         elif kind == "reasoning":
             parts = take(item, "content", list, []) or take(item, "summary", list, [])
             texts = [part.get("text") for part in parts if isinstance(part, dict)]

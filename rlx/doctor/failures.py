@@ -60,31 +60,22 @@ def explain(
         if _errno(each) in _FULL:
             return UserError(_disk(each))
         if _errno(each) == errno.EADDRINUSE:
-            return UserError(
-                f"a port is in use already ({each}); end the process that listens there, or "
-                "choose another port (0: any free one)"
-            )
+            remedy = "end the process that listens there, or choose another port (0: any free one)"
+            return UserError(f"a port is in use already ({each}); {remedy}")
         if _errno(each) == errno.EMFILE:
-            return UserError(
-                f"too many open files ({each}); raise the limit with `ulimit -n 65536`"
-            )
+            remedy = "raise the limit with `ulimit -n 65536`"
+            return UserError(f"too many open files ({each}); {remedy}")
         if (number := _errno(each)) in _PLACES and (name := getattr(each, "filename", None)):
             return UserError(f"{os.fsdecode(name)}{when}: {os.strerror(number)}; {_PLACES[number]}")
     return None
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen: list[BaseException] = []
-    waiting = [error]
-    while waiting:
-        each = waiting.pop(0)
-        if each in seen:
-            continue
-        seen.append(each)
+    found = [error]
+    for each in found:  # which grows meanwhile
+        causes = (*getattr(each, "exceptions", ()), *filter(None, [each.__cause__]))
+        found += [cause for cause in causes if cause not in found]
         yield each
-        waiting += getattr(each, "exceptions", ())
-        if each.__cause__:
-            waiting.append(each.__cause__)
 
 
 def _errno(error: BaseException) -> int | None:
@@ -93,8 +84,7 @@ def _errno(error: BaseException) -> int | None:
 
 def _size(text: str) -> str:
     """Return the size in an allocator's message; empty if it has none."""
-    found = _SIZE.search(text)
-    if not found:
+    if not (found := _SIZE.search(text)):
         return ""
     number, unit = float(found[1]), found[2].lower()
     scale = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}.get(unit[0], 1)
@@ -109,7 +99,6 @@ def _disk(error: BaseException) -> str:
     while not place.exists() and place != place.parent:
         place = place.parent
     free = shutil.disk_usage(place).free / 1e9
-    which = "give another --workdir"
-    if str(place).startswith("/dev/shm"):
-        which = "set fleet.publish_dir to a disk"
+    shared = str(place).startswith("/dev/shm")
+    which = "set fleet.publish_dir to a disk" if shared else "give another --workdir"
     return f"no space left for {name} ({free:.2f} GB free there); free some, or {which}"

@@ -60,10 +60,7 @@ def named(kind: str) -> Card | None:
 
 
 def parse(text: str) -> tuple[Card, int, int]:
-    """Return the card, the number of hosts and of GPUs on each, of `h100:16` or `h100:2x4`.
-
-    Without "x" a host has 8 GPUs.
-    """
+    """Return the card, the number of hosts and of GPUs on each (8) of `h100:16`, `h100:2x4`."""
     name, _, count = text.partition(":")
     if name not in CARDS:
         raise unknown("GPU of --compile-for", name, CARDS)
@@ -74,8 +71,6 @@ def parse(text: str) -> tuple[Card, int, int]:
         return CARDS[name], int(hosts), int(each)
     total = int(hosts)
     if total > 8 and total % 8:
-        raise UserError(
-            f"--compile-for={text}: {total} GPUs do not fill hosts of 8; "
-            "give HOSTSxGPUS, such as h100:3x4"
-        )
+        problem = f"--compile-for={text}: {total} GPUs do not fill hosts of 8"
+        raise UserError(f"{problem}; give HOSTSxGPUS, such as h100:3x4")
     return CARDS[name], max(total // 8, 1), min(total, 8)

@@ -57,6 +57,7 @@ class Instruction:
 
 
 Computation = Mapping[str, Instruction]
+Module = Mapping[str, Computation]
 
 
 @dataclass(frozen=True)
@@ -127,28 +128,21 @@ def read(text: str, per_host: int = 8, trips: Iterable[int] = ()) -> Reading:
     """
     computations, entry = parse(text)
     out, found = Reading(), dict[tuple, Collective]()
-    for instruction, times, place, computation in _walk(
-        computations, entry, 1, "entry", iter(trips)
-    ):
-        flops = _flops(computations, computation, instruction)
-        attends = "__cudnn" in instruction.line
+    for each, times, place, own in _walk(computations, entry, 1, "entry", iter(trips)):
+        flops, attends = _flops(computations, own, each), "__cudnn" in each.line
         out.attention_flops += times * flops * attends
-        if target := instruction.attribute(r'custom_call_target="([^"]+)"'):
+        if target := each.attribute(r'custom_call_target="([^"]+)"'):
             out.calls[target] = out.calls.get(target, 0) + times
-        if kind := _collective(instruction):
-            one = _read_collective(
-                computations, computation, instruction, kind, times, place, per_host
-            )
+        if kind := _collective(each):
+            one = _read_collective(computations, own, each, kind, times, place, per_host)
             key = one.kind, one.shape, one.place, bool(one.covered), one.between_hosts
             if old := found.get(key):
-                one = replace(
-                    one, times=one.times + old.times, bytes=one.bytes + old.bytes,
-                    covered=one.covered + old.covered,
-                )  # fmt: skip
+                sums = {n: getattr(one, n) + getattr(old, n) for n in ("times", "bytes", "covered")}
+                one = replace(one, **sums)
             found[key] = one
-        elif instruction.opcode not in _NO_KERNEL:
+        elif each.opcode not in _NO_KERNEL:
             out.kernels += times
-            moved = _moved(computations, computation, instruction)
+            moved = _moved(computations, own, each)
             if flops and not attends:
                 out.products[flops, moved] += times
             elif not attends:
@@ -212,7 +206,7 @@ def _dims(shape: str) -> list[int]:
 
 
 def _walk(
-    computations: Mapping[str, Computation], name: str, times: int, place: str, trips: Iterator[int]
+    computations: Module, name: str, times: int, place: str, trips: Iterator[int]
 ) -> Iterator[tuple[Instruction, int, str, Computation]]:
     """Yield every scheduled instruction with its number of runs, its place and its computation."""
     for instruction in computations[name].values():
@@ -229,9 +223,7 @@ def _walk(
 def _trips(loop: Instruction, given: Iterator[int]) -> int:
     """Return how often a loop runs; where that depends on data, the next one given, or a bound."""
     known = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
-    if known:
-        return int(known)
-    if expected := loop.attribute(r"/trips_(\d+)/"):
+    if expected := known or loop.attribute(r"/trips_(\d+)/"):
         return int(expected)
     if count := next(given, 0):
         return count
@@ -240,9 +232,7 @@ def _trips(loop: Instruction, given: Iterator[int]) -> int:
     return rows.most_common(1)[0][0] if rows else 1
 
 
-def _flops(
-    computations: Mapping[str, Computation], computation: Computation, one: Instruction
-) -> float:
+def _flops(computations: Module, computation: Computation, one: Instruction) -> float:
     """Return the FLOPs of an instruction's products, those inside its fusion included."""
     if one.opcode in ("fusion", "fusion-start", "async-start"):
         inner = computations.get(one.called, {})
@@ -259,13 +249,8 @@ def _flops(
     return 0.0
 
 
-def _moved(
-    computations: Mapping[str, Computation], computation: Computation, one: Instruction
-) -> float:
-    """Return the bytes that a kernel reads and writes.
-
-    Slices of arrays, read or written in place, count by the slice.
-    """
+def _moved(computations: Module, computation: Computation, one: Instruction) -> float:
+    """Return the bytes that a kernel reads and writes; slices of arrays count by the slice."""
     inner = computations.get(one.called, {}) if "fusion" in one.opcode else {}
     users: dict[str, list[tuple[Instruction, int]]] = {}  # with the place of the operand
     for each in reversed([*inner.values()]):
@@ -302,13 +287,12 @@ def _collective(one: Instruction) -> str:
     """Return the kind of a collective; "" for another instruction."""
     if one.opcode == "async-start":
         return "reduce-scatter" if "scatter" in one.called else ""
-    found = _COLLECTIVE.match(one.opcode)
-    return found[1] if found else ""
+    return found[1] if (found := _COLLECTIVE.match(one.opcode)) else ""
 
 
 def _read_collective(
-    computations: Mapping[str, Computation], computation: Computation, one: Instruction,
-    kind: str, times: int, place: str, per_host: int,
+    computations: Module, computation: Computation, one: Instruction, kind: str, times: int,
+    place: str, per_host: int,
 ) -> Collective:  # fmt: skip
     results = re.findall(r"\w+\[[\d,]*\]", one.shape)
     operands = sum(size(computation[x].shape) for x in one.operands if x in computation)
@@ -317,19 +301,12 @@ def _read_collective(
     if one.opcode.endswith("-start"):
         later = iter(computation.values())
         next(each for each in later if each.name == one.name)
-        between = takewhile(
-            lambda e: not (e.opcode.endswith("-done") and one.name in e.operands), later
-        )
+        done = lambda e: e.opcode.endswith("-done") and one.name in e.operands  # noqa: E731
+        between = takewhile(lambda each: not done(each), later)
         covered = sum(_flops(computations, computation, each) for each in between)
-    return Collective(
-        kind, results[-1], place, times, float(times * moved), times * covered,
-        _crosses(one.line, per_host),
-    )  # fmt: skip
-
-
-def _crosses(line: str, per_host: int) -> bool:
-    """Return whether a replica group has devices of several hosts."""
-    return any(len({device // per_host for device in group}) > 1 for group in _groups(line))
+    hosts = [{device // per_host for device in group} for group in _groups(one.line)]
+    crosses, whole = any(len(group) > 1 for group in hosts), float(times * moved)
+    return Collective(kind, results[-1], place, times, whole, times * covered, crosses)
 
 
 def _groups(line: str) -> list[list[int]]:

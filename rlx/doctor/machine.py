@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,16 +32,13 @@ BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16", "bf16"})  # CPUs' flags
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Devices: platform (cpu, gpu or tpu), name, count, bytes of each (0 if unknown).
+    """The devices that JAX has, all alike."""
 
-    `capability` is the compute capability of an NVIDIA GPU, such as "9.0".
-    """
-
-    platform: str = "cpu"
-    kind: str = ""
+    platform: str = "cpu"  # cpu | gpu | tpu
+    kind: str = ""  # name
     count: int = 1
-    memory: int = 0
-    capability: str = ""
+    memory: int = 0  # bytes of each; 0: unknown
+    capability: str = ""  # compute capability of an NVIDIA GPU, such as "9.0"
 
     @property
     def has_bfloat16(self) -> bool:
@@ -87,28 +85,25 @@ def judge_devices(found: Devices | str, gpus: int, environment: Mapping[str, str
     return Finding("machine", "devices", "ok", what)
 
 
-def gpus_in_use(seconds: float = 20.0) -> list[tuple[int, int]]:
+def gpus_in_use() -> list[tuple[int, int]]:
     """Return (MiB in use, MiB in total) of each NVIDIA GPU; [] if nvidia-smi fails."""
-    try:
-        rows = _nvidia_smi("memory.used,memory.total", seconds)
-        return [(int(used), int(total)) for used, total in rows]
-    except ValueError:
-        return []
+    with suppress(ValueError):
+        return [(int(used), int(most)) for used, most in _nvidia_smi("memory.used,memory.total")]
+    return []
 
 
-def gpu_kind(seconds: float = 20.0) -> str:
+def gpu_kind() -> str:
     """Return the name of the first NVIDIA GPU; "" if nvidia-smi fails."""
-    return next((name for (name,) in _nvidia_smi("name", seconds)), "")
+    return next((name for (name,) in _nvidia_smi("name")), "")
 
 
-def _nvidia_smi(query: str, seconds: float) -> list[list[str]]:
+def _nvidia_smi(query: str) -> list[list[str]]:
     """Return the values of a query for each GPU; [] if nvidia-smi fails."""
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True)
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20.0, check=True)
         return [line.split(",") for line in done.stdout.splitlines()]
-    except (OSError, subprocess.SubprocessError):
-        return []
+    return []
 
 
 def judge_gpus_in_use(use: Sequence[tuple[int, int]]) -> Finding | None:
@@ -195,7 +190,5 @@ def check_publish_dir(place: str, needed: int) -> Finding:
     except OSError as error:
         return Finding("memory", "publishing", "problem", f"{place}: {error.strerror}", grow)
     what = f"{place}: {size(usage.free)} of {size(usage.total)} free; two versions of the weights "
-    what += f"need {size(needed)}"
-    if needed > usage.free:
-        return Finding("memory", "publishing", "problem", what, grow)
-    return Finding("memory", "publishing", "ok", what)
+    level, remedy = ("problem", grow) if needed > usage.free else ("ok", "")
+    return Finding("memory", "publishing", level, f"{what}need {size(needed)}", remedy)

@@ -178,8 +178,7 @@ def _floats(sizes: RunSizes, platform: str, axes: Mapping[str, int]) -> float:
 def published(sizes: RunSizes) -> int:
     """Return the bytes of a published file."""
     if sizes.publish == "adapter" and sizes.train.lora:
-        width = np.dtype(sizes.publish_dtype).itemsize
-        return sizes.trained * width
+        return sizes.trained * np.dtype(sizes.publish_dtype).itemsize
     return exported(sizes)
 
 
@@ -223,13 +222,9 @@ def estimate(pieces: Mapping[str, int], mesh: str = "") -> str:
 
 
 def advice(sizes: RunSizes, find: Callable[[], Devices], *, started: bool = True) -> str:
-    """Return the estimate and its remedy, for a trainer that is out of memory on these devices.
-
-    Before a step was made (`started`), other processes may hold the memory.
-    """
-    devices = find()
-    first = ""
-    if not started and devices.platform == "gpu":
+    """Return the estimate and its remedy, for a trainer that is out of memory on these devices."""
+    devices, first = find(), ""
+    if not started and devices.platform == "gpu":  # before a step other processes may hold it
         first = "end what else uses the GPU (nvidia-smi lists it); "
     return f"{first}{estimate(trainer(sizes, devices), sizes.train.mesh)}; {remedy(sizes, devices)}"
 
@@ -246,7 +241,7 @@ def low_memory_warning(sizes: RunSizes, there: MemoryLimit, *, always: bool = Fa
 def full_disk_warning(sizes: RunSizes, free: int, there: int = 0) -> str:
     """Return a warning if the checkpoints may not fit on the disk, else ""; DiskFull if none fits.
 
-    `there` are the bytes of earlier checkpoints and exports, which new ones replace.
+    New ones replace `there` bytes of earlier checkpoints and exports.
     """
     saved, out = sum(state(sizes).values()), exported(sizes)
     needed, what = checkpoints(saved, out, sizes.keep)
@@ -260,7 +255,5 @@ def full_disk_warning(sizes: RunSizes, free: int, there: int = 0) -> str:
 
 def checkpoints(state: int, exported: int, keep: int) -> tuple[int, str]:
     """Return the disk bytes needed to write one more checkpoint, and a sentence about them."""
-    needed = (keep + 1) * state + 2 * exported
-    return needed, (
-        f"{keep} + 1 checkpoints of {size(state)} and the HF directory need {size(needed)}"
-    )
+    needed, each = (keep + 1) * state + 2 * exported, size(state)
+    return needed, f"{keep} + 1 checkpoints of {each} and the HF directory need {size(needed)}"

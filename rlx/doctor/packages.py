@@ -34,10 +34,7 @@ for name in modules:
 
 
 def declared(distribution: str, extra: str = "") -> list[Requirement]:
-    """Return what a distribution requires on this machine, or what one of its extras adds.
-
-    PackageNotFoundError if the distribution is not installed.
-    """
+    """Return what an installed distribution requires here, or what one of its extras adds."""
 
     def holds(requirement: Requirement, extra: str) -> bool:
         return not requirement.marker or requirement.marker.evaluate({"extra": extra})
@@ -110,16 +107,13 @@ def check(distribution: str = "rlx", needed: Sequence[str] = ()) -> Iterator[Fin
             wrong[name] = f"{metadata.version(name)} cannot be imported: {failed[module]}"
     for name, why in wrong.items():
         again = "--force-reinstall " * (name in tried)
-        yield Finding(
-            "packages", name, "problem", why, f"pip install {again}'{_text(wanted[name])}'"
-        )
+        remedy = f"pip install {again}'{_text(wanted[name])}'"
+        yield Finding("packages", name, "problem", why, remedy)
     good = [f"{name} {metadata.version(name)}" for name in wanted if name not in wrong]
-    found = (
-        f"{len(good)} of {len(wanted)} installed, in bounds and importable ({seconds:.0f} s): "
-        f"{', '.join([f'Python {platform.python_version()}', *good])}"
-    )
+    named = ", ".join([f"Python {platform.python_version()}", *good])
+    found = f"{len(good)} of {len(wanted)} installed, in bounds and importable ({seconds:.0f} s)"
     level, remedy = ("warning", "see the rows above") if wrong else ("ok", "")
-    yield Finding("packages", "dependencies", level, found, remedy)
+    yield Finding("packages", "dependencies", level, f"{found}: {named}", remedy)
     there = [name for name, rs in extras.items() if rs and not any(map(unfit, rs))]
     absent = [name for name in extras if name not in there]
     found = f"{', '.join(there) or 'none'}; not installed: {', '.join(absent) or 'none'}"

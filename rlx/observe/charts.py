@@ -14,10 +14,11 @@ MAX_POINTS = 500  # longer lines are averaged down to this many values
 _MAX_BARS = 98  # the eye cannot separate more stacked bars
 
 
+Axes = tuple[Sequence[float], Sequence[float | None]]  # steps and seconds of values
+
+
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart."""
-
     name: str
     values: Sequence[float | None]  # one for each step; None where a step has none
     color: str = "c1"  # CSS class, `c1`…`c8`
@@ -32,7 +33,7 @@ def line_chart(
     title: str,
     about: str,
     lines: Sequence[Line],
-    axes: tuple[Sequence[float], Sequence[float | None]],  # steps and seconds of the values
+    axes: Axes,
     *,
     low: float | None = None,  # low, high: a y that must be visible; None leaves it to the values
     high: float | None = None,
@@ -93,16 +94,16 @@ def mean(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _drawn(
-    line: Line, axes: tuple[Sequence[float], Sequence[float | None]], unit: str, stacked: bool
-) -> dict[str, Any]:
+def _drawn(line: Line, axes: Axes, unit: str, stacked: bool) -> dict[str, Any]:
     """Return the line as JSON; consecutive values are averaged where there are too many."""
     steps, times = (axes[0] if line.steps is None else line.steps), line.times or axes[1]
     count = min(len(line.values), _MAX_BARS if stacked else MAX_POINTS)
     edges = [round(i * len(line.values) / count) for i in range(count + 1)]
-    values = [mean(line.values[a:b]) for a, b in itertools.pairwise(edges)]
+    values, *bands = (
+        [mean(side[a:b]) for a, b in itertools.pairwise(edges)]
+        for side in (line.values, *(line.band or ()))
+    )
     latest = mean(values) if stacked else next(v for v in reversed(values) if v is not None)
-    bands = ([mean(side[a:b]) for a, b in itertools.pairwise(edges)] for side in line.band or ())
     short, means, *band = (  # six digits are more than a chart shows
         [value if value is None else float(f"{value:.6g}") for value in series]
         for series in (values, smooth(values), *bands)
@@ -110,7 +111,6 @@ def _drawn(
     return {
         "name": visible(line.name), "color": line.color, "dots": line.dots,
         "steps": [steps[b - 1] for b in edges[1:]], "times": [times[b - 1] for b in edges[1:]],
-        "values": short, "means": means if line.smooth else None,
-        "band": band,
+        "values": short, "means": means if line.smooth else None, "band": band,
         "latest": f"{number(latest)} {unit}".strip(),
     }  # fmt: skip

@@ -75,11 +75,11 @@ def keep(place: Path, files: Iterable[Path]) -> None:
 
 def _compute_threads() -> int | str:
     """Return the number of XLA's threads on the CPU, which decides the order of its sums; or ""."""
-    names = []
+    found = 0
     for task in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):  # it has ended
-            names.append(task.read_text())
-    return sum(name.startswith("tf_XLAEigen") for name in names) or ""
+            found += task.read_text().startswith("tf_XLAEigen")
+    return found or ""
 
 
 def _processor() -> str:
@@ -100,10 +100,8 @@ def _commit() -> str:
 
 def _git(directory: Path, *arguments: str) -> str:
     command = ["git", "-C", str(directory), *arguments]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=5, check=False
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.rstrip("\n") if done.returncode == 0 else ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, text=True, errors="replace", timeout=5
+        ).rstrip("\n")
+    return ""

@@ -56,8 +56,8 @@ class Hooks:
         """Call `on_begin` of each hook; raise UserError if one fails."""
         for name, hook in self._named.items():
             if error := self._call(name, hook, "on_begin", config, workdir, step):
-                what = f"{name}: on_begin fails: {where(error)}"
-                raise UserError(f"{what}; mend it, or leave it out") from error
+                problem = f"{name}: on_begin fails: {where(error)}"
+                raise UserError(f"{problem}; mend it, or leave it out") from error
             self._begun[name] = hook
 
     def tell(self, method: str, *arguments: Any) -> None:
@@ -66,10 +66,8 @@ class Hooks:
             if error := self._call(name, hook, method, *arguments):
                 logging.getLogger(__name__).debug("%s: %s", name, method, exc_info=error)
                 del self._begun[name]
-                self.say(
-                    f"{name}: {method} fails and the hook is called no more, the run goes on: "
-                    f"{where(error)}"
-                )
+                problem = f"{name}: {method} fails and the hook is called no more"
+                self.say(f"{problem}, the run goes on: {where(error)}")
 
     def _call(self, name: str, hook: Any, method: str, *arguments: Any) -> BaseException | None:
         """Call a hook's method, if it has one, with copies; return what it raises."""

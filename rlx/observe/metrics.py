@@ -42,7 +42,6 @@ def present(metrics: Mapping[str, str], records: Iterable[Mapping[str, Any]]) ->
 class MetricsWriter:
     """Appends a run's records to WORKDIR and passes them to hooks, on the trainer's thread.
 
-    Files: `metrics.jsonl` has an object for each step, `eval.jsonl` for each evaluation.
     `rollouts/step-000001.jsonl` has sampled transcripts, `environment.json` the place of the first
     start, and `starts.jsonl` settings and environment of each start.
     """
@@ -57,20 +56,17 @@ class MetricsWriter:
         config: Mapping[str, Any] | None = None,  # settings of this start
         changed: Iterable[str] = (),  # how they differ from the start before
     ):
-        """Open WORKDIR's files."""
         self._workdir, self._hooks = Path(workdir), hooks or Hooks()
-        self.unreadable = 0  # lines of records that were set aside
-        if first_step is not None:
-            self.unreadable = forget(self._workdir, first_step)
+        # Lines of records that were set aside.
+        self.unreadable = 0 if first_step is None else forget(self._workdir, first_step)
         here = environment.describe(place or {})
         starts = [each for each in read_jsonl(self._workdir / STARTS) if "start" in each]
         self.start, self.environment = len(starts) + 1, here  # number of this start, from 1
         self.before = starts[-1].get("environment", {}) if starts else {}  # of the previous start
         begun, path = (first_step or 1) - 1, self._workdir / "environment.json"
-        append_jsonl(
-            self._workdir / STARTS,
-            {"start": self.start, "step": begun, "time": time.time(), "changed": [*changed],
-             "config": config or {}, "environment": here},
+        self.note(
+            begun, start=self.start, time=time.time(), changed=[*changed], config=config or {},
+            environment=here,
         )  # fmt: skip
         if not begun or not path.exists():
             write_atomically(path, json.dumps(here, indent=2).encode() + b"\n")
@@ -106,7 +102,7 @@ def forget(workdir: str | os.PathLike, first_step: int) -> int:
         # The gate is passed again before `first_step`, with the weights of the step before.
         first = first_step - (name == "gate.jsonl")
         unreadable += jsonl.set_aside(workdir / name, first_step=first)
-    for path in sorted((workdir / "rollouts").glob("step-*.jsonl")):
+    for path in (workdir / "rollouts").glob("step-*.jsonl"):
         number = path.stem.removeprefix("step-")
         if number.isdigit() and int(number) >= first_step:
             path.unlink()

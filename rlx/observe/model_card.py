@@ -16,9 +16,7 @@ _POINTS = 12  # evaluations in the table
 def card(workdir: Path, name: str, license_name: str, defaults: Mapping[str, Any]) -> str:
     """Return the card: metadata in YAML, the base, how it was trained, held-out results.
 
-    Args:
-      name: of the model on the hub, without its owner.
-      license_name: as the hub spells it, such as apache-2.0; "": not said.
+    `name` is the model's on the hub, without its owner; `license_name` the hub's, "": not given.
     """
     from huggingface_hub import EvalResult, ModelCardData  # takes a moment to import
 

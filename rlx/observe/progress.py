@@ -22,6 +22,7 @@ from rich.text import Text
 
 from rlx.cli.text import duration, number, plain, shares, sparkline
 from rlx.cli.user_code import words
+from rlx.observe.charts import mean
 from rlx.observe.metrics import HELD_OUT, TRAINED, present
 
 PHASE_COLORS = {
@@ -67,13 +68,11 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         if error:
             self._keep(f"ended by {words(error)}")
         done = self._history and self._history[-1]["step"] >= self._total
-        stopped = "interrupted" if kind is KeyboardInterrupt else "stopped"
+        stopped = "interrupted" if isinstance(error, KeyboardInterrupt) else "stopped"
         self.phase("finished" if done else stopped)
         if self._live:
             self._live.stop()
@@ -103,12 +102,10 @@ class Progress:
             step = self._history[-1].get("step", 0) if self._history else 0
             return step, name, self._clock() - since
 
-    def panel(
-        self, metrics: list[Any], evals: list[Any], phase: str, seconds: float, age: float
-    ) -> Panel:
-        """Return the panel of a run of another process, `seconds` in `phase`.
+    def panel(self, metrics: list, evals: list, phase: str, seconds: float, age: float) -> Panel:
+        """Return the panel of another process's run, `seconds` in `phase`, by its records.
 
-        `metrics` and `evals` are its records; the last one is `age` seconds old.
+        The last one is `age` seconds old.
         """
         now = self._clock()
         self._history, self._evals, self._updated = metrics, evals, now - age
@@ -136,12 +133,10 @@ class Progress:
 
     def _remaining(self) -> float | None:
         """Return the seconds to the last step at the recent pace; None before the second step."""
-        recent = [r.get("step_seconds") for r in self._history[1:][-_RECENT:]]
-        known = [seconds for seconds in recent if seconds is not None]
-        if not known:
+        typical = mean([r.get("step_seconds") for r in self._history[1:][-_RECENT:]])
+        if typical is None:
             return None
         left = self._total - self._history[-1]["step"]
-        typical = sum(known) / len(known)
         return max(0.0, left * typical - (self._clock() - self._updated if left else 0.0))
 
     def _elapsed(self) -> float:
@@ -171,23 +166,18 @@ class Progress:
             f"trained/s {number(record.get('consumed_tokens_per_second'))}",
             *([f"mfu {number(record['mfu'])}"] if "mfu" in record else []),
             f"seconds {number(record.get('step_seconds'))}" + (f" ({phases})" if phases else ""),
-            f"failed {record.get('failed', 0)}",
-            f"skipped {record.get('skipped', 0)}",
-            f"dropped {record.get('dropped', 0)}",
+            *(f"{name} {record.get(name, 0)}" for name in ("failed", "skipped", "dropped")),
             f"elapsed {duration(record.get('elapsed_seconds'))}",
             f"left {duration(self._remaining())}",
         ]
         return "  ".join(fields)
 
     def _evaluation_line(self, record: Mapping[str, Any]) -> str:
+        further = [key for key in record if key.endswith("_acc") and key not in HELD_OUT]
+        scores = [*present(HELD_OUT, [record]), *further]
         fields = [
             f"eval {record.get('step', 0)}/{self._total}",
-            *(f"{key} {number(record[key])}" for key in present(HELD_OUT, [record])),
-            *(
-                f"{k} {number(record[k])}"
-                for k in record
-                if k.endswith("_acc") and k not in HELD_OUT
-            ),
+            *(f"{key} {number(record[key])}" for key in scores),
             f"questions {number(record.get('num_questions'))}",
             *([f"failed {record['failed']}"] if record.get("failed") else []),
             f"version {record.get('version', '–')}",
@@ -222,13 +212,12 @@ class Progress:
         bar = Table.grid(padding=(0, 1, 0, 0), expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
+        styles: Any = {"complete_style": "cyan", "finished_style": "green"}
+        share = f"{100 * step / max(self._total, 1):.0f}%"
         bar.add_row(
             Text(f"step {step}/{self._total}", style="bold"),
-            progress_bar.ProgressBar(
-                self._total, step, complete_style="cyan", finished_style="green"
-            ),
-            Text(f"{100 * step / max(self._total, 1):.0f}%", style="bold"),
-        )
+            progress_bar.ProgressBar(self._total, step, **styles), Text(share, style="bold"),
+        )  # fmt: skip
         times = f"elapsed {duration(self._elapsed())}"
         if step < self._total:
             times += f" · left {duration(self._remaining())}"
@@ -245,12 +234,10 @@ class Progress:
         """Return label and value of each line of the panel; `width` cells for the value."""
         rows = []
         for key, name in present(TRAINED, self._history).items():
-            values = [record.get(key) for record in self._history]
-            rows.append((name, self._trend(values, "green", width)))
+            rows.append((name, _trend(self._history, key, "green", width)))
         for key, name in present(HELD_OUT, self._evals).items():
-            values = [record.get(key) for record in self._evals]
             note = f"{name}, step {self._evals[-1].get('step', 0)}"
-            rows.append(("held-out", self._trend(values, "cyan", width, note)))
+            rows.append(("held-out", _trend(self._evals, key, "cyan", width, note)))
         if not self._history:
             return rows
         last = self._history[-1]
@@ -258,25 +245,13 @@ class Progress:
         lags = {"staleness_mean": "mean", "staleness_max": "max", "behaviour_kl": "KL"}
         if staleness := _facts(last, lags, column):
             rows.append(("staleness", staleness))
-        speeds = {
-            "generated_tokens_per_second": "generated", "consumed_tokens_per_second": "trained",
-            "mfu": "MFU",
-        }  # fmt: skip
-        rows.append(("tokens/s", _facts(last, speeds, column)))
+        rates = (("generated", "generated"), ("consumed", "trained"))
+        speeds = {f"{key}_tokens_per_second": name for key, name in rates}
+        rows.append(("tokens/s", _facts(last, {**speeds, "mfu": "MFU"}, column)))
         if last.get("seconds"):
             rows.append(("a step", _phase_bar(last["seconds"], width)))
         rows.append(("prompts", _prompts(last)))
         return rows
-
-    def _trend(self, values: list[Any], color: str, width: int, note: str = "") -> Text:
-        known = [value for value in values if value is not None]
-        latest = number(values[-1]) if values else "–"
-        line = Text.assemble((f"{latest:<6}", f"bold {color}"), "  ")
-        room = width - 8 - (len(note) + 2 if note else 0)
-        line.append(sparkline(known, room), style=color)
-        if note and room > 0:
-            line.append(f"  {note}", style="dim")
-        return line
 
 
 class ProgressBar:
@@ -337,6 +312,17 @@ class _NotebookPanel:
         return paper.export_html(inline_styles=True, code_format=_PAPER)
 
 
+def _trend(records: list[Any], key: str, color: str, width: int, note: str = "") -> Text:
+    """Return the last value of a metric, which a record has, and a sparkline of all."""
+    values = [record.get(key) for record in records]
+    line = Text.assemble((f"{number(values[-1]):<6}", f"bold {color}"), "  ")
+    room = width - 8 - (len(note) + 2 if note else 0)
+    line.append(sparkline(values, room), style=color)
+    if note and room > 0:
+        line.append(f"  {note}", style="dim")
+    return line
+
+
 def _facts(record: Mapping[str, Any], names: Mapping[str, str], column: int) -> Text:
     """Return numbers in columns, each followed by its name."""
     line = Text()
@@ -353,11 +339,11 @@ def _facts(record: Mapping[str, Any], names: Mapping[str, str], column: int) -> 
 def _prompts(record: Mapping[str, Any]) -> Text:
     """Return the counts of prompts by state; `live` is admitted less ended, if not counted."""
     names = ("live", "queued", "accepted", "rejected", "failed", "skipped", "dropped")
-    ended = sum(record.get(name) or 0 for name in ("accepted", "rejected", "failed"))
-    live = {"live": record["admitted"] - ended} if record.get("admitted") is not None else {}
-    if record.get("running") is not None:  # a resumed run admits some prompts twice
-        live = {"live": record["running"]}
-    return _facts(live | dict(record), {name: name for name in names}, column=1)
+    live = record.get("running")  # unlike the others exact if a resumed run admits prompts twice
+    if live is None and record.get("admitted") is not None:
+        ended = sum(record.get(name) or 0 for name in ("accepted", "rejected", "failed"))
+        live = record["admitted"] - ended
+    return _facts({"live": live, **record}, {name: name for name in names}, column=1)
 
 
 def _phase_bar(seconds: Mapping[str, float | None], width: int) -> Text:

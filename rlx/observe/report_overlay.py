@@ -4,7 +4,7 @@ Runs whose configs differ only in the seed are one line, their mean, in a band f
 the highest. A table has the keys that differ.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,7 @@ def write_overlay(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     configs = {name: dict(flatten(run.config)) for name, run in runs.items()}
     keys = dict.fromkeys(key for config in configs.values() for key in config if key != "seed")
     differ = [key for key in keys if len({c.get(key, "") for c in configs.values()}) > 1]
-    settings: dict[str, list[Run]] = {}
-    table = []
+    settings, table = dict[str, list[Run]](), []
     for row in begun:
         values = [configs[row["run"]].get(key, "–") for key in differ]
         name = ", ".join(f"{k}={v}" for k, v in zip(differ, values, strict=True)) or "all seeds"
@@ -43,16 +42,15 @@ def write_overlay(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
         color = [*settings].index(name) % _COLORS + 1
         table.append((color, [Path(row["run"]).name, *values, *_results(row)]))
     columns = ["run", *differ, "seed", "state", "step", "held-out", "best", "minutes"]
-    charts = [[*_charts(settings, kind)] for kind in (
-        (*ON_ROLLOUTS, *ON_DATASET), OPTIMISATION, _SPEED)]  # fmt: skip
     finished = sum(row["state"] == "finished" for row in rows)
     state = {"finished": finished == len(rows), "state": f"{finished} of {len(rows)} finished"}
     facts = [f"{len(settings)} setting{'s' * (len(settings) != 1)}"]
     facts += [f"{len(rows) - len(begun)} without a step"] * (len(rows) > len(begun))
     text = render(
         name=path.stem, header={**state, "facts": facts}, on_dataset=True,
-        runs={"columns": columns, "rows": sorted(table)}, learning=charts[0],
-        optimisation=charts[1], speed=charts[2],
+        runs={"columns": columns, "rows": sorted(table)}, speed=_charts(settings, _SPEED),
+        learning=_charts(settings, (*ON_ROLLOUTS, *ON_DATASET)),
+        optimisation=_charts(settings, OPTIMISATION),
     )  # fmt: skip
     write_atomically(path, visible(text).encode("utf-8", "replace"))
     return path
@@ -63,11 +61,9 @@ def _results(row: Mapping[str, Any]) -> list[str]:
     return [str(row["seed"]), row["state"], f"{row['step']} of {row['total']}", *scores]
 
 
-def _charts(
-    settings: Mapping[str, Sequence[Run]], charts: Sequence[Chart]
-) -> Iterator[dict[str, Any]]:
-    """Yield a chart of each metric that some run has, with a line for each setting."""
-    seen = set[str]()
+def _charts(settings: Mapping[str, Sequence[Run]], charts: Sequence[Chart]) -> list[dict[str, Any]]:
+    """Return a chart of each metric that some run has, with a line for each setting."""
+    found: dict[str, Any] = {}
     for chart in charts:
         metrics = [(key, name, False) for key, name, _ in chart.trained]
         metrics += [(key, name, True) for key, name, _ in chart.held_out]
@@ -78,10 +74,9 @@ def _charts(
             ]
             title = f"{chart.title}: {name}" if len(metrics) > 1 else chart.title
             title = name.capitalize() if chart in ON_ROLLOUTS else title
-            found = line_chart(title, key, lines, ([], []), low=chart.low, high=chart.high)
-            if found and key not in seen:
-                yield found
-            seen.add(key)
+            drawn = line_chart(title, key, lines, ([], []), low=chart.low, high=chart.high)
+            found.setdefault(key, drawn)
+    return [*filter(None, found.values())]
 
 
 def _line(setting: str, color: str, runs: Sequence[Run], key: str, held_out: bool) -> Line:

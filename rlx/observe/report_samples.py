@@ -32,10 +32,7 @@ def choose(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, 
 def cards(
     samples: Sequence[Mapping[str, Any]], image: Callable[[str], str] = lambda name: ""
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return the cards of each view; a reward's colour runs from the lowest to the highest.
-
-    `image` returns the data URI of an image by its name, or "".
-    """
+    """Return the cards of each view; `image` returns an image's data URI by its name, or ""."""
     rewards = [r for s in samples if (r := finite(s.get("reward"))) is not None]
     low, high = min(rewards, default=0.0), max(rewards, default=1.0)
     return {
@@ -53,8 +50,7 @@ def card(sample: Mapping[str, Any], low: float, high: float) -> dict[str, Any]:
     versions = trained_versions(sample)
     facts = [f"step {sample['step']:g}"]
     if versions:
-        oldest, newest = min(versions), max(versions)
-        span = f"{oldest}–{newest}" if newest > oldest else f"{oldest}"
+        span = "–".join(dict.fromkeys(map(str, (min(versions), max(versions)))))
         facts += [f"{len(versions)} tokens", f"version {span}"]
     if finite(sample.get("advantage")) is not None:
         facts.append(f"advantage {number(sample['advantage'])}")
@@ -109,9 +105,8 @@ def shaded(sample: Mapping[str, Any], versions: Sequence[int]) -> list[tuple[str
 def trained_versions(sample: Mapping[str, Any]) -> list[int]:
     """Return the versions of the sampled tokens, without those of prompt and tools (−1)."""
     versions = sample.get("versions")
-    if not isinstance(versions, list):
-        return []
-    return [int(v) for v in versions if isinstance(v, int | float) and v >= 0]
+    known = versions if isinstance(versions, list) else []
+    return [int(v) for v in known if isinstance(v, int | float) and v >= 0]
 
 
 def _cut(text: str) -> str:

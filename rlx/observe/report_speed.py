@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlx.cli.text import duration
-from rlx.observe.charts import Line, Share, line_chart, shares
+from rlx.observe.charts import Line, Share, line_chart, mean, shares
 from rlx.observe.rundir import Run, finite, lookup
 from rlx.observe.timeline import Span, process_order
 
@@ -37,9 +37,9 @@ def phase_totals(run: Run) -> dict[str, float]:
     totals = Counter[str]()
     for record in run.metrics:
         totals.update(_phases(record))
-    whole = float(sum(totals.values()))
-    named = [(name, float(value)) for name, value in totals.most_common() if name != "other"]
-    large = dict([pair for pair in named if pair[1] > 0.01 * whole][:6])
+    whole = float(totals.total())
+    named = [pair for pair in totals.most_common() if pair[0] != "other"]
+    large = {name: float(value) for name, value in named[:6] if value > 0.01 * whole}
     other = whole - sum(large.values())
     return large | {"other": other} if other > 1e-6 * whole else large
 
@@ -47,10 +47,10 @@ def phase_totals(run: Run) -> dict[str, float]:
 def measured_phases(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the mean seconds a step of the phases that a plan predicts, where there are any.
 
-    The first step compiles, and does not count if there are others. A server's mean is `generate`.
+    A server's mean is `generate`.
     """
     found = {}
-    for phase, key in PHASES.items():
+    for phase, key in PHASES.items():  # the first step compiles
         values = [finite(lookup(record, key)) for record in records[1:] or records]
         if any(value is not None for value in values):
             found[phase] = sum(value or 0.0 for value in values) / len(values)
@@ -85,9 +85,8 @@ def speed(run: Run) -> list[dict[str, Any]]:
     """Return the charts of staleness, seconds, tokens, utilisation, publishing and lost groups."""
     lags = [Line("max", run.series("staleness_max"), "c8"),
             Line("mean", run.series("staleness_mean"), "c1", smooth=True)]  # fmt: skip
-    rates = (("generated", "generated", "c3"), ("trained", "consumed", "c1"))
-    tokens = [Line(name, run.series(f"{key}_tokens_per_second"), color, smooth=True)
-              for name, key, color in rates]  # fmt: skip
+    tokens = [Line("generated", run.series("generated_tokens_per_second"), "c3", smooth=True),
+              Line("trained", run.series("consumed_tokens_per_second"), smooth=True)]  # fmt: skip
     states = (("rejected", "c2"), ("failed", "c5"), ("skipped", "c8"))
     groups = [Line(name, run.series(name), color) for name, color in states]
     lost, axes = any(value for line in groups for value in line.values), run.axes()
@@ -133,22 +132,19 @@ def _publishing(run: Run) -> list[Line]:
             if span.process.startswith(process) and version is not None:
                 costs.setdefault(int(version), []).append((span.end_ns - span.start_ns) / 1e6)
         versions = sorted(costs)
-        values = [sum(costs[v]) / len(costs[v]) for v in versions]
-        times = [elapsed.get(version) for version in versions]
+        values, times = [mean(costs[v]) for v in versions], [elapsed.get(v) for v in versions]
         lines.append(Line(name, values, color, smooth=True, steps=versions, times=times))
     return lines
 
 
 def _phases(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the seconds of each phase of a step; the rest of step_seconds is `other`."""
-    seconds = record.get("seconds")
-    named = {
-        str(name): max(0.0, finite(value) or 0.0)
-        for name, value in (seconds.items() if isinstance(seconds, Mapping) else ())
-    }
+    found = record.get("seconds")
+    seconds = found if isinstance(found, Mapping) else {}
+    named = {str(name): max(0.0, finite(value) or 0.0) for name, value in seconds.items()}
     rest = (finite(record.get("step_seconds")) or 0.0) - sum(named.values())
     if named and rest > 0:
-        named["other"] = named.get("other", 0.0) + rest
+        return {**named, "other": named.get("other", 0.0) + rest}
     return named
 
 
@@ -205,9 +201,7 @@ def covered(spans: Iterable[Span]) -> float:
     return total
 
 
-def _rows(
-    spans: Sequence[Span], low: float, length: float
-) -> list[tuple[str, int, list[list[dict[str, Any]]]]]:
+def _rows(spans: Sequence[Span], low: float, length: float) -> list[tuple[str, int, list]]:
     """Return (process, number of hidden rows, boxes of each row); inner spans are a row deeper."""
     rows: dict[tuple[str, int, int], list[Span]] = {}
     open_spans: dict[tuple[str, int], list[Span]] = {}

@@ -56,9 +56,8 @@ def render(**values: Any) -> str:
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     template = environment.from_string((here / "report.html").read_text(encoding="utf-8"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return template.render(
-        dict.fromkeys(_PARTS, ()), style=style, script=script, script_hash=digest, **values
-    )
+    own = {"style": style, "script": script, "script_hash": digest}
+    return template.render(dict.fromkeys(_PARTS, ()) | own | values)
 
 
 def page(run: Run, defaults: Mapping[str, Any] | None = None) -> str:
@@ -151,8 +150,7 @@ def _fact(run: Run, form: str, *keys: str) -> str:
 
 def _cost_tiles(run: Run) -> Iterator[tuple[str, str, str, str]]:
     """Yield (color, title, value, note) of time, tokens, speed, waiting, staleness and losses."""
-    elapsed = _last(run, "elapsed_seconds")
-    if elapsed:
+    if elapsed := _last(run, "elapsed_seconds"):
         typical = sorted(v for v in run.series("step_seconds") if v is not None)
         note = f"{duration(typical[len(typical) // 2])} a step" if typical else ""
         yield "", "Wall time", duration(elapsed), note
@@ -167,12 +165,10 @@ def _cost_tiles(run: Run) -> Iterator[tuple[str, str, str, str]]:
     if phases := report_speed.phase_totals(run):
         waiting = phases.get("wait", 0) / sum(phases.values())
         yield "", "Trainer waiting", percent(waiting), "of its time"
-    lags = [v for v in run.series("staleness_max") if v is not None]
-    if lags:
+    if lags := [v for v in run.series("staleness_max") if v is not None]:
         note = _fact(run, "at most; limit {}", "rollout.max_staleness") or "at most"
         yield "", "Staleness", number(max(lags)), note
-    dropped = _last(run, "dropped")
-    if dropped is not None:
+    if (dropped := _last(run, "dropped")) is not None:
         yield "bad" if dropped else "", "Dropped", number(dropped), "trajectories"
 
 
@@ -192,9 +188,9 @@ def _changes(run: Run) -> list[tuple[int, float | None, str]]:
 
 def _skipped(run: Run) -> list[tuple[str, str]]:
     """Return the last rows that failed in every attempt, and why."""
-    named = "{which} row {row}, {attempts} attempts", "{text}\n{error}\n{message}"
+    head, text = "{which} row {row}, {attempts} attempts", "{text}\n{error}\n{message}"
     rows = [defaultdict(str, record) for record in run.skipped[-_SKIPPED:]]
-    return [(named[0].format_map(row), named[1].format_map(row)) for row in rows]
+    return [(head.format_map(row), text.format_map(row)) for row in rows]
 
 
 def _last(run: Run, key: str) -> float | None:

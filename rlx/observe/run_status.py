@@ -23,10 +23,7 @@ _LATE = 30.0  # age of STATUS, in seconds, at which its writer seems to hang
 
 
 def status(workdir: Path, now: float) -> Iterator[RenderableType]:
-    """Yield panel and lines about a run at `now`, in seconds since the epoch.
-
-    UserError if `workdir` holds no run.
-    """
+    """Yield panel and lines about a run at `now`, seconds since the epoch; UserError for no run."""
     (pid, lives), found = holder(workdir) or (0, False), read_json(workdir / STATUS)
     if not pid and find([workdir]) != [workdir]:
         raise UserError(f"{workdir} holds no run; give its WORKDIR")

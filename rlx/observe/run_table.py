@@ -13,6 +13,7 @@ from typing import Any
 
 from rlx.base import UserError, unknown
 from rlx.cli.text import aligned, number
+from rlx.observe.charts import mean
 from rlx.observe.metrics import HELD_OUT, STARTS, present
 from rlx.observe.run_report import flatten
 from rlx.observe.rundir import finite, lookup
@@ -87,11 +88,9 @@ def score(path: Path, step: int) -> float:
     key, _, scores = held_out(until("eval.jsonl"))
     if scores:
         return scores[-1][0] * (-1 if "loss" in key else 1)
-    found = [
-        finite(r.get("task_reward")) for r in until("metrics.jsonl") if r["step"] > 0.75 * step
-    ]
-    rewards = [value for value in found if value is not None]
-    return sum(rewards) / len(rewards) if rewards else -math.inf
+    latest = (r for r in until("metrics.jsonl") if r["step"] > 0.75 * step)
+    reward = mean([finite(r.get("task_reward")) for r in latest])
+    return -math.inf if reward is None else reward
 
 
 def ordered(rows: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:

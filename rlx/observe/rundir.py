@@ -58,9 +58,8 @@ def load(workdir: str | os.PathLike, samples: bool = True) -> Run:
         raise UserError(f"{path} is not a directory; give the WORKDIR of a run")
     metrics = path / "metrics.jsonl"
     if not any((path / name).exists() for name in ("metrics.jsonl", "eval.jsonl", "config.json")):
-        raise UserError(
-            f"{path} has no metrics.jsonl, eval.jsonl or config.json; give the WORKDIR of a run"
-        )
+        problem = f"{path} has no metrics.jsonl, eval.jsonl or config.json"
+        raise UserError(f"{problem}; give the WORKDIR of a run")
     steps = _by_step(read_jsonl(metrics))
     # Runs of older releases have no numbered starts; these files describe the first one.
     first = {name: read_json(path / f"{name}.json") for name in ("config", "environment")}
@@ -97,17 +96,13 @@ def lookup(record: Mapping[str, Any], key: str) -> Any:
     """Return the value under a dotted key; None if it is missing."""
     value: Any = record
     for part in key.split("."):
-        if not isinstance(value, Mapping):
-            return None
-        value = value.get(part)
+        value = value.get(part) if isinstance(value, Mapping) else None
     return value
 
 
 def finite(value: Any) -> float | None:
     """Return `value` as a float, or None if it is no finite number."""
-    if isinstance(value, int | float) and math.isfinite(value):
-        return float(value)
-    return None
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _by_step(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -117,10 +112,8 @@ def _by_step(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _samples(directory: Path) -> list[dict[str, Any]]:
-    files = sorted(directory.glob("step-*.jsonl"))
-    if len(files) > MAX_SAMPLE_FILES:
-        half = MAX_SAMPLE_FILES // 2
-        files = files[:half] + files[-half:]
+    files, half = sorted(directory.glob("step-*.jsonl")), MAX_SAMPLE_FILES // 2
+    files = files if len(files) <= MAX_SAMPLE_FILES else files[:half] + files[-half:]
     rows = [row for file in files for row in read_jsonl(file)]
     texts = (("completion", str), ("prompt", str | None))
     return [r for r in rows if has_step(r) and all(isinstance(r.get(k), t) for k, t in texts)]

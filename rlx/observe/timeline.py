@@ -67,12 +67,10 @@ class Timeline:
         finally:
             self.add(process, track, name, start, self._clock(), **args)
 
-    def add(
-        self, process: str, track: str, name: str, start_ns: int, end_ns: int, **args: Any
-    ) -> None:
-        """Record a span measured elsewhere. A negative duration counts as none."""
+    def add(self, process: str, track: str, name: str, start: int, end: int, **args: Any) -> None:
+        """Record a span measured elsewhere, in ns. A negative duration counts as none."""
         with self._lock:
-            self._spans.append(Span(process, track, name, start_ns, max(start_ns, end_ns), args))
+            self._spans.append(Span(process, track, name, start, max(start, end), args))
             self._recorded += 1
 
     def add_laps(self, ends: Mapping[str, int]) -> None:

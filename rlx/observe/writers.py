@@ -187,8 +187,7 @@ WRITERS = {
 def load(names: Iterable[str], callbacks: Sequence[Any] = ()) -> list[tuple[str, Any]]:
     """Return (name, hook) of each of `names`, a key of WRITERS or a user's own, and of `callbacks`.
 
-    A class is called without arguments; any other object is the hook itself. Raise UserError if
-    there is no such writer or its package is missing.
+    A class is called without arguments. UserError for an unknown writer or a missing package.
     """
     named = []
     for entry in names:

@@ -120,8 +120,7 @@ def final_answers(text: str) -> tuple[str, ...]:
     number, unless "or" stands before it. A text whose only box is open was cut off: no answer.
     """
     text = _ANNOTATION.sub("", text)
-    box = _joined_boxes(text)
-    if box is not None:
+    if (box := _joined_boxes(text)) is not None:
         return (box,)
     if any(match["box"] for match in _BRACES.finditer(text)):
         return ()
@@ -141,8 +140,7 @@ def final_answers(text: str) -> tuple[str, ...]:
     whole = (tail,) if 0 < len(text.strip()) <= _WHOLE else ()
     if whole and not _WORD.search(tail) and _FORMULA.search(tail):
         return whole
-    number = _last_number(tail)
-    return (*whole, number) if number else whole
+    return (*whole, number) if (number := _last_number(tail)) else whole
 
 
 def final_number(text: str) -> Fraction | None:
@@ -175,8 +173,7 @@ def reference(answer: Any, solution: Any = None) -> str | None:
     text = "" if answer is None else str(answer).strip()
     if not text:
         return None if solution is None else (_joined_boxes(str(solution)) or "").strip() or None
-    box = _joined_boxes(text)
-    if box is not None:
+    if (box := _joined_boxes(text)) is not None:
         return box.strip() or None
     if "####" in text:
         return _result(text.rpartition("####")[2]).strip() or None
@@ -185,9 +182,7 @@ def reference(answer: Any, solution: Any = None) -> str | None:
 
 def last_box(text: str) -> str | None:
     r"""Return the content of the last closed `\boxed{…}` or `\fbox{…}`, with nested braces."""
-    found = _boxes(text)
-    if found:
-        _, start, end = found[-1]
+    for _, start, end in _boxes(text)[-1:]:
         return text[start:end]
     simple = _SIMPLE_BOX.findall(text)  # `\boxed 72`
     return simple[-1] if simple else None
@@ -244,8 +239,7 @@ def _boxes(text: str) -> list[tuple[int, int, int]]:
 
 
 def _joined_boxes(text: str) -> str | None:
-    found = _boxes(text)
-    if not found:
+    if not (found := _boxes(text)):
         return last_box(text)
     start, first, end = found[-1]
     parts = [text[first:end]]
@@ -261,8 +255,7 @@ def _joined_boxes(text: str) -> str | None:
 
 def _stated(text: str) -> tuple[str, ...]:
     """Return what follows the last "answer is" or "answer:", to the end of its sentence."""
-    found = list(_PHRASE.finditer(text))
-    if not found:
+    if not (found := list(_PHRASE.finditer(text))):
         return ()
     rest = text[found[-1].end() :]
     match = _MATH.match(rest)

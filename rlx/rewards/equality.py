@@ -58,8 +58,7 @@ def equal(gold: str, got: str) -> bool:
     if len(gold) > 4 * MAX_LENGTH or len(got) > 4 * MAX_LENGTH:
         return gold.strip() == got.strip() != ""
     gold, got = tidy(gold), tidy(got)
-    verdict = _decide(gold, got)
-    if verdict is not None:
+    if (verdict := _decide(gold, got)) is not None:
         return verdict
     symbolic.warm()
     return symbolic.limited(lambda: bool(_decide(gold, got, symbolic.equal)))

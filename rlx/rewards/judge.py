@@ -41,6 +41,8 @@ _SCHEMA = {
 _FORMAT = {
     "type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": _SCHEMA}
 }  # fmt: skip
+_REFUSALS = dict.fromkeys((400, 422), "look at its server's log")  # HTTP status → remedy
+_REFUSALS |= dict.fromkeys((401, 403, 404), "correct model, URL or key in reward.judge.models")
 _JUDGE = re.compile(r"(?P<model>[^@\s]+)@(?P<url>https?://[^#\s]+)(?:#(?P<variable>\w+))?")
 
 
@@ -63,15 +65,6 @@ class JudgeOptions:
     max_tokens: int = option(512, "tokens of a verdict", "1")
 
 
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    """A judge's score of one completion, and its cost."""
-
-    score: float  # 0 to 1
-    seconds: float  # from request to verdict; 0 if it was kept
-    tokens: int  # of the request and its answer; 0 if it was kept
-
-
 class Judge:
     """The judges of a run; use from one event loop."""
 
@@ -81,12 +74,13 @@ class Judge:
             import openai
         self._options, self._openai = options, openai
         self._rubric = _INSTRUCTIONS + (_read(options.rubric) if options.rubric else _RUBRIC)
+        self._models = {name: parsed(name) for name in options.models}
         self._clients = {
             name: openai.AsyncOpenAI(
                 base_url=found["url"], api_key=_key(found["variable"], name, environment),
                 timeout=options.timeout_seconds, max_retries=options.attempts - 1,
             )
-            for name, found in ((name, parsed(name)) for name in options.models)
+            for name, found in self._models.items()
         }  # fmt: skip
         self._plain = set[str]()  # judges whose servers refuse a schema
         self._free, self._next = asyncio.Semaphore(options.concurrent), 0.0
@@ -105,31 +99,27 @@ class Judge:
         `reference` is a right answer; "": none. JudgeError if a judge failed `attempts` times, or
         gave no verdict; UserError if one refuses the request, such as for a wrong key or name.
         """
-        parts = {"question": question, "reference": reference, "answer": answer}
+        given = (("question", question), ("reference", reference), ("answer", answer))
         # A completion that closes its own tag could go on as the instructions.
-        text = "\n".join(
-            f"<{name}>\n{part.replace(f'</{name}', f'< /{name}')}\n</{name}>"
-            for name, part in parts.items()
-            if part
-        )
+        parts = [(name, part.replace(f"</{name}", f"< /{name}")) for name, part in given if part]
+        text = "\n".join(f"<{name}>\n{part}\n</{name}>" for name, part in parts)
         found = await asyncio.gather(*(self._verdict(name, text) for name in self._clients))
-        return {
-            "reward/judge": sum(v.score for v in found) / len(found),
-            "judge/seconds": max(v.seconds for v in found),
-            "judge/tokens": float(sum(v.tokens for v in found)),
-        }
+        scores, seconds, tokens = zip(*found, strict=True)
+        mean = sum(scores) / len(scores)
+        return {"reward/judge": mean, "judge/seconds": max(seconds), "judge/tokens": sum(tokens)}
 
     async def aclose(self) -> None:
         """Close connections and the file of verdicts."""
         await asyncio.gather(*(client.close() for client in self._clients.values()))
         self._kept.close()
 
-    async def _verdict(self, name: str, text: str) -> _Verdict:
+    async def _verdict(self, name: str, text: str) -> tuple[float, float, float]:
+        """Return a judge's score, 0 to 1, and its seconds and tokens, 0 if it was kept."""
         key = hashlib.sha256("\0".join((name, self._rubric, text)).encode()).hexdigest()
         query = "SELECT score FROM verdicts WHERE key = ?"
         if row := self._kept.execute(query, (key,)).fetchone():
-            return _Verdict(row[0], 0.0, 0)
-        begun, used = time.monotonic(), 0
+            return row[0], 0.0, 0.0
+        begun, used = time.monotonic(), 0.0
         for _ in range(self._options.attempts):
             async with self._free:
                 await self._wait()
@@ -138,7 +128,7 @@ class Judge:
             said = (answer.choices[0].message.content or "") if answer.choices else ""
             if (score := score_of(said)) is not None:
                 self._kept.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (key, score))
-                return _Verdict(score, time.monotonic() - begun, used)
+                return score, time.monotonic() - begun, used
         raise JudgeError(
             f"judge {name} gave no verdict in {self._options.attempts} answers, the last "
             f"{said[-80:]!r}; raise reward.judge.max_tokens, or choose another model"
@@ -155,26 +145,20 @@ class Judge:
         """Return the server's answer; without a schema if the server takes none."""
         openai = self._openai
         schema: Any = {} if name in self._plain else {"response_format": _FORMAT}
-        messages: Any = [
-            {"role": "system", "content": self._rubric}, {"role": "user", "content": text}
-        ]  # fmt: skip
+        talk: Any = [{"role": "system", "content": self._rubric}, {"role": "user", "content": text}]
         try:
             return await self._clients[name].chat.completions.create(
-                model=parsed(name)["model"], messages=messages,
+                model=self._models[name]["model"], messages=talk,
                 max_tokens=self._options.max_tokens, **schema,
             )  # fmt: skip
-        except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
-            if schema and "response_format" in str(error):
+        except openai.APIStatusError as error:
+            if error.status_code in (400, 422) and schema and "response_format" in str(error):
                 self._plain.add(name)
                 return await self._ask(name, text)
-            raise UserError(f"judge {name} refuses a request: {error.message[:200]}") from error
-        except (
-            openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError
-        ) as error:  # fmt: skip
-            raise UserError(
-                f"judge {name} refuses a request: {error.message[:200]}; correct its model, URL or "
-                "key in reward.judge.models"
-            ) from error
+            if error.status_code not in _REFUSALS:
+                raise JudgeError(f"judge {name} failed: {error}"[:300]) from error
+            problem = f"judge {name} refuses a request: {error.message[:200]}"
+            raise UserError(f"{problem}; {_REFUSALS[error.status_code]}") from error
         except openai.OpenAIError as error:
             raise JudgeError(f"judge {name} failed: {error}"[:300]) from error
 

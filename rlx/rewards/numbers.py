@@ -178,9 +178,8 @@ def same(gold: Quantity, got: Quantity) -> bool:
         return abs(gold.value - got.value) <= tolerance(gold, got)
     # 50% equals 1/2, and also the 50 of "what percent".
     share, other = (gold, got) if gold.percent else (got, gold)
-    return other.value == share.value / 100 or (
-        other.value == share.value and abs(share.value) >= 1
-    )
+    whole = other.value == share.value and abs(share.value) >= 1
+    return whole or other.value == share.value / 100
 
 
 def _rewrite(text: str, *tables: _Rules) -> str:
@@ -200,10 +199,9 @@ def unit_of(text: str) -> str | None:
     text = _DEGREES.sub(r"\\text{degree}", text).rstrip(" .")
     words = re.findall("[a-z]+|[23]", re.sub(r"\\(?:text|frac)", " ", text.lower()))
     text = _EXPONENT.sub("", text)
-    if not _IN_TEXT.fullmatch(text):  # bare letters are a unit if they are known or a word
-        word = bool(_BARE.fullmatch(text)) and (words[0] in _UNITS or re.match(r"\s\w{3}", text))
-        if not word:
-            return None
+    bare = _BARE.fullmatch(text) and (words[0] in _UNITS or re.match(r"\s\w{3}", text))
+    if not bare and not _IN_TEXT.fullmatch(text):  # bare letters are known, or a word
+        return None
     if not _NOT_UNITS.isdisjoint(words) or words in (["squared"], ["cubed"]):
         return None
     units = {_UNITS[word] for word in words if word in _UNITS}

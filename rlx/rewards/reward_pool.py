@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,11 +47,9 @@ class RewardError(RuntimeError):
 def problem(value: Any) -> str | None:
     """Return why a value is no reward; None for a number that is finite in float32."""
     if isinstance(value, numbers.Real | np.bool_):  # not text, and not an array
-        try:
+        with suppress(OverflowError):  # an integer beyond any float
             if abs(float(value)) <= _LARGEST:
                 return None
-        except OverflowError:  # an integer beyond any float
-            pass
     return f"{repr(value)[:80]}; a reward is a finite number"
 
 
@@ -109,9 +108,8 @@ class RewardPool:
             self._submit(self._pool.start())
 
     async def grade(self, calls: Sequence[RewardCall]) -> Graded:
-        """Return what each call gets; the calls are those of one group.
+        """Return what each call of a group gets; RewardError has the worker's traceback as a note.
 
-        RewardError names function, row and completion, with the worker's traceback as a note.
         UserError if there is no such function, or its module cannot be imported.
         """
         with span("reward", completions=len(calls)):
@@ -182,7 +180,7 @@ class RewardPool:
                     limit, setting = limit * len(calls), f"{setting} of each completion"
                 clock.reschedule(now() + limit)
                 begun = time.monotonic_ns()
-                last = await worker.run_job({"name": name, "calls": sent}, on_reward)  # pickled
+                last = await worker.run_job({"name": name, "calls": sent}, on_reward)
             if "error" not in last:
                 return int(pid), begun, [found[index] for index in range(len(calls))]
             what = _describe(calls[last["index"] or 0], last["index"])
@@ -192,9 +190,8 @@ class RewardPool:
         except TimeoutError:
             worker.kill()
             self.start()
-            raise RewardError(
-                f"reward {name!r} was killed after {limit:g} s ({setting}) on {at()} {place}"
-            ) from None
+            why = f"was killed after {limit:g} s ({setting})"
+            raise RewardError(f"reward {name!r} {why} on {at()} {place}") from None
         except (WorkerError, Evicted, ValueError, TypeError, LookupError) as broken:
             worker.kill()
             raise RewardError(f"reward {name!r} failed on {at()}: {broken} {place}") from None

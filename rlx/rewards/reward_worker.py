@@ -88,9 +88,8 @@ def _outcomes(runner: asyncio.Runner, function: Callable, calls: _Calls) -> Any:
     if (kind := _kind(function)) == GROUP:
         return _of_group(runner, function, calls)
     jobs = [_bound(function, call) for call in calls]
-    if kind == TOGETHER:
-        return _together(runner, jobs)
-    return ((index, _outcome(job)) for index, job in enumerate(jobs))
+    each = ((index, _outcome(job)) for index, job in enumerate(jobs))
+    return _together(runner, jobs) if kind == TOGETHER else each
 
 
 def _together(runner: asyncio.Runner, jobs: Sequence[Callable]) -> _Outcomes:

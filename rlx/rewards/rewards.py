@@ -34,11 +34,9 @@ def gsm8k(
     prompt: str, completion: str, *ids: Sequence[int], answer: Any, unfinished: bool = False,
     **row: Any,
 ) -> float:  # fmt: skip
-    r"""Return 1 when the completion's final number equals the answer's, else 0.
+    r"""Return 1 when the completion's final number equals the answer's as a fraction, else 0.
 
-    Both are read alike: `#### 72`, else the last `\boxed{72}`, else the last number; with
-    signs, currency, thousands separators, percent, units, decimals and fractions, compared as
-    exact fractions.
+    Both are read alike: `#### 72`, else the last `\boxed{72}`, else the last number.
     """
     wanted = answers.final_number(str(answer))
     got = answers.final_number(answers.outside_thoughts(prompt, completion, unfinished))
@@ -99,8 +97,7 @@ def reasoning_gym(
 ) -> float:  # fmt: skip
     r"""Return what the row's task of reasoning-gym gives the completion's answer, 0 to 1.
 
-    The answer is the last `<answer>…</answer>`, else the last `\boxed{…}`, else the whole text
-    without thoughts.
+    The answer is the last `<answer>…</answer>`, else the last `\boxed{…}`, else the whole text.
     """
     text = answers.outside_thoughts(prompt, completion)
     tagged = _TAGGED.findall(text)
@@ -139,24 +136,17 @@ def resolve(name: str) -> RewardFunction:
 
 
 def weights_of(name: str, terms: Iterable[Any]) -> dict[str, float]:
-    """Return name → weight of each of `reward.terms`; without any, of `name`, which is 1.
-
-    UserError for an entry that is no pair of a name and a finite weight, or two logged alike.
-    """
+    """Return name → weight of each of `reward.terms`, or UserError; without any, of `name`: 1."""
     weights: dict[str, float] = {}
     for entry in terms:
         kinds = [type(part) for part in entry] if isinstance(entry, tuple | list) else []
         if kinds not in ([str, float], [str, int]) or not isfinite(entry[1]):
-            raise UserError(
-                f"reward.terms has {entry!r}, wanted a name and a finite weight; write "
-                "(('gsm8k', 1.0), ('mine.py:brevity', 0.1))"
-            )
+            problem = f"reward.terms has {entry!r}, wanted a name and a finite weight"
+            raise UserError(f"{problem}; write (('gsm8k', 1.0), ('mine.py:brevity', 0.1))")
         label = entry[0].rpartition(":")[2]
         if label in [other.rpartition(":")[2] for other in weights]:
-            raise UserError(
-                f"reward.terms has {label!r} twice, and each is logged by its name; keep one, or "
-                "rename a function"
-            )
+            problem = f"reward.terms has {label!r} twice, and each is logged by its name"
+            raise UserError(f"{problem}; keep one, or rename a function")
         weights[entry[0]] = float(entry[1])
     return weights or {name: 1.0}
 
@@ -185,16 +175,13 @@ def check_rows(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         return
     for index, row in enumerate(rows):
         answer = row.get("answer")
+        shown = repr(str(answer)[-60:])
         if name == "gsm8k" and answers.final_number(str(answer)) is None:  # it would return 0
-            raise UserError(
-                f"row {index + 1}: the answer {str(answer)[-60:]!r} holds no number; "
-                "mend the row, or set reward.name=math for symbolic answers"
-            )
+            remedy = "mend the row, or set reward.name=math for symbolic answers"
+            raise UserError(f"row {index + 1}: the answer {shown} holds no number; {remedy}")
         if name == "math" and not answers.reference(answer, row.get("solution")):
-            raise UserError(
-                f"row {index + 1} has no answer: answer={str(answer)[-60:]!r} is empty and "
-                "solution holds no \\boxed{…}; mend the row"
-            )
+            problem = f"answer={shown} is empty and solution holds no \\boxed{{…}}"
+            raise UserError(f"row {index + 1} has no answer: {problem}; mend the row")
 
 
 def float_answers(names: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> str:

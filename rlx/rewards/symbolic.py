@@ -114,10 +114,8 @@ def parsed(text: str) -> list[Any]:
         return found.xreplace(known) if known else found
 
     library, config = _library()
-    found = library.parse(
-        f"\\boxed{{{text}}}", config, fallback_mode="no_fallback", parsing_timeout=None
-    )
-    return list(map(exact, found))
+    options = {"fallback_mode": "no_fallback", "parsing_timeout": None}
+    return list(map(exact, library.parse(f"\\boxed{{{text}}}", config, **options)))
 
 
 def _verify(gold: str, got: str, digits: int, tolerance: Fraction) -> bool:
@@ -143,12 +141,11 @@ def _library() -> tuple[Any, Any]:
 
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)  # they warn of a limit left to us
-    normalization = NormalizationConfig(  # with units it would read 5t as 5
+    form = NormalizationConfig(  # with units it would read 5t as 5
         basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all"
     )
-    return math_verify, (math_verify.LatexExtractionConfig(
-        boxed_match_priority=0, normalization_config=normalization
-    ),)  # fmt: skip
+    config = math_verify.LatexExtractionConfig(boxed_match_priority=0, normalization_config=form)
+    return math_verify, (config,)
 
 
 def _bits(text: str) -> float:
