@@ -65,10 +65,7 @@ class Debugger:
         self._server, self._timeout = server, timeout
 
     def run(self, steps: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
-        """Run the rows of each step concurrently, until a step has a problem; return a report.
-
-        UserError if the server does not answer, or the agent cannot be created.
-        """
+        """Run the rows of each step concurrently, until a step has a problem; return a report."""
         return asyncio.run(self._run(steps))
 
     async def _run(self, steps: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
@@ -163,15 +160,12 @@ def load_rows(path: str, wanted: str = "", config: Any = None) -> list[Row]:
 
 def _latencies(runs: Sequence[AgentRun]) -> dict[str, dict[str, float]]:
     """Return quantiles of the seconds of successful runs and of answered calls."""
-    values = {
-        "run_seconds": [run.seconds for run in runs if not run.error],
-        "call_seconds": [call.seconds for run in runs for call in run.calls if call.ok],
-    }
+    good = {"run_seconds": [run.seconds for run in runs if not run.error]}
+    good["call_seconds"] = [call.seconds for run in runs for call in run.calls if call.ok]
     return {
         name: {level: float(np.quantile(own, q)) for level, q in _LEVELS.items()}
-        for name, own in values.items()
-        if own
-    }
+        for name, own in good.items() if own
+    }  # fmt: skip
 
 
 def _findings(area: str, runs: Sequence[AgentRun], seconds: float) -> Iterator[Finding]:
@@ -204,9 +198,8 @@ def _transcript(run: AgentRun, began: float) -> Iterator[str]:
     for number, call in enumerate(run.calls, 1):
         times = f"at {duration(call.begin - began)} · took {duration(call.seconds)}"
         yield f"call {number}  {call.path}  {call.model}  {times} · {call.stop_reason or '–'}"
-        end = ("answer", call.answer or "(empty)")
-        if not call.ok:
-            end = ("error", f"{call.status or 'no answer'}: {call.error}")
+        error = ("error", f"{call.status or 'no answer'}: {call.error}")
+        end = ("answer", call.answer or "(empty)") if call.ok else error
         for role, text in [*call.messages, end]:
             yield f"{role:>11}  " + text.strip().replace("\n", f"\n{'':13}")
     if run.error:

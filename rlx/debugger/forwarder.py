@@ -140,10 +140,7 @@ class Forwarder:
         return [call for call, _ in found]
 
     async def models(self, seconds: float = 30.0) -> list[str]:
-        """Return the names of the server's models, if it lists them.
-
-        UserError if the server does not answer within `seconds`, refuses, or lacks the model.
-        """
+        """Return the names of the server's models, if it lists them; or raise UserError."""
         url, limit = f"{self._server}/models", aiohttp.ClientTimeout(total=seconds)
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         try:

@@ -301,8 +301,8 @@ def _read_collective(
     if one.opcode.endswith("-start"):
         later = iter(computation.values())
         next(each for each in later if each.name == one.name)
-        done = lambda e: e.opcode.endswith("-done") and one.name in e.operands  # noqa: E731
-        between = takewhile(lambda each: not done(each), later)
+        ends = [e for e in computation.values() if one.name in e.operands]
+        between = takewhile(lambda e: e not in ends or not e.opcode.endswith("-done"), later)
         covered = sum(_flops(computations, computation, each) for each in between)
     hosts = [{device // per_host for device in group} for group in _groups(one.line)]
     crosses, whole = any(len(group) > 1 for group in hosts), float(times * moved)

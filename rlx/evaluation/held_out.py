@@ -115,9 +115,7 @@ class HeldOut:
         seconds = spent + time.monotonic() - began
         return {**record, "seconds": seconds, "elapsed_seconds": self.elapsed()}
 
-    async def _scores(
-        self, step: int, name: str, executor: Executor, runner: RowRunner
-    ) -> dict[str, Any]:
+    async def _scores(self, step: int, name: str, executor: Executor, runner: RowRunner) -> dict:
         """Return what is recorded of the set `name`; "": the rows."""
         began, rows = time.monotonic(), self.sets[name] if name else self.rows
         if not rows:
@@ -126,11 +124,8 @@ class HeldOut:
         async def answers(sampling: Sampling, n: int, priority: int) -> list[Group]:
             """Return the groups of the questions that did not fail."""
             seed, groups = sampling.seed or 0, []
-            futures = [
-                runner.submit(executor.workflow, Task(row, index, seed, sampling, n, priority))
-                for index, row in enumerate(rows)
-            ]
-            for future in futures:
+            tasks = (Task(row, i, seed, sampling, n, priority) for i, row in enumerate(rows))
+            for future in [runner.submit(executor.workflow, task) for task in tasks]:
                 try:
                     groups.append(await asyncio.wrap_future(future))
                 except Skipped as skipped:

@@ -1,5 +1,6 @@
 """Find question sets by name: their place on the hub, and how their answers are graded."""
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,19 +25,17 @@ class Benchmark:
     workflow: str = ""  # the only one that grades it; "": any
 
 
-BENCHMARKS = {
-    found.name: found
-    for found in (
-        Benchmark("arithmetic", "", "arithmetic"),
-        Benchmark("shapes", "", "exact"),
-        Benchmark("gsm8k", "openai/gsm8k:main:test", "gsm8k"),
-        Benchmark("math_500", "HuggingFaceH4/MATH-500:test", "math", "problem"),
-        Benchmark("math", "DigitalLearningGmbH/MATH-lighteval:test", "math", "problem", "solution"),
-        Benchmark("train_amc_aime", "AI-MO/aimo-validation-amc:train", "math", "problem"),
-        Benchmark("aime24", "HuggingFaceH4/aime_2024:train", "math", "problem"),
-        Benchmark("amc23", "math-ai/amc23:test", "math"),
-    )
-}
+_TABLE = (
+    Benchmark("arithmetic", "", "arithmetic"),
+    Benchmark("shapes", "", "exact"),
+    Benchmark("gsm8k", "openai/gsm8k:main:test", "gsm8k"),
+    Benchmark("math_500", "HuggingFaceH4/MATH-500:test", "math", "problem"),
+    Benchmark("math", "DigitalLearningGmbH/MATH-lighteval:test", "math", "problem", "solution"),
+    Benchmark("train_amc_aime", "AI-MO/aimo-validation-amc:train", "math", "problem"),
+    Benchmark("aime24", "HuggingFaceH4/aime_2024:train", "math", "problem"),
+    Benchmark("amc23", "math-ai/amc23:test", "math"),
+)
+BENCHMARKS = {found.name: found for found in _TABLE}
 
 
 def find(
@@ -96,8 +95,6 @@ def load_sets(
     found = [find(part, reward, question_key, answer_key) for part in parts if part]
     if not found:
         raise UserError(f"--datasets={text!r} names none; give gsm8k,math_500 or a .jsonl path")
-    names = [benchmark.name for benchmark in found]
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"--datasets names {name} twice; rename one of the files")
+    if twice := [name for name, n in Counter(one.name for one in found).items() if n > 1]:
+        raise UserError(f"--datasets names {twice[0]} twice; rename one of the files")
     return [(benchmark, rows(benchmark, limit, images)) for benchmark in found]

@@ -188,10 +188,7 @@ class Evaluator:
         group_id: int | None = None,  # None: the number of rows submitted before
         seed: int | None = None,  # None: a function of that
     ) -> "Future[Group]":
-        """Start one row and return the future of its group at once; `wait` has it too.
-
-        The future fails with Skipped after the row's last attempt.
-        """
+        """Start one row and return its group's future at once, which fails with Skipped at last."""
         if self._runner is None:
             raise RuntimeError("start the evaluator before submitting to it")
         number = self._count if group_id is None else group_id
@@ -210,10 +207,8 @@ class Evaluator:
     def wait(self, count: int | None = None, timeout: float | None = None) -> list[Group]:
         """Return the groups of the oldest `count` rows not waited for yet; default: of all.
 
-        Raises:
-          TimeoutError: some are not done after `timeout` seconds; `wait` may be called again.
-          Skipped, UserError: a row failed for good.
-          RolloutError, Unavailable: too many attempts fail.
+        Raises TimeoutError after `timeout` seconds, when `wait` may be called again. Skipped or
+        UserError if a row failed for good, RolloutError or Unavailable if too many attempts fail.
         """
         count = len(self._waiting) if count is None else count
         if count > len(self._waiting):
@@ -245,8 +240,7 @@ class Evaluator:
     def export_stats(self) -> dict[str, float]:
         """Return means over the trajectories finished since the last call, and counts.
 
-        `info/*` comes from the workflow, `reward/*` from terms; `num_failures` counts all attempts
-        that failed since the start.
+        `num_failures` counts all attempts that failed since the start.
         """
         groups, self._finished = self._finished, []
         found = [t for group in groups for t in group.trajectories]
@@ -254,14 +248,10 @@ class Evaluator:
         counts = {"groups": len(groups), "trajectories": len(found), "failures": failed}
         stats = {f"num_{name}": float(count) for name, count in counts.items()}
         if found:
-            trained = np.array([t.num_trained for t in found])
-            rewards = np.array([t.reward for t in found])
-            stats |= {
-                "reward": float(rewards.mean()),
-                "reward_std": float(rewards.std()),
-                "completion_tokens": float(trained.mean()),
-                "prompt_tokens": float(np.mean([len(t.tokens) for t in found]) - trained.mean()),
-                "no_eos_ratio": float(np.mean([t.truncated for t in found])),
-            }
-            stats |= info_means(found)
+            rewards, trained = [t.reward for t in found], [t.num_trained for t in found]
+            given = [len(t.tokens) - t.num_trained for t in found]
+            means: dict[str, list] = {"reward": rewards, "completion_tokens": trained}
+            means |= {"prompt_tokens": given, "no_eos_ratio": [t.truncated for t in found]}
+            stats |= {name: float(np.mean(values)) for name, values in means.items()}
+            stats |= {"reward_std": float(np.std(rewards)), **info_means(found)}
         return stats

@@ -64,15 +64,13 @@ def is_sample(record: Mapping[str, Any]) -> bool:
 def pending(path: Path, questions: int, n_samples: int) -> list[SampleRange]:
     """Return the requests for samples that a file does not have yet."""
     done = {(r["index"], r["sample"]) for r in read_jsonl(path) if "error" not in r}
-    found = []
-    for index in range(questions):
-        if (index, GREEDY) not in done:
-            found.append(SampleRange(index, GREEDY, 1))
-        for first in range(0, n_samples, CHUNK):
-            count = min(CHUNK, n_samples - first)
-            if any((index, first + i) not in done for i in range(count)):
-                found.append(SampleRange(index, first, count))
-    return found
+    starts = range(0, n_samples, CHUNK)
+    chunks = [(GREEDY, 1), *((first, min(CHUNK, n_samples - first)) for first in starts)]
+    return [
+        SampleRange(index, first, count)
+        for index in range(questions) for first, count in chunks
+        if any((index, first + i) not in done for i in range(count))
+    ]  # fmt: skip
 
 
 def keep(
@@ -88,8 +86,7 @@ def keep(
         error = f"{type(group).__name__}: {group}"
         nothing = {"completion": "", "reward": 0.0, "tokens": 0, "error": error}
         found, answers = [nothing] * samples.count, [None] * samples.count
-    for sample, record, answer in zip(range(samples.count), found, answers, strict=True):
-        number = GREEDY if samples.first == GREEDY else samples.first + sample
+    for number, (record, answer) in enumerate(zip(found, answers, strict=True), samples.first):
         head = {"index": samples.index, "sample": number, "question": row["question"],
                 "answer_key": row.get("answer"), "answer": answer}  # fmt: skip
         append_jsonl(path, {**head, **record})
@@ -136,28 +133,22 @@ def settings(
 ) -> dict[str, Any]:
     """Return the object of settings.json; raise UserError if OUT has samples of other settings."""
     own = {
-        **further,
-        "temperature": asked.temperature,
-        "top_p": asked.top_p,
+        **further, "temperature": asked.temperature, "top_p": asked.top_p,
         "workflow": None if asked.workflow == RLVR_NAME else asked.workflow,
         "workflow_kwargs": dict(asked.workflow_kwargs) or None,
-    }
+    }  # fmt: skip
     before, path = {}, out / "settings.json"
     # An evaluation that failed before it wrote anything claims nothing.
     if path.exists() and any((*out.glob("*/*.jsonl"), *out.glob("*/hf"))):
         before = read_json(path)
         for key, value in own.items():
             if before.get(key) != value:
-                raise UserError(
-                    f"{out} holds an evaluation with {key}={before.get(key)!r}, this one has "
-                    f"{value!r}; give another --output"
-                )
+                problem = f"{out} holds an evaluation with {key}={before.get(key)!r}"
+                raise UserError(f"{problem}, this one has {value!r}; give another --output")
     for key, named in (("models", models), ("datasets", datasets)):
         own[key] = before.get(key, {})
         for name, value in named.items():
             if own[key].setdefault(name, value) != value:
-                raise UserError(
-                    f"{out} holds {name} of {own[key][name]}, this one is {value}; give another "
-                    "--output"
-                )
+                problem = f"{out} holds {name} of {own[key][name]}, this one is {value}"
+                raise UserError(f"{problem}; give another --output")
     return own

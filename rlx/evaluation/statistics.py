@@ -37,8 +37,7 @@ def maj_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> fl
     won, blocks = 0, len(answers) // k
     for start in range(0, blocks * k, k):
         votes = Counter(a for a in answers[start : start + k] if a is not None)
-        if votes:
-            winner = votes.most_common(1)[0][0]
+        for winner, _ in votes.most_common(1):
             won += right[start + answers[start : start + k].index(winner)]
     return won / blocks
 
@@ -56,7 +55,6 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Return a mean's 95 % confidence interval, (low, high); None for fewer than two questions.
 
     For shares it is Wilson's score interval (10.2307/2276774), for values outside [0, 1] Student's.
-    There is a value for each question.
     """
     if (n := len(values)) < 2:
         return None
@@ -79,10 +77,9 @@ def per_question(
     greedy: Mapping[str, Any] | None, samples: Sequence[Mapping[str, Any]],
     pass_at: Sequence[int], maj_at: Sequence[int],
 ) -> dict[str, float]:  # fmt: skip
-    """Return the table's quantities for one question.
+    """Return the table's quantities for one question, by its records (the one at temperature 0).
 
-    `greedy` is its record at temperature 0, or None; `samples` are in order. A record has reward,
-    tokens and answer. One with an `error` is wrong and has no length.
+    A record has reward, tokens and answer. One with an `error` is wrong and has no length.
     """
     out = {}
     if greedy is not None:
@@ -133,7 +130,5 @@ def check_samples(n: int, pass_at: Sequence[int], maj_at: Sequence[int]) -> None
     for name, ks in (("pass", pass_at), ("maj", maj_at)):
         for k in ks:
             if not 1 <= k <= n:
-                raise UserError(
-                    f"{name}@{k} needs {max(k, 1)} samples a question and n_samples={n}; raise "
-                    f"--n_samples or lower --{name}_at"
-                )
+                problem = f"{name}@{k} needs {max(k, 1)} samples a question and n_samples={n}"
+                raise UserError(f"{problem}; raise --n_samples or lower --{name}_at")

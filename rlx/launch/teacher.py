@@ -164,9 +164,10 @@ def fleet(
     """Return the unconnected fleet of servers that score, once they are ready."""
     # So that an outage is reported before the attempt that waits for its end fails.
     limits = replace(limits, outage_seconds=min(limits.outage_seconds, limits.request / 2))
-    say = lambda text: on_message(f"{name}: {text}")  # noqa: E731
     try:
-        return servers.fleet(limits=limits, on_message=say, image=image)
+        return servers.fleet(
+            limits=limits, on_message=lambda text: on_message(f"{name}: {text}"), image=image
+        )
     except UserError as error:
         raise UserError(f"the {name}: {error}") from error
 

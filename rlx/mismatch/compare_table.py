@@ -50,9 +50,7 @@ def case_of(
     config = config.within(max(len(s.prompt) for s in samples) + sampling.max_new_tokens)
     scorer = TrainerScorer(config, temperature, measure.row_length(longest), dtype)
     tolerance = measure.tolerance(engine_dtype == dtype == "float32", *limits)
-    return MismatchCase(
-        scorer, params, samples, tolerance, top_p=sampling.top_p, top_k=sampling.top_k
-    )
+    return MismatchCase(scorer, params, samples, tolerance, sampling.top_p, sampling.top_k)
 
 
 def comparisons(
@@ -60,19 +58,17 @@ def comparisons(
 ) -> dict[str, Comparison]:
     """Return pair → comparison: with rlx's decoder, and with transformers if torch is installed.
 
-    UserError if neither can score the model. `image` returns the file of an image by its name.
+    `image` returns the file of an image by its name.
     """
     torch, foreign = importlib.util.find_spec("torch"), case.scorer.model.foreign
     if foreign and not torch:
-        raise UserError(
-            f"rlx's decoder has no {model_dir}, and torch is not here; {install('torch')}"
-        )
+        problem = f"rlx's decoder has no {model_dir}, and torch is not here"
+        raise UserError(f"{problem}; {install('torch')}")
     ours = [] if foreign else case.score()
     found = {} if foreign else {_OURS: case.compare(ours)}
     if torch:
-        theirs = measure.transformers_logprobs(
-            model_dir, case.samples, case.scorer.temperature, case.scorer.compute_dtype, image
-        )
+        own = case.scorer.temperature, case.scorer.compute_dtype
+        theirs = measure.transformers_logprobs(model_dir, case.samples, *own, image)
         ids = [sample.completion.tokens for sample in case.samples]
         found["engine – transformers"] = case.compare(theirs)
         if not foreign:

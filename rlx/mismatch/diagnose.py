@@ -47,10 +47,8 @@ class MismatchCase:
     def compare(self, scores: Scores) -> Comparison:
         """Compare the engine's log-probabilities with `scores`."""
         done = [sample.completion for sample in self.samples]
-        return compare(
-            [each.logprobs for each in done], scores, self.tolerance,
-            tokens=[each.tokens for each in done], counted=self.counted,
-        )  # fmt: skip
+        logprobs, tokens = [each.logprobs for each in done], [each.tokens for each in done]
+        return compare(logprobs, scores, self.tolerance, tokens=tokens, counted=self.counted)
 
     @property
     def counted(self) -> list[np.ndarray] | None:
@@ -94,9 +92,6 @@ class Explanation:
     exact: bool  # the engine is within the tolerance of the guess, not only clearly closer to it
     report: Comparison  # the engine compared with the guess
 
-    def __str__(self) -> str:
-        return f"{self.cause}: {self.words}"
-
 
 def _temperature(case: MismatchCase) -> Iterator[Guess]:
     if (wanted := case.scorer.temperature) != 1:
@@ -106,9 +101,8 @@ def _temperature(case: MismatchCase) -> Iterator[Guess]:
 
 def _renormalised(case: MismatchCase) -> Iterator[Guess]:
     if case.top_p < 1 or case.top_k:
-        scores = measure.restricted(
-            case.logits, case.tokens, case.scorer.temperature, case.top_p, case.top_k
-        )
+        own = case.scorer.temperature, case.top_p, case.top_k
+        scores = measure.restricted(case.logits, case.tokens, *own)
         words = f"the engine's logprobs are those after top_p={case.top_p:g}, top_k={case.top_k}"
         yield Guess(words, case.split(scores))
 
@@ -160,17 +154,12 @@ def _dtype(case: MismatchCase) -> Iterator[Guess]:
     for dtype in ("bfloat16", "float16"):
         rounded = jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), case.params)
         yield Guess(f"the engine's weights are rounded to {dtype}", case.score(rounded))
-        if np.dtype(compute).itemsize > 2:
-            scores = _half(case, rounded, dtype)
+        if np.dtype(compute).itemsize > 2:  # with rounded logits, as in an engine
+            scorer = dataclasses.replace(case.scorer, compute_dtype=dtype)
+            logits = scorer.logits(rounded, case.samples).astype(np.dtype(dtype))
+            scores = case.split(measure.tempered(logits, case.tokens, scorer.temperature))
             noise = [a - b for a, b in zip(scores, ours, strict=True)]
             yield Guess(f"the engine computes in {dtype}, the trainer in {compute}", scores, noise)
-
-
-def _half(case: MismatchCase, params: Params, dtype: str) -> Scores:
-    """Return scores in half precision, with rounded logits as in an engine."""
-    scorer = dataclasses.replace(case.scorer, compute_dtype=dtype)
-    logits = scorer.logits(params, case.samples).astype(np.dtype(dtype))
-    return case.split(measure.tempered(logits, case.tokens, scorer.temperature))
 
 
 # cause → (its guesses, the remedy)
@@ -205,7 +194,8 @@ def advice(explanations: Sequence[Explanation]) -> str:
     if not explanations:
         return "no known cause fits"
     kind = "likely cause" if explanations[0].exact else "closest cause, which does not explain all"
-    return f"{kind}: {' or '.join(map(str, explanations))}; {explanations[0].remedy}"
+    causes = " or ".join(f"{each.cause}: {each.words}" for each in explanations)
+    return f"{kind}: {causes}; {explanations[0].remedy}"
 
 
 def _rank(case: MismatchCase, guess: Guess, report: Comparison, observed: Comparison) -> int | None:

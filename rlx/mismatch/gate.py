@@ -155,15 +155,11 @@ class Gate:
 
             return hf.load(path, self.dtype)[1]
 
-        earlier = {
-            name: partial(load, path)
-            for name, path in self.earlier.items()
-            if version and path.exists()
-        }
+        there = {name: path for name, path in self.earlier.items() if version and path.exists()}
+        earlier = {name: partial(load, path) for name, path in there.items()}
         samples = [EngineSample(p, c) for p, c in zip(self.prompts, completions, strict=True)]
-        return MismatchCase(
-            self.scorer, {}, samples, self.tolerance, earlier=earlier, version=version
-        )
+        known: Any = {"earlier": earlier, "version": version}
+        return MismatchCase(self.scorer, {}, samples, self.tolerance, **known)
 
 
 def sentence(record: Mapping[str, Any]) -> str:
@@ -178,10 +174,7 @@ def sentence(record: Mapping[str, Any]) -> str:
 
 def _server_record(found: Comparison, causes: Sequence[Explanation]) -> dict[str, Any]:
     return {
-        "mean_delta": found.mean,
-        "max_delta": found.max,
-        "tokens": found.tokens,
-        "bad": found.bad,
+        "mean_delta": found.mean, "max_delta": found.max, "tokens": found.tokens, "bad": found.bad,
         "non_finite": found.non_finite,
         "first_bad": found.first_bad and dataclasses.asdict(found.first_bad),
         "causes": [
@@ -192,15 +185,10 @@ def _server_record(found: Comparison, causes: Sequence[Explanation]) -> dict[str
     }  # fmt: skip
 
 
-def _error(
-    address: str, version: int, found: Comparison, causes: Sequence[Explanation]
-) -> UserError:
+def _error(address: str, version: int, found: Comparison, causes: list[Explanation]) -> UserError:
     if not found.tokens:
-        return UserError(
-            f"gate: {address} acknowledged version {version} and stamps its tokens with another; "
-            "is another trainer using it? Restart it"
-        )
-    return UserError(
-        f"gate: engine {address} and trainer disagree on version {version}; {found}; "
-        f"{advice(causes)}; gate.jsonl has the numbers, gate.enabled=False continues regardless"
-    )
+        problem = f"{address} acknowledged version {version} and stamps its tokens with another"
+        return UserError(f"gate: {problem}; is another trainer using it? Restart it")
+    problem = f"engine {address} and trainer disagree on version {version}; {found}"
+    remedy = "gate.jsonl has the numbers, gate.enabled=False continues regardless"
+    return UserError(f"gate: {problem}; {advice(causes)}; {remedy}")

@@ -144,11 +144,9 @@ class TrainerScorer:
         """Return each completion's log-probabilities, [T] float32, nats. Waits for the device."""
         from rlx.model import decoder
 
-        rows = self._rows(samples)
-        scores = np.asarray(decoder.row_logprobs(params, rows, self))
-        return [
-            scores[i, len(s.prompt) :][: len(s.completion.tokens)] for i, s in enumerate(samples)
-        ]
+        scores = np.asarray(decoder.row_logprobs(params, self._rows(samples), self))
+        own = zip(scores, samples, strict=True)
+        return [row[len(s.prompt) :][: len(s.completion.tokens)] for row, s in own]
 
     def logits(self, params: Params, samples: Sequence[EngineSample]) -> np.ndarray:
         """Return the logits that all completion tokens were drawn from, [N, V] float32."""
@@ -196,8 +194,7 @@ def restricted(
 ) -> np.ndarray:
     """Return log-probabilities renormalised over the tokens that top-k, then top-p keep.
 
-    Takes logits [N, V], tokens [N], top_p in (0, 1], and top_k or 0. Returns [N] float64, −inf
-    for a token that could not have been drawn.
+    Takes logits [N, V], tokens [N]; returns [N] float64, −inf for a token that is not kept.
     """
     z = logits.astype(np.float64) / temperature
     ranked = np.sort(z, axis=-1)[:, ::-1]
@@ -249,11 +246,8 @@ def _image_inputs(model: Any, model_dir: Path, ids: Any, pictures: list) -> dict
     holders = (ids == model.config.image_token_id).int()
     every = {**found, "token_type_ids": holders, "mm_token_type_ids": holders}
     takes = inspect.signature(model.forward).parameters
-    return {
-        name: x.to(model.dtype) if x.is_floating_point() else x
-        for name, x in every.items()
-        if name in takes
-    }
+    taken = {name: x for name, x in every.items() if name in takes}
+    return {k: x.to(model.dtype) if x.is_floating_point() else x for k, x in taken.items()}
 
 
 def _picked(z: np.ndarray, tokens: np.ndarray) -> np.ndarray:

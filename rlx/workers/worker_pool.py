@@ -26,13 +26,8 @@ from typing import Any
 from rlx.base import UserError
 from rlx.system.process_supervisor import TOO_MANY
 from rlx.system.threads import in_thread
-from rlx.workers.worker_process import (
-    NO_LIMITS,
-    StartWorker,
-    WorkerHandle,
-    WorkerLimits,
-    start_worker,
-)
+from rlx.workers import worker_process
+from rlx.workers.worker_process import NO_LIMITS, StartWorker, WorkerHandle, WorkerLimits
 
 _END_SECONDS = 2.0  # a worker may take to end after its socket has
 _LINE = 16 << 20  # bytes of the longest message of a worker
@@ -59,7 +54,7 @@ class WorkerKind:
     module: str  # each runs `python -m MODULE N`, which talks by a `WorkerEnd`
     first: _Message  # first message to each, with `sys.path` added
     limits: WorkerLimits = NO_LIMITS  # of each
-    start: StartWorker = start_worker  # starts one, here or on another machine
+    start: StartWorker = worker_process.start_worker  # starts one, here or on another machine
     block_seconds: float = math.inf  # how long a job may keep the worker's event loop from turning
     cancel_seconds: float = 10.0  # how long a cancelled job may take to end
 
@@ -78,10 +73,7 @@ class WorkerProcess:
         self._main = asyncio.create_task(self._live())
 
     async def ready(self) -> Any:
-        """Wait until it takes jobs, and return its first message's `ready`.
-
-        UserError if the user's code cannot be loaded; WorkerError if the process ended.
-        """
+        """Return its first message's `ready`; UserError if the user's code cannot be loaded."""
         message = await asyncio.shield(self._hello)
         if "wrong" in message:
             self.kill()  # the next one may find a corrected file
@@ -89,10 +81,9 @@ class WorkerProcess:
         return message["ready"]
 
     async def run_job(self, job: _Message, progress: _Progress = _ignore) -> _Message:
-        """Return the last message of a job; cancelling this cancels the job.
+        """Return the last message of a job, or raise WorkerError or Evicted; cancelling cancels it.
 
-        `progress` gets the values of each message of progress. WorkerError if the process ended,
-        Evicted if it was killed because of another job.
+        `progress` gets the values of each message of progress.
         """
         if self.ended:
             raise Evicted("the worker process has ended")

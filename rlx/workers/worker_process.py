@@ -110,12 +110,8 @@ class SupervisedProcess:
 
 def environment(names: Sequence[str] = ()) -> dict[str, str]:
     """Return the harmless variables of this environment, and those called `names`."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name in _NAMES or name in names or name.startswith(_PREFIXES)
-    }
-    return {**kept, "PYTHONPATH": python_path()}
+    known = [name for name in os.environ if name in {*_NAMES, *names} or name.startswith(_PREFIXES)]
+    return {**{name: os.environ[name] for name in known}, "PYTHONPATH": python_path()}
 
 
 def start_worker(module: str, limits: WorkerLimits) -> tuple[SupervisedProcess, socket.socket]:
@@ -125,14 +121,9 @@ def start_worker(module: str, limits: WorkerLimits) -> tuple[SupervisedProcess, 
     with theirs:
         number = theirs.fileno()
         command = [sys.executable, "-P", "-m", module, str(number)]
+        own = {**environment(limits.environment), _SANDBOX: json.dumps(asdict(limits.sandbox))}
         try:
-            worker = SupervisedProcess(
-                command, limits=limits,
-                environment=environment(limits.environment) | {
-                    _SANDBOX: json.dumps(asdict(limits.sandbox))
-                },
-                pass_fds=(number,),
-            )  # fmt: skip
+            worker = SupervisedProcess(command, limits=limits, environment=own, pass_fds=(number,))
         except OSError:
             ours.close()
             raise
