@@ -73,9 +73,8 @@ class HttpListener:
             self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         except OSError as error:
             await self._runner.cleanup()
-            raise UserError(
-                f"cannot listen at {host}:{port}: {error.strerror}; choose another port"
-            ) from None
+            problem = f"cannot listen at {host}:{port}: {error.strerror}"
+            raise UserError(f"{problem}; choose another port") from None
         self._socket.setblocking(False)
         self._server, self._tls = self._runner.server, tls
         self._looking = asyncio.create_task(self._look())

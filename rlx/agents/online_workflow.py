@@ -73,10 +73,9 @@ class OnlineWorkflow:
     def __post_init__(self) -> None:
         self._tls = tls.server_tls(self.listen.tls_cert, self.listen.tls_key, "")
         if not tls.is_loopback(self.listen.host) and not self._tls:
-            raise UserError(
-                f"online.host={self.listen.host} listens beyond this machine; give online.tls_cert "
-                "and online.tls_key, or listen at 127.0.0.1"
-            )
+            problem = f"online.host={self.listen.host} listens beyond this machine"
+            remedy = "give online.tls_cert and online.tls_key, or listen at 127.0.0.1"
+            raise UserError(f"{problem}; {remedy}")
         self._gateway_class = gateway_class()
         self._gateway: Any = None  # set once it listens
         self._starting = asyncio.Lock()

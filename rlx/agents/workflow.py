@@ -190,9 +190,8 @@ async def run_agent(
     try:
         text = json.dumps(data)
     except (TypeError, ValueError) as error:
-        raise UserError(
-            f"a row cannot be given to an agent, {error}; rows are JSON: {str(data)[:120]}"
-        ) from None
+        problem = f"a row cannot be given to an agent, {error}"
+        raise UserError(f"{problem}; rows are JSON: {str(data)[:120]}") from None
     async with workers.worker() as worker:
         await worker.ready()
         job = {"data": text, "base_url": base_url, "api_key": api_key, "seconds": seconds}

@@ -152,10 +152,9 @@ class Forwarder:
                 raise ValueError(f"{answer.status} {refusal(body)}")
             found = [str(model["id"]) for model in json.loads(body)["data"]]
         except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
-            raise UserError(
-                f"cannot list the models of {url} ({type(error).__name__}: {error}); start the "
-                "server, or correct --api_key or --base_url=http://HOST:PORT/v1"
-            ) from None
+            problem = f"cannot list the models of {url} ({type(error).__name__}: {error})"
+            remedy = "start the server, or correct --api_key or --base_url=http://HOST:PORT/v1"
+            raise UserError(f"{problem}; {remedy}") from None
         if self._model and found and self._model not in found:
             raise unknown("model of the server", self._model, found)
         return found

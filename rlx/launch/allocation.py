@@ -79,10 +79,9 @@ def parse(text: str) -> Allocation:
     for piece in re.split(r"[+|]", both if evaluates else text):
         parts.append(_part(piece.strip(), served=any(not part.trains for part in parts)))
     if len(parts) > len({part.trains for part in parts}):
-        raise UserError(
-            f"allocation_mode={text!r} has too many parts; keep one kind of server and one "
-            "trainer, which includes critic and reference"
-        )
+        problem = f"allocation_mode={text!r} has too many parts"
+        remedy = "keep one kind of server and one trainer, which includes critic and reference"
+        raise UserError(f"{problem}; {remedy}")
     shared = "|" in text
     if shared and parts[0].gpus != parts[1].gpus:
         raise UserError(
@@ -95,19 +94,16 @@ def parse(text: str) -> Allocation:
 def _part(text: str, served: bool) -> Part:
     match = re.fullmatch(r"(\w+)(?:\[(\w+)\])?:(.*)", text)
     if not match or match[1] not in LETTERS:
-        raise UserError(
-            f"allocation_mode: {text!r} is not ENGINE:SIZES, such as vllm:d4t2; the engines are "
-            f"{', '.join(LETTERS)}, and `rlx areal` translates AReaL's"
-        )
+        problem = f"allocation_mode: {text!r} is not ENGINE:SIZES, such as vllm:d4t2"
+        remedy = f"the engines are {', '.join(LETTERS)}, and `rlx areal` translates AReaL's"
+        raise UserError(f"{problem}; {remedy}")
     backend, name, dims = match.groups(default="")
     # JAX serves and trains: the second part, or one with a trainer's letters, is the trainer.
     trains = backend == "torch" or (backend == "jax" and (served or bool(re.search("[fc]", dims))))
     sizes = read_sizes(text, dims, LETTERS[backend] if trains else "dt")
     if sizes.get("f", 1) % sizes.get("e", 1):
-        raise UserError(
-            f"allocation_mode: e{sizes['e']} of {text!r} is inside f and does not divide it; "
-            "give e that divides f"
-        )
+        problem = f"allocation_mode: e{sizes['e']} of {text!r} is inside f and does not divide it"
+        raise UserError(f"{problem}; give e that divides f")
     return Part(backend, trains, sizes, name)
 
 

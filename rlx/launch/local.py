@@ -201,10 +201,8 @@ class LocalServers:
                 if (status := server.poll()) is not None:
                     raise UserError(f"a rollout server ended at start {status}: {server.message}")
             if time.monotonic() > deadline:
-                raise UserError(
-                    f"a rollout server was not ready within {self._ready_timeout:g} s; read "
-                    f"{waiting[0].log}{waiting[0].write_stacks()}"
-                )
+                problem = f"a rollout server was not ready within {self._ready_timeout:g} s"
+                raise UserError(f"{problem}; read {waiting[0].log}{waiting[0].write_stacks()}")
             if self._stopping.wait(_POLL_SECONDS):
                 raise UserError("the rollout servers were stopped before they were ready")
         return tuple(f"127.0.0.1:{server.port}" for server in self._servers)

@@ -199,10 +199,8 @@ class RayCluster:
                 one.lost = "its actor or node has died"
                 continue
             except OSError as error:
-                raise UserError(
-                    f"{one.name} cannot be started on {one.process.host}: {error.__cause__}; use "
-                    "directories that all hosts share"
-                ) from None
+                problem = f"{one.name} cannot be started on {one.process.host}: {error.__cause__}"
+                raise UserError(f"{problem}; use directories that all hosts share") from None
             if isinstance(answer, Process):
                 one.process, one.begun = answer, True
             else:
@@ -296,7 +294,6 @@ def _require(address: str) -> None:
     if address in ("", "auto", "local"):
         return
     if error := refusal(address, _REACH_SECONDS):
-        raise UserError(
-            f"{ADDRESS}={address}: no head of a Ray cluster listens there ({error}); give its "
-            "host:port on a node of the cluster, or unset it to start one here"
-        )
+        problem = f"{ADDRESS}={address}: no head of a Ray cluster listens there ({error})"
+        remedy = "give its host:port on a node of the cluster, or unset it to start one here"
+        raise UserError(f"{problem}; {remedy}")

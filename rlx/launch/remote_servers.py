@@ -201,10 +201,9 @@ def servers(
 def up(machines: Machines, shared: Path, wanted: Processes) -> None:
     """Start processes, and return when all run and servers have joined; else end all of them."""
     if machines.ssh == "srun":
-        raise UserError(
-            "--hosts is missing, and processes of srun end with its step; name hosts that ssh "
-            "knows, or start runs by --config.scheduler.type=slurm"
-        )
+        problem = "--hosts is missing, and processes of srun end with its step"
+        remedy = "name hosts that ssh knows, or start runs by --config.scheduler.type=slurm"
+        raise UserError(f"{problem}; {remedy}")
     with interrupts((stop := Event()).set):  # so that cluster.json lists every started process
         _up(machines, shared, wanted, stop, _remove_dead_addresses(shared))
 

@@ -46,9 +46,8 @@ def make_secrets(directory: Path, hosts: Sequence[str]) -> None:
         ) from None
     except subprocess.CalledProcessError as error:
         lines = (error.stderr or "").strip().splitlines() or ["no message"]
-        raise UserError(
-            f"openssl made no certificate for {names}: {lines[-1]}; give hosts' names or addresses"
-        ) from None
+        problem = f"openssl made no certificate for {names}: {lines[-1]}"
+        raise UserError(f"{problem}; give hosts' names or addresses") from None
     known = ssl.get_default_verify_paths().cafile
     trusted = Path(known).read_bytes() if known else b""
     (directory / BUNDLE).touch(0o600)

@@ -94,10 +94,8 @@ def lives(number: str) -> bool:
     except UserError:  # Slurm has forgotten the job
         return False
     if found is None:
-        raise UserError(
-            f"Slurm does not answer about job {number}, which was started here before; try again "
-            "when `scontrol ping` shows that it is UP"
-        )
+        problem = f"Slurm does not answer about job {number}, which was started here before"
+        raise UserError(f"{problem}; try again when `scontrol ping` shows that it is UP")
     return not found.ended
 
 
@@ -153,7 +151,6 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
-        raise UserError(
-            f"scheduler.type=slurm needs {command[0]}, which is not on this machine's PATH; start "
-            "the run on a login node, or set scheduler.type=local"
-        ) from None
+        problem = f"scheduler.type=slurm needs {command[0]}, which is not on this machine's PATH"
+        remedy = "start the run on a login node, or set scheduler.type=local"
+        raise UserError(f"{problem}; {remedy}") from None

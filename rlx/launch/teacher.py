@@ -113,10 +113,8 @@ def _check_model(
     elif model.vocab_size != (size := directory.load_config(student).vocab_size):
         found = f"{model.vocab_size} tokens, the student has {size}"
     if found:
-        raise UserError(
-            f"teacher.path={options.path} has another vocabulary ({found}); choose a teacher with "
-            "the student's tokenizer"
-        )
+        problem = f"teacher.path={options.path} has another vocabulary ({found})"
+        raise UserError(f"{problem}; choose a teacher with the student's tokenizer")
 
 
 def vocabulary(model: Path) -> dict[str, int]:
