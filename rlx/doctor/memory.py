@@ -4,10 +4,9 @@ State (parameters, moments, critic, reference) is counted exactly. The rest of a
 bound by the sizes of its arrays. `run/compile_for.py` has XLA's own plan, for a GPU.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes as ml_dtypes  # numpy knows the name bfloat16 by it
 import numpy as np
@@ -58,7 +57,7 @@ class RunSizes:
         if self.train.lora:
             return lora_config.count(self.model, self.train.lora)
         scores = self.train.algorithm.kind.scores
-        return parameters.count(dataclasses.replace(self.model, value_head=True) if scores
+        return parameters.count(replace(self.model, value_head=True) if scores
                                 else self.model)  # fmt: skip
 
     @property
@@ -92,7 +91,7 @@ def state(sizes: RunSizes) -> Bytes:
     moments = 4 * OPTIMIZERS[train.optimizer.name]
     held = {"parameters": numbers * width, "optimizer": numbers * moments}
     if train.algorithm.critic:
-        valued = parameters.count(dataclasses.replace(sizes.model, value_head=True))
+        valued = parameters.count(replace(sizes.model, value_head=True))
         held["critic"] = valued * (np.dtype(train.dtype).itemsize + moments)
     if sizes.follows:
         held["reference"] = numbers * (4 if train.reference_mode == "ema" else width)

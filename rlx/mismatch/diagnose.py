@@ -5,9 +5,8 @@
 To add a cause, write a function from a MismatchCase to its guesses and give it a row in CAUSES.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import ml_dtypes as ml_dtypes  # numpy knows the name bfloat16 by it
@@ -36,12 +35,12 @@ class MismatchCase:
     top_p: float = 1.0  # top_p, top_k: of the engine's sampling
     top_k: int = 0
     # Name → function that loads weights the engine may still have.
-    earlier: Mapping[str, Callable[[], Params]] = dataclasses.field(default_factory=dict)
+    earlier: Mapping[str, Callable[[], Params]] = field(default_factory=dict)
     version: int | None = None  # compare only tokens of this policy version; None: all
 
     def score(self, params: Params | None = None, **changes) -> Scores:
         """Return the samples' log-probabilities under other weights, or a scorer with `changes`."""
-        scorer = dataclasses.replace(self.scorer, **changes)
+        scorer = replace(self.scorer, **changes)
         return scorer.logprobs(self.params if params is None else params, self.samples)
 
     def compare(self, scores: Scores) -> Comparison:
@@ -109,17 +108,17 @@ def _renormalised(case: MismatchCase) -> Iterator[Guess]:
 
 def _rope(case: MismatchCase) -> Iterator[Guess]:
     model, own = case.scorer.model, case.scorer.model.rope
-    ropes = {f"base {base:g}": dataclasses.replace(own, theta=base) for base in ROPE_BASES}
+    ropes = {f"base {base:g}": replace(own, theta=base) for base in ROPE_BASES}
     ropes[f"no {own.kind} scaling"] = Rope(theta=own.theta)
     if own.kind == "longrope":
-        ropes["longrope's other factors"] = dataclasses.replace(own, long=not own.long)
+        ropes["longrope's other factors"] = replace(own, long=not own.long)
     if local := model.local_rope:
         words = f"the engine has one RoPE for all layers, the trainer {local.theta:g} where they"
-        scores = case.score(model=dataclasses.replace(model, local_rope=None))
+        scores = case.score(model=replace(model, local_rope=None))
         yield Guess(f"{words} have a window", scores)
     for name, rope in ropes.items():
         if rope != own:
-            scores = case.score(model=dataclasses.replace(model, rope=rope))
+            scores = case.score(model=replace(model, rope=rope))
             yield Guess(f"the engine has {name}, the trainer {own.theta:g} ({own.kind})", scores)
 
 
@@ -128,7 +127,7 @@ def _head(case: MismatchCase) -> Iterator[Guess]:
     from rlx.model import decoder
 
     new, model = case.params, case.scorer.model
-    untied = dataclasses.replace(model, tie_embeddings=False)
+    untied = replace(model, tie_embeddings=False)
     own = decoder.head(new, model)
     if not model.tie_embeddings:
         words = "the engine's head is its token embedding, though they are two matrices"
@@ -155,7 +154,7 @@ def _dtype(case: MismatchCase) -> Iterator[Guess]:
         rounded = jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), case.params)
         yield Guess(f"the engine's weights are rounded to {dtype}", case.score(rounded))
         if np.dtype(compute).itemsize > 2:  # with rounded logits, as in an engine
-            scorer = dataclasses.replace(case.scorer, compute_dtype=dtype)
+            scorer = replace(case.scorer, compute_dtype=dtype)
             logits = scorer.logits(rounded, case.samples).astype(np.dtype(dtype))
             scores = case.split(measure.tempered(logits, case.tokens, scorer.temperature))
             noise = [a - b for a, b in zip(scores, ours, strict=True)]

@@ -8,11 +8,10 @@ while another passes.
 """
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,7 +104,7 @@ class Gate:
         begun, lives = time.monotonic(), fleet.lives
         if not self.passed:  # at the first check all get requests; a failure ends the run
             await fleet.admit(lives.items())
-        sampling = dataclasses.replace(self.sampling, seed=(self.seed + version) % (1 << 31))
+        sampling = replace(self.sampling, seed=(self.seed + version) % (1 << 31))
         try:
             answers = await fleet.probe(self.prompts, sampling, priority=PRIORITY)
         except ValueError as error:
@@ -129,7 +128,7 @@ class Gate:
                 from rlx.model import hf
 
                 params = params or hf.from_hf(weights(), self.scorer.model, self.dtype)
-                causes = diagnose(dataclasses.replace(case, params=params), found)
+                causes = diagnose(replace(case, params=params), found)
             servers[address] = _server_record(found, causes)
             if not found.ok:
                 wrong[address] = _error(address, probe.version, found, causes)
@@ -143,7 +142,7 @@ class Gate:
             "mean_delta": max(each["mean_delta"] for each in servers.values()),
             "max_delta": max(each["max_delta"] for each in servers.values()),
             "tokens": sum(each["tokens"] for each in servers.values()),
-            "limits": dataclasses.asdict(self.tolerance), "probe_seconds": probe.seconds,
+            "limits": asdict(self.tolerance), "probe_seconds": probe.seconds,
             "score_seconds": time.monotonic() - begun, "servers": servers,
         }  # fmt: skip
         refused = tuple(f"{name} gets no requests: {why}" for name, why in wrong.items())
@@ -176,7 +175,7 @@ def _server_record(found: Comparison, causes: Sequence[Explanation]) -> dict[str
     return {
         "mean_delta": found.mean, "max_delta": found.max, "tokens": found.tokens, "bad": found.bad,
         "non_finite": found.non_finite,
-        "first_bad": found.first_bad and dataclasses.asdict(found.first_bad),
+        "first_bad": found.first_bad and asdict(found.first_bad),
         "causes": [
             {"cause": each.cause, "words": each.words, "exact": each.exact,
              "mean_delta": each.report.mean, "max_delta": each.report.max}

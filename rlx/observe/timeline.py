@@ -4,7 +4,6 @@ https://ui.perfetto.dev opens the trace. The clock is CLOCK_MONOTONIC in nanosec
 processes of one machine share.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -12,7 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,7 +125,7 @@ def read(trace: Mapping[str, Any]) -> Iterator[Span]:
     """Yield each readable span of a saved trace."""
     names, events = dict[Any, str](), trace.get("traceEvents")
     for event in events if isinstance(events, list) else []:
-        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+        with suppress(AttributeError, KeyError, TypeError, ValueError):
             process, lane = event["pid"], event.get("tid", 0)
             if event["ph"] == "M" and event["name"] in ("process_name", "thread_name"):
                 key = process if event["name"] == "process_name" else (process, lane)

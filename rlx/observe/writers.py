@@ -3,7 +3,6 @@
 No other module imports tensorboardX, wandb, trackio and mlflow.
 """
 
-import importlib
 import importlib.util
 import os
 import re

@@ -8,12 +8,11 @@ long to compare gets 0, and no worker is killed.
 """
 
 import asyncio
-import functools
 import inspect
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from math import isfinite
 from typing import Any
 
@@ -105,7 +104,7 @@ def reasoning_gym(
     return reasoning_tasks.score((text if found is None else found).strip(), question, task)
 
 
-@functools.cache
+@cache
 def _sandbox(loop: asyncio.AbstractEventLoop) -> asyncio.Future:
     """Return the worker's one sandbox once it is ready; it ends with the process."""
     return asyncio.ensure_future(worker_sandbox(("math",)).__aenter__(), loop=loop)
