@@ -235,9 +235,7 @@ class Gateway:
         session = self.sessions.find(key)
         if self.online:
             if key and self.online.is_admin(key):
-                raise ApiError(
-                    403, "the admin key cannot generate; make a session, and use its key"
-                )
+                raise ApiError(403, "the admin key cannot generate; make a session and use its key")
             session = self.online.find(key) or session
         if session:
             return session
@@ -332,9 +330,7 @@ class Gateway:
         except (UserError, Failed) as error:
             raise ApiError(503, str(error), code="no_server") from error
 
-    def _keep(
-        self, p: PreparedRequest, name: str, completions: Sequence[Completion]
-    ) -> list[Choice]:
+    def _keep(self, p: PreparedRequest, name: str, completions: list[Completion]) -> list[Choice]:
         """Record the completions under the answer's id `name`; return its choices."""
         choices = []
         for number, completion in enumerate(completions):
@@ -419,10 +415,8 @@ class Gateway:
 
         def events(index: int, pieces: Sequence[tuple[str, str]], own: Sequence) -> list[Event]:
             sent[index] += len(own)
-            several = (
-                reply.delta(index, k, words, own if k == "text" else ()) for k, words in pieces
-            )
-            return [*chain.from_iterable(several)]
+            made = (reply.delta(index, k, text, own if k == "text" else ()) for k, text in pieces)
+            return [*chain.from_iterable(made)]
 
         try:
             while (chunk := await coming.get()) is not None:

@@ -8,10 +8,10 @@ import asyncio
 import logging
 import resource
 import socket
-import ssl
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from ssl import SSLContext
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -26,8 +26,6 @@ _HANDSHAKE_SECONDS = 10.0
 _LIMITS, _LIMITS_WHEN_FULL = (10.0, 60.0, float("inf")), (1.0, 10.0, 1.0)
 _LOOK_SECONDS = 0.25
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
 # Drops errors of malformed requests.
 LOGGER.addFilter(lambda record: not isinstance((record.exc_info or [0, 0])[1], CLIENTS))
 
@@ -57,15 +55,12 @@ class HttpListener:
             del self._requests[connection]
             self._since[connection] = authorized, time.monotonic()
 
-    async def open(
-        self, app: web.Application, host: str, port: int, tls: ssl.SSLContext | None
-    ) -> int:
+    async def open(self, app: web.Application, host: str, port: int, tls: SSLContext | None) -> int:
         """Start serving an application; return the port, or raise UserError if it is taken."""
         # `handler_cancellation`: a disconnected client's request is cancelled down to the engine.
         self._runner = web.AppRunner(
-            app, access_log=None, logger=LOGGER, handle_signals=False, handler_cancellation=True,
-            shutdown_timeout=1.0,
-        )  # fmt: skip
+            app, access_log=None, logger=LOGGER, handler_cancellation=True, shutdown_timeout=1.0
+        )
         await self._runner.setup()
         assert self._runner.server is not None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

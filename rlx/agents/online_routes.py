@@ -72,16 +72,14 @@ async def _export(online: OnlineSessions, request: web.Request) -> web.Response:
 
 async def _end(online: OnlineSessions, request: web.Request) -> web.Response:
     state = online.current(key_of(request))
-    return _answer(online, request, state and online.end(state.id, "application"))
+    return _view(online, request, state and online.end(state.id, "application"))
 
 
 async def _refresh(online: OnlineSessions, request: web.Request) -> web.Response:
-    return _answer(online, request, online.refresh(key_of(request)))
+    return _view(online, request, online.refresh(key_of(request)))
 
 
-def _answer(
-    online: OnlineSessions, request: web.Request, state: SessionState | None
-) -> web.Response:
+def _view(online: OnlineSessions, request: web.Request, state: SessionState | None) -> web.Response:
     if state:
         return web.json_response(public_view(state))
     if (key := key_of(request)) and online.is_admin(key):

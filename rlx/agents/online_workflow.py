@@ -129,11 +129,9 @@ class OnlineWorkflow:
         """Return the sessions of a gateway in front of `fleet`, started on the first call."""
         async with self._starting:
             if self._gateway is None:
-                where = self.listen
+                where, own = self.listen, (self.context.directory, self.options, self.sampling)
                 try:
-                    online = OnlineSessions(
-                        self.context.directory, self.options, self.sampling, temperature_fixed=True
-                    )
+                    online = OnlineSessions(*own, temperature_fixed=True)
                     gateway = self._gateway_class(
                         cast(Fleet, fleet), self.tokenizer, host=where.host, port=where.port,
                         tls=self._tls, online=online, images=self.images,

@@ -175,9 +175,8 @@ class Session:
         for number, earlier in self._searched():
             head = earlier.place.last[: -len(_END)]
             if best <= len(head) and earlier.said and last.startswith(head):
-                words, asked, answer = (
-                    json.loads(key)[1] for key in (last, earlier.place.last, earlier.said)
-                )
+                keys = last, earlier.place.last, earlier.said
+                words, asked, answer = (json.loads(key)[1] for key in keys)
                 rest = words[len(asked) :].lstrip()
                 ends = rest.startswith(answer) and not rest[len(answer) :][:1].strip()
                 if asked and answer and ends:

@@ -101,7 +101,7 @@ class Reader:
         """Return (text before the calls or None if blank, calls in OpenAI's form)."""
         if self._format is None:
             return text, []
-        before, found = _split(text, self._format, tools, ended)
+        before, found = _cut(text, self._format, tools, ended)
         try:
             written = [(n, json.dumps(a, ensure_ascii=False, allow_nan=False)) for n, a in found]
         except ValueError:  # NaN or infinity
@@ -123,9 +123,7 @@ class Reader:
         return inside.lstrip("\n"), words.lstrip("\n")
 
 
-def _split(
-    text: str, form: Format, tools: Sequence[Mapping], ended: bool
-) -> tuple[str, list[Call]]:
+def _cut(text: str, form: Format, tools: Sequence[Mapping], ended: bool) -> tuple[str, list[Call]]:
     def opened(at: int) -> int:
         return min((k for mark in form.opens if (k := text.find(mark, at)) >= 0), default=-1)
 

@@ -129,9 +129,8 @@ def outcome(interactions: Sequence[Interaction], value: float | Mapping[str, flo
     """Return a run's reward: its own, or that of its latest rewarded completion."""
     if not isinstance(value, Mapping):
         return float(value)
-    return next(
-        float(value[i.completion_id]) for i in reversed(interactions) if i.completion_id in value
-    )
+    rewarded = [i.completion_id for i in interactions if i.completion_id in value]
+    return float(value[rewarded[-1]])
 
 
 class Turn(NamedTuple):

@@ -113,10 +113,8 @@ class AgentWorkflow:
         async with self._starting:
             if self._front is None or self._front.fleet is not fleet:
                 await self.aclose()
-                o, server = self._options, cast("Fleet", fleet)
-                gateway = self._gateway_class(
-                    server, self._tokenizer, host=o.host, tls=o.tls, images=self._images
-                )
+                o, own = self._options, (cast("Fleet", fleet), self._tokenizer)
+                gateway = self._gateway_class(*own, host=o.host, tls=o.tls, images=self._images)
                 workers = WorkerPool(self._kind, o.workers, single_job=o.process_per_run)
                 self._front = _Front(fleet, gateway, workers)
                 try:
@@ -172,9 +170,8 @@ def worker_kind(name: str, kwargs: Mapping[str, Any], options: AgentOptions) -> 
     """Return the kind of process that runs the agent class `name`, made with `kwargs`."""
     report = min(_REPORT_SECONDS, options.block_seconds / 2)
     first = {"class": name, "kwargs": dict(kwargs), "report": report, "no_proxy": options.host}
-    return WorkerKind(
-        "rlx.agents.worker", first, options.limits, options.start, options.block_seconds
-    )
+    own = options.limits, options.start, options.block_seconds
+    return WorkerKind("rlx.agents.worker", first, *own)
 
 
 async def run_agent(

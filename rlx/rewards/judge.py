@@ -42,7 +42,7 @@ _FORMAT = {
     "type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": _SCHEMA}
 }  # fmt: skip
 _REFUSALS = dict.fromkeys((400, 422), "look at its server's log")  # HTTP status → remedy
-_REFUSALS |= dict.fromkeys((401, 403, 404), "correct model, URL or key in reward.judge.models")
+_REFUSALS |= dict.fromkeys((401, 403, 404), "correct its model, URL or key in reward.judge.models")
 _JUDGE = re.compile(r"(?P<model>[^@\s]+)@(?P<url>https?://[^#\s]+)(?:#(?P<variable>\w+))?")
 
 

@@ -4,13 +4,9 @@
                                   ▲              │ each reward as it is computed
                                   └──────────────┘ none within the limit: the worker is replaced
 
-An async function is called for all completions of a group at the same time. A function with plural
-parameters gets them in one call. The reward is the weighted sum of all functions.
-
-`RewardError`: a function raised, hung, killed its process, or returned something other than a
-finite number. The prompt is tried again within the run's budget. Workers and all processes they
-started end with this process, however it ends (`process_supervisor.py`). Functions are sent by
-name, never as code; workers answer with numbers and text.
+The reward is the weighted sum of all functions. `RewardError`: a function raised, hung, killed its
+process, or returned something other than a finite number. The prompt is tried again within the
+run's budget. Functions are sent by name, never as code; workers answer with numbers and text.
 """
 
 import asyncio
