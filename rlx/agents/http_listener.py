@@ -31,10 +31,7 @@ LOGGER.addFilter(lambda record: not isinstance((record.exc_info or [0, 0])[1], C
 
 
 class HttpListener:
-    """Accepts connections for an aiohttp server, at most half the process's limit of open files.
-
-    `watch` must be the application's outermost middleware.
-    """
+    """Accepts connections for an aiohttp server, at most half the process's limit of open files."""
 
     def __init__(self) -> None:
         self._most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
@@ -44,7 +41,7 @@ class HttpListener:
 
     @web.middleware
     async def watch(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Record when a request's connection became idle and whether it was authorized."""
+        """Record a connection's end of work and authorization; must be the outermost middleware."""
         connection, authorized = request.protocol, False
         self._requests[connection], self._since[connection] = request, (True, time.monotonic())
         try:

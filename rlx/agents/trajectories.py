@@ -159,10 +159,7 @@ def samples(group: Group, count: int) -> list[list[Trajectory]]:
 
 
 def record(parts: Sequence[Trajectory], tokenizer: Any) -> dict[str, Any]:
-    """Return one sample as JSON types; an agent's has its `turns` as the model saw them.
-
-    The completion is the last turn's; the reward is `outcome`.
-    """
+    """Return one sample as JSON types; an agent's has `turns`, and the last completion."""
     last = parts[-1]
     found = {
         "completion": last.completion, "reward": last.run_reward,

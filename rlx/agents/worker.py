@@ -58,10 +58,7 @@ def http_clients() -> Callable[[], Any]:
 
 
 def watch_loop(late: Callable[[float, str], None]) -> None:
-    """Watch the running loop until it is closed; call this in the loop's thread.
-
-    While it is blocked, another thread calls `late` with the seconds so far and the blocking line.
-    """
+    """Watch this thread's loop; while blocked, call `late` elsewhere with seconds and line."""
     loop, thread = asyncio.get_running_loop(), threading.get_ident()
 
     def watch() -> None:

@@ -200,10 +200,7 @@ async def run_agent(
 
 
 def with_messages(row: Mapping[str, Any], key: str, system: str) -> dict[str, Any]:
-    """Return what an agent gets of a row: the row, with `messages` where it only has a question.
-
-    `key` is the question's, text or messages; a `system` prompt is put before it, "": none.
-    """
+    """Return a row as agents get it: its `messages`, or `system` and its question."""
     if key not in row or ("messages" in row and key != "messages"):
         return dict(row)
     return {**row, "messages": conversation(row[key], system)}

@@ -30,10 +30,7 @@ _SIZE = re.compile(r"allocat\w*\D{0,20}?([\d.]+)\s?(bytes|[KMGT]i?B)", re.IGNORE
 
 @contextmanager
 def friendly_errors(advice: Callable[[], str] = lambda: "", doing: str = "") -> Iterator[None]:
-    """Turn a failure that `explain` knows into a UserError; let others pass.
-
-    `doing` names the block; `advice` returns the need of memory and its remedy.
-    """
+    """Turn a failure of the block, named `doing`, that `explain` knows into a UserError."""
     try:
         yield
     except UserError:
@@ -47,7 +44,7 @@ def friendly_errors(advice: Callable[[], str] = lambda: "", doing: str = "") -> 
 def explain(
     error: BaseException, advice: Callable[[], str] = lambda: "", doing: str = ""
 ) -> UserError | None:
-    """Return the UserError for a failure or for one of its causes; None if unknown."""
+    """Return the UserError for a failure or its cause, or None; `advice` is about memory."""
     when = f" ({doing})" if doing else ""
     for each in _causes(error):
         if device_is_full(each):

@@ -21,7 +21,7 @@ _WIDTHS = {
     "u32": 4, "f64": 8, "s64": 8, "u64": 8,
 }  # fmt: skip
 _COLLECTIVE = re.compile(
-    r"(all-(?:gather|reduce|to-all)|reduce-scatter|collective-permute)(-start)?$"
+    r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?$"
 )
 _NO_KERNEL = frozenset((
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call",

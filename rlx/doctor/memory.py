@@ -238,16 +238,13 @@ def low_memory_warning(sizes: RunSizes, there: MemoryLimit, *, always: bool = Fa
 
 
 def full_disk_warning(sizes: RunSizes, free: int, there: int = 0) -> str:
-    """Return a warning if the checkpoints may not fit on the disk, else ""; DiskFull if none fits.
-
-    New ones replace `there` bytes of earlier checkpoints and exports.
-    """
+    """Return a warning if checkpoints may not fit on the disk, else ""; DiskFull if none fits."""
     saved, out = sum(state(sizes).values()), exported(sizes)
     needed, what = checkpoints(saved, out, sizes.keep)
     what = f"{what}; {size(free)} free; free some"
     if saved + out > free:
         raise DiskFull(f"no disk space for a checkpoint: {what}, or give another --workdir")
-    if needed <= free + there:
+    if needed <= free + there:  # bytes of earlier checkpoints, which new ones replace
         return ""
     return f"may run out of disk space: {what}, give another --workdir, or lower checkpoint.keep"
 

@@ -82,10 +82,7 @@ def _import_error(modules: Sequence[str], seconds: float) -> str:
 
 
 def check(distribution: str = "rlx", needed: Sequence[str] = ()) -> Iterator[Finding]:
-    """Yield a row for each broken dependency, one for all others, and one for the extras.
-
-    A package of an extra is a dependency if it provides one of the `needed` modules.
-    """
+    """Yield a row for each broken package (`needed` extras too), all others, and extras."""
     try:
         own = declared(distribution)
     except metadata.PackageNotFoundError:

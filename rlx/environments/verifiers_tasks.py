@@ -73,10 +73,7 @@ class VerifiersAgent:
 
 
 def _environment(text: str) -> tuple[Any, str, int | None]:
-    """Return a new environment, the role that is trained, and the wanted number of rows.
-
-    UserError without the package, such an environment or key, or for several roles to train.
-    """
+    """Return a new environment, its trained role, and the wanted number of rows; or UserError."""
     loaders = _loaders()
     from verifiers.v1 import AgentConfig, PrimeConfig
 

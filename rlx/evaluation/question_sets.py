@@ -41,10 +41,7 @@ BENCHMARKS = {found.name: found for found in _TABLE}
 def find(
     text: str, reward: str, question_key: str = "question", answer_key: str = "answer"
 ) -> Benchmark:
-    """Return the set that an entry of --datasets names, a path or NAME=PATH too; else UserError.
-
-    Rows of a path have these keys, and `reward` grades them unless NAME is one of BENCHMARKS.
-    """
+    """Return the set that an entry of --datasets names, a path or NAME=PATH too; else UserError."""
     if text in BENCHMARKS:
         return BENCHMARKS[text]
     if text.startswith(_TASKS):

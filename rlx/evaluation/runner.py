@@ -238,10 +238,7 @@ class Evaluator:
         return self.wait(len(rows), timeout)
 
     def export_stats(self) -> dict[str, float]:
-        """Return means over the trajectories finished since the last call, and counts.
-
-        `num_failures` counts all attempts that failed since the start.
-        """
+        """Return means and counts since the last call, and failures since the start."""
         groups, self._finished = self._finished, []
         found = [t for group in groups for t in group.trajectories]
         failed = self._runner.executor.counters()["failed"] if self._runner else 0

@@ -357,10 +357,7 @@ def _start(command: Sequence[str], cpus: Sequence[int], **options: Any) -> subpr
 def start_early(
     model: str | os.PathLike, cpus: Sequence[int], seed: int, options: Mapping[str, Any]
 ) -> subprocess.Popen:
-    """Start a server of the JAX engine that imports, loads and compiles, then waits for its flags.
-
-    It ends with the thread that calls this.
-    """
+    """Start a JAX server that compiles, then waits for flags; it ends with this thread."""
     own = [f"--{name.replace('_', '-')}={options[name]}" for name in _EARLY]
     own += [f"--seed={seed}", f"--model={os.fspath(model)}", f"--parent-pid={os.getpid()}"]
     return _start(

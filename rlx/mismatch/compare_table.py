@@ -56,10 +56,7 @@ def case_of(
 def comparisons(
     case: MismatchCase, model_dir: Path, image: Callable[[str], bytes] | None = None
 ) -> dict[str, Comparison]:
-    """Return pair → comparison: with rlx's decoder, and with transformers if torch is installed.
-
-    `image` returns the file of an image by its name.
-    """
+    """Return pair → comparison: with rlx's decoder, and with transformers if torch is installed."""
     torch, foreign = importlib.util.find_spec("torch"), case.scorer.model.foreign
     if foreign and not torch:
         problem = f"rlx's decoder has no {model_dir}, and torch is not here"

@@ -14,10 +14,7 @@ _POINTS = 12  # evaluations in the table
 
 
 def card(workdir: Path, name: str, license_name: str, defaults: Mapping[str, Any]) -> str:
-    """Return the card: metadata in YAML, the base, how it was trained, held-out results.
-
-    `name` is the model's on the hub, without its owner; `license_name` the hub's, "": not given.
-    """
+    """Return the card of model `name`: metadata, base, how it was trained, held-out results."""
     from huggingface_hub import EvalResult, ModelCardData  # takes a moment to import
 
     row, config = summary(workdir, defaults), read_json(workdir / "config.json")

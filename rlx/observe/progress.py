@@ -103,10 +103,7 @@ class Progress:
             return step, name, self._clock() - since
 
     def panel(self, metrics: list, evals: list, phase: str, seconds: float, age: float) -> Panel:
-        """Return the panel of another process's run, `seconds` in `phase`, by its records.
-
-        The last one is `age` seconds old.
-        """
+        """Return the panel of another process's run, by its records, the last `age` seconds old."""
         now = self._clock()
         self._history, self._evals, self._updated = metrics, evals, now - age
         self._phase = (phase, now - seconds)

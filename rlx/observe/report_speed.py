@@ -45,10 +45,7 @@ def phase_totals(run: Run) -> dict[str, float]:
 
 
 def measured_phases(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the mean seconds a step of the phases that a plan predicts, where there are any.
-
-    A server's mean is `generate`.
-    """
+    """Return the mean seconds a step of planned phases; `generate` is a server's mean."""
     found = {}
     for phase, key in PHASES.items():  # the first step compiles
         values = [finite(lookup(record, key)) for record in records[1:] or records]

@@ -32,10 +32,7 @@ _PARTS = ("tiles", "on_dataset", "learning", "optimisation", "busy", "lags", "sp
 
 
 def write_report(workdir: str | os.PathLike, defaults: Mapping[str, Any] | None = None) -> Path:
-    """Write WORKDIR/report.html and return its path; raise UserError when WORKDIR holds no run.
-
-    The report lists which config keys differ from `defaults`, a nested mapping.
-    """
+    """Write WORKDIR/report.html, with keys unlike `defaults`; return its path, or UserError."""
     run = load(workdir)
     path = Path(workdir) / "report.html"
     write_atomically(path, visible(page(run, defaults)).encode("utf-8", "replace"))

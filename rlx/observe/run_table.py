@@ -77,10 +77,7 @@ def held_out(evals: Sequence[Mapping[str, Any]]) -> tuple[str, str, list[tuple[f
 
 
 def score(path: Path, step: int) -> float:
-    """Return how good a run is at a step: the last held-out value, higher is better.
-
-    Without one it is the mean reward of the last quarter of the steps; −inf without that.
-    """
+    """Return a run's held-out value until a step, higher is better; else its late reward."""
 
     def until(name: str) -> list[dict[str, Any]]:
         return [r for r in read_jsonl(path / name) if has_step(r) and r["step"] <= step]

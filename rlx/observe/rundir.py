@@ -49,10 +49,7 @@ class Run:
 
 
 def load(workdir: str | os.PathLike, samples: bool = True) -> Run:
-    """Read the files of a WORKDIR; raise UserError when it holds no run.
-
-    Without `samples` its transcripts and its timeline, which are large, are left out.
-    """
+    """Read a WORKDIR, transcripts and timeline for `samples` only; UserError for no run."""
     path = Path(workdir)
     if not path.is_dir():
         raise UserError(f"{path} is not a directory; give the WORKDIR of a run")

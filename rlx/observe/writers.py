@@ -184,10 +184,7 @@ WRITERS = {
 
 
 def load(names: Iterable[str], callbacks: Sequence[Any] = ()) -> list[tuple[str, Any]]:
-    """Return (name, hook) of each of `names`, a key of WRITERS or a user's own, and of `callbacks`.
-
-    A class is called without arguments. UserError for an unknown writer or a missing package.
-    """
+    """Return (name, hook) of `names`, in WRITERS or a user's, and `callbacks`; or UserError."""
     named = []
     for entry in names:
         name, hook = f"observe.writers={entry!r}", user_code.find("observe.writers", entry, WRITERS)
@@ -208,10 +205,7 @@ def board_id(workdir: Path) -> str:
 
 
 def values_of(record: Mapping[str, Any], section: str = "") -> dict[str, Value]:
-    """Return the numbers of a record by tag, `section/name`; leave out texts, lists and None.
-
-    A dict of counts by number stays one value, other dicts give one for each key.
-    """
+    """Return a record's numbers by tag, `section/name`; counts by number stay one value."""
     values: dict[str, Value] = {}
     for name, item in record.items():
         own = section or _SECTION.get(name, "" if "/" in name else "other")

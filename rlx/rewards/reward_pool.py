@@ -104,10 +104,7 @@ class RewardPool:
             self._submit(self._pool.start())
 
     async def grade(self, calls: Sequence[RewardCall]) -> Graded:
-        """Return what each call of a group gets; RewardError has the worker's traceback as a note.
-
-        UserError if there is no such function, or its module cannot be imported.
-        """
+        """Return what each call gets; RewardError has the worker's traceback as a note."""
         with span("reward", completions=len(calls)):
             graded = asyncio.wrap_future(self._submit(self._grade(calls)))
             return await asyncio.shield(graded)  # a worker cannot leave a reward half computed

@@ -45,10 +45,7 @@ def readable() -> list[str]:
 
 
 class Layers:
-    """One of LEVELS: the zygote makes it, keepers `enter` it, programs are in `confine`.
-
-    Each step raises OSError, with a reason, if this machine does not support the level.
-    """
+    """One of LEVELS: zygotes make it, keepers `enter` it, programs are in `confine`; or OSError."""
 
     def __init__(self, level: str):
         self._level, self._landlock = level, 0

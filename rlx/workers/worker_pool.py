@@ -81,10 +81,7 @@ class WorkerProcess:
         return message["ready"]
 
     async def run_job(self, job: _Message, progress: _Progress = _ignore) -> _Message:
-        """Return the last message of a job, or raise WorkerError or Evicted; cancelling cancels it.
-
-        `progress` gets the values of each message of progress.
-        """
+        """Return a job's last message, or raise WorkerError, Evicted; `progress` gets others."""
         if self.ended:
             raise Evicted("the worker process has ended")
         number = secrets.token_hex(16)  # another job cannot report under it by counting
