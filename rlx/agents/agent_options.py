@@ -15,8 +15,6 @@ EXPORTS = ("tree", "concat", "individual")  # see trajectories.py
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """Settings of agents' processes and rewards."""
-
     turn_discount: float = option(1.0, "share of the next turn's return that counts", "[0, 1]")
     export: str = option("tree", "rows of a run: docs/agents.md", EXPORTS)
     reward_seconds: float = option(0.0, "wait for the reward of a run that returned None", "0")

@@ -39,11 +39,8 @@ SCHEMA: dialects.Schema = {
     "top_logprobs": (int, lambda v: 0 <= v <= MOST_TOP_LOGPROBS, f"in [0, {MOST_TOP_LOGPROBS}]"),
 }  # fmt: skip
 _ROLES = {
-    "system": types.ChatCompletionSystemMessageParam,
-    "developer": types.ChatCompletionDeveloperMessageParam,
-    "user": types.ChatCompletionUserMessageParam,
-    "assistant": types.ChatCompletionAssistantMessageParam,
-    "tool": types.ChatCompletionToolMessageParam,
+    role: getattr(types, f"ChatCompletion{role.title()}MessageParam")
+    for role in ("system", "developer", "user", "assistant", "tool")
 }
 _FORMATS = {
     "text": formats.ResponseFormatText, "json_object": formats.ResponseFormatJSONObject,

@@ -36,10 +36,8 @@ _BLOCKS: dict[str, dict[str, Any]] = {  # types of content by role
     "assistant": {**_TEXT, **_THOUGHTS, "tool_use": types.ToolUseBlockParam},
 }
 _ROLES = dict.fromkeys(_BLOCKS, types.MessageParam)
-_CHOICES = {
-    "auto": types.ToolChoiceAutoParam, "any": types.ToolChoiceAnyParam,
-    "none": types.ToolChoiceNoneParam, "tool": types.ToolChoiceToolParam,
-}  # fmt: skip
+_KINDS = ("auto", "any", "none", "tool")
+_CHOICES = {kind: getattr(types, f"ToolChoice{kind.title()}Param") for kind in _KINDS}
 _EMPTY = {  # blocks
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
     "text": {"type": "text", "text": ""},

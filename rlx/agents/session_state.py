@@ -24,8 +24,6 @@ class Denied(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class SessionState:
-    """State of a session."""
-
     id: str
     opened: float  # opened, touched: seconds since 1970 of its start and its last change
     touched: float

@@ -20,8 +20,6 @@ Call = tuple[str, dict[str, Any]]  # name, arguments
 
 
 class Format(NamedTuple):
-    """A format of tool calls."""
-
     template: str  # text that only chat templates with this format contain
     opens: tuple[str, ...]  # strings that start calls
     before: str  # before, after: patterns around a call's JSON; this may match the `name`

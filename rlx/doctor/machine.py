@@ -72,8 +72,8 @@ def nvidia_gpus() -> int:
 def judge_devices(found: Devices | str, gpus: int, environment: Mapping[str, str]) -> Finding:
     """Return the row of the devices; `gpus` is the number that the driver lists."""
     if isinstance(found, str):
-        return Finding("machine", "devices", "problem", f"JAX finds none: {found}",
-                       "repair the driver, or set JAX_PLATFORMS=cpu")  # fmt: skip
+        remedy = "repair the driver, or set JAX_PLATFORMS=cpu"
+        return Finding("machine", "devices", "problem", f"JAX finds none: {found}", remedy)
     memory = f", {found.memory / 1e9:.1f} GB each" if found.memory else ""
     what = f"{found.count} × {found.platform} ({found.kind}){memory}"
     if gpus and found.platform == "cpu":
@@ -110,11 +110,8 @@ def judge_gpus_in_use(use: Sequence[tuple[int, int]]) -> Finding | None:
     """Return the row of GPU memory that other programs hold; None without a GPU."""
     if not use:
         return None
-    held = [
-        f"GPU {index}: {used / 1024:.1f} of {total / 1024:.1f} GiB"
-        for index, (used, total) in enumerate(use)
-        if used > 0.05 * total
-    ]
+    held = [f"GPU {index}: {used / 1024:.1f} of {total / 1024:.1f} GiB"
+            for index, (used, total) in enumerate(use) if used > 0.05 * total]  # fmt: skip
     what = f"in use already: {', '.join(held)}" if held else f"unused on all of {len(use)} GPUs"
     remedy = "end the processes that nvidia-smi lists, or hide the GPU with CUDA_VISIBLE_DEVICES"
     return advised("machine", "GPU memory", what, remedy if held else "")

@@ -91,10 +91,9 @@ class Gate:
         [tokens] a trajectory; `weights` gives these, by HF's names, to find out what is wrong.
         """
         assert self._asked is not None, "ask comes first"
-        while not self._asked.done():
+        while wait([self._asked], POLL_SECONDS).not_done:
             if stopping():
                 return None
-            wait([self._asked], POLL_SECONDS)
         asked, self._asked = self._asked, None
         return self._check(asked.result(), score, weights)
 

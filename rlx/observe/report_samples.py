@@ -35,16 +35,13 @@ def cards(
     """Return the cards of each view; `image` returns an image's data URI by its name, or ""."""
     rewards = [r for s in samples if (r := finite(s.get("reward"))) is not None]
     low, high = min(rewards, default=0.0), max(rewards, default=1.0)
-    return {
-        view: [
-            {**card(s, low, high), "images": [*filter(None, map(image, s.get("images") or ()))]}
-            for s in chosen
-        ]
-        for view, chosen in choose(samples).items()
-    }
+    views = choose(samples).items()
+    return {view: [card(s, low, high, image) for s in chosen] for view, chosen in views}
 
 
-def card(sample: Mapping[str, Any], low: float, high: float) -> dict[str, Any]:
+def card(
+    sample: Mapping[str, Any], low: float, high: float, image: Callable[[str], str]
+) -> dict[str, Any]:
     """Return one transcript for the template; `good` is 1 at reward `high` and 0 at `low`."""
     reward = finite(sample.get("reward"))
     versions = trained_versions(sample)
@@ -64,12 +61,11 @@ def card(sample: Mapping[str, Any], low: float, high: float) -> dict[str, Any]:
     if prompt and sample.get("answer") is not None:
         prompt = f"{prompt}\n\n(answer: {sample['answer']})"
     return {
-        "reward": number(reward),
+        "reward": number(reward), "facts": [visible(fact) for fact in facts],
         "good": 0.5 if reward is None or high <= low else round((reward - low) / (high - low), 3),
-        "facts": [visible(fact) for fact in facts],
-        "prompt": _cut(visible(prompt)),
-        "pieces": shaded(sample, versions),
-    }
+        "prompt": _cut(visible(prompt)), "pieces": shaded(sample, versions),
+        "images": [*filter(None, map(image, sample.get("images") or ()))],
+    }  # fmt: skip
 
 
 def shaded(sample: Mapping[str, Any], versions: Sequence[int]) -> list[tuple[str, int | None, str]]:

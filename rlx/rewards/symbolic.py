@@ -119,16 +119,14 @@ def parsed(text: str) -> list[Any]:
 
 
 def _verify(gold: str, got: str, digits: int, tolerance: Fraction) -> bool:
+    options = {"numeric_precision": digits, "timeout_seconds": None}
     try:
-        wanted, found = parsed(gold), parsed(got)
-        return bool(wanted and found) and bool(
-            _library()[0].verify(
-                wanted, found, numeric_precision=digits, timeout_seconds=None,
-                allow_set_relation_comp=True,
-            )
-            or ((difference := wanted[0] - found[0]).is_number
-            and abs(difference.evalf(digits, chop=True)) <= tolerance)
-        )  # fmt: skip
+        if not ((wanted := parsed(gold)) and (found := parsed(got))):
+            return False
+        if _library()[0].verify(wanted, found, allow_set_relation_comp=True, **options):
+            return True
+        difference = wanted[0] - found[0]
+        return bool(difference.is_number and abs(difference.evalf(digits, chop=True)) <= tolerance)
     except Exception:  # RecursionError and whatever else odd text can raise there
         return False
 

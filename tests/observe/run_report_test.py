@@ -288,7 +288,7 @@ def test_spans_of_servers_have_their_version_in_the_name(make_run, tmp_path):
 
 def test_versions_shade_the_tokens_they_made():
     sample = {"step": 5, "completion": "abcdef", "versions": [-1, 2, 2, 4], "reward": 1.0}
-    shown = card(sample, 0.0, 1.0)
+    shown = card(sample, 0.0, 1.0, lambda name: "")
     assert "3 tokens" in shown["facts"]
     assert "version 2–4" in shown["facts"]
     assert [(text, lag) for text, lag, _ in shown["pieces"]] == [("abcd", 2), ("ef", 0)]
