@@ -151,10 +151,9 @@ def samples(group: Group, count: int) -> list[list[Trajectory]]:
     """Split a group's trajectories by sample; raise UserError unless there are `count`."""
     found = [list(own) for _, own in groupby(group.trajectories, lambda t: t.run_id)]
     if len(found) != count:
-        raise UserError(
-            f"the workflow returned {len(found)} samples, not n={count}; its trajectory_id "
-            'must be "{group_id}.{sample}", with .0, .1, … for parts of one'
-        )
+        problem = f"the workflow returned {len(found)} samples, not n={count}"
+        remedy = 'its trajectory_id must be "{group_id}.{sample}", with .0, .1, … for parts of one'
+        raise UserError(f"{problem}; {remedy}")
     return found
 
 

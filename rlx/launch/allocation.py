@@ -84,10 +84,9 @@ def parse(text: str) -> Allocation:
         raise UserError(f"{problem}; {remedy}")
     shared = "|" in text
     if shared and parts[0].gpus != parts[1].gpus:
-        raise UserError(
-            f"allocation_mode={text!r}: {parts[0]} has {parts[0].gpus} GPUs and {parts[1]} "
-            f"{parts[1].gpus}; give both the same number, or write + for |"
-        )
+        problem = f"{parts[0]} has {parts[0].gpus} GPUs and {parts[1]} {parts[1].gpus}"
+        remedy = "give both the same number, or write + for |"
+        raise UserError(f"allocation_mode={text!r}: {problem}; {remedy}")
     return Allocation(tuple(parts), shared, evaluates)
 
 
@@ -112,10 +111,9 @@ def read_sizes(part: str, dims: str, letters: str) -> dict[str, int]:
     found = dict(re.findall(r"([a-z])([1-9]\d*)", dims))
     complete = "".join(letter + number for letter, number in found.items()) == dims
     if not found or not complete or not found.keys() <= set(letters):
-        raise UserError(
-            f"allocation_mode: cannot read the sizes {dims!r} of {part!r}; give each of "
-            f"{', '.join(letters)} at most once, with a number from 1, such as d4t2"
-        )
+        remedy = f"give each of {', '.join(letters)} at most once, with a number from 1"
+        problem = f"allocation_mode: cannot read the sizes {dims!r} of {part!r}"
+        raise UserError(f"{problem}; {remedy}, such as d4t2")
     return {letter: int(number) for letter, number in found.items() if number != "1"}
 
 

@@ -93,10 +93,8 @@ def _by_gpu(demand: Demand, hosts: Mapping[str, Sequence[str]]) -> list:
     """Return (role, host, GPUs) of each process on hosts with GPUs."""
     allocation = demand.allocation or _whole_hosts(demand, hosts)
     if allocation.shared:
-        raise UserError(
-            f"allocation_mode={allocation} puts servers and trainer on the same GPUs, which they "
-            "cannot share yet; write + for |"
-        )
+        problem = f"allocation_mode={allocation} puts servers and trainer on the same GPUs"
+        raise UserError(f"{problem}, which they cannot share yet; write + for |")
     seats = []
     for placed in place(allocation, {host: range(len(names)) for host, names in hosts.items()}):
         by_host = groupby(placed.gpus, lambda gpu: gpu[0])
@@ -105,11 +103,9 @@ def _by_gpu(demand: Demand, hosts: Mapping[str, Sequence[str]]) -> list:
             groups = [(host, (i,)) for host, ids in groups for i in ids]
         role = "trainer" if placed.part.trains else "server"
         if role == "server" and len(groups) > 1:
-            raise UserError(
-                f"allocation_mode={allocation}: server {placed.index} would be on "
-                f"{len(groups)} hosts ({', '.join(host for host, _ in groups)}), but a server "
-                "needs one; use a smaller t"
-            )
+            where = f"{len(groups)} hosts ({', '.join(host for host, _ in groups)})"
+            problem = f"server {placed.index} would be on {where}, but a server needs one"
+            raise UserError(f"allocation_mode={allocation}: {problem}; use a smaller t")
         seats += [(role, h, tuple(hosts[h][i] for i in ids)) for h, ids in groups]
     return seats
 
@@ -125,10 +121,8 @@ def _whole_hosts(demand: Demand, hosts: Mapping[str, Sequence[str]]) -> Allocati
 def _by_count(demand: Demand, hosts: Sequence[str]) -> list:
     """Return (role, host, no GPUs) of each process on hosts without GPUs."""
     if demand.trainers > len(hosts):
-        raise UserError(
-            f"cluster.processes={demand.trainers} needs a host for each, and there are "
-            f"{len(hosts)}; use fewer, or more hosts"
-        )
+        problem = f"cluster.processes={demand.trainers} needs a host for each"
+        raise UserError(f"{problem}, and there are {len(hosts)}; use fewer, or more hosts")
     rest = hosts[demand.trainers :] or hosts
     seats = [("trainer", host, ()) for host in hosts[: demand.trainers]]
     return seats + [("server", rest[i % len(rest)], ()) for i in range(demand.servers)]

@@ -140,10 +140,8 @@ class RayCluster:
         for host in dict.fromkeys(process.host for process in plan):
             asked, there = sum(process.host == host for process in plan), cores.get(host, 0)
             if asked > there:
-                raise UserError(
-                    f"{asked} processes on {host} need a core each, and Ray has {there:g} there; "
-                    "use fewer servers, or more nodes"
-                )
+                problem = f"{asked} processes on {host} need a core each, and Ray has {there:g}"
+                raise UserError(f"{problem} there; use fewer servers, or more nodes")
 
     def place(self, plan: Sequence[Process], seconds: float) -> list[Running]:
         """Reserve cores and GPUs within `seconds`, or raise UserError; return the actors."""

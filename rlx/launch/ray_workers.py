@@ -38,10 +38,8 @@ def starter(key: str, config: Any) -> StartWorker:  # key: reward | agents
     ray = ray_cluster.join()
     for kind, amount in each.items():
         if (there := ray.cluster_resources().get(kind, 0)) < amount * count:
-            raise UserError(
-                f"{count} workers with {named} need {count * amount:g} {kind}, and the Ray cluster "
-                f"has {there:g}; lower reward.workers"
-            )
+            need = f"{count} workers with {named} need {count * amount:g} {kind}"
+            raise UserError(f"{need}, and the Ray cluster has {there:g}; lower reward.workers")
     env = {name: os.environ[name] for name in section.environment if name in os.environ}
     if certificate and (bundle := Path(certificate).with_name(run_secrets.BUNDLE)).exists():
         env |= dict.fromkeys(("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"), str(bundle.absolute()))

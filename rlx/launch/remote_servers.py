@@ -63,10 +63,8 @@ class Machines:
         if not names and (job := environ.get("SLURM_JOB_NODELIST")):
             names, ssh = tuple(_run("scontrol", "show", "hostnames", job).split()), "srun"
         if not names or len(set(names)) < len(names):
-            raise UserError(
-                f"--hosts={hosts}: give each host once, as --hosts=a,b,c, by a name that ssh "
-                "knows; inside a Slurm job none is needed"
-            )
+            wanted = "give each host once, as --hosts=a,b,c, by a name that ssh knows"
+            raise UserError(f"--hosts={hosts}: {wanted}; inside a Slurm job none is needed")
         return Machines(names, ssh, python)
 
     def address(self, host: str) -> str:

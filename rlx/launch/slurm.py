@@ -71,10 +71,9 @@ def submit(script: Path) -> str:
         lines = [line.removeprefix("sbatch: ") for line in done.stderr.splitlines()] or ["unknown"]
         message = next((x for x in lines if x.startswith("error: ")), " ".join(lines))
         fix = next((fix for word, fix in _REMEDIES.items() if word in " ".join(lines)), "")
-        raise UserError(
-            f"Slurm refuses the job: {message.removeprefix('error: ')} "
-            f"({lines[-1].removeprefix('error: ')}); {fix or f'its script is {script}'}"
-        )
+        message, last = (text.removeprefix("error: ") for text in (message, lines[-1]))
+        remedy = fix or f"its script is {script}"
+        raise UserError(f"Slurm refuses the job: {message} ({last}); {remedy}")
     return done.stdout.strip().split(";")[0]
 
 

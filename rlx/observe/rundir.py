@@ -53,10 +53,9 @@ def load(workdir: str | os.PathLike, samples: bool = True) -> Run:
     path = Path(workdir)
     if not path.is_dir():
         raise UserError(f"{path} is not a directory; give the WORKDIR of a run")
-    metrics = path / "metrics.jsonl"
-    if not any((path / name).exists() for name in ("metrics.jsonl", "eval.jsonl", "config.json")):
-        problem = f"{path} has no metrics.jsonl, eval.jsonl or config.json"
-        raise UserError(f"{problem}; give the WORKDIR of a run")
+    metrics, names = path / "metrics.jsonl", ("metrics.jsonl", "eval.jsonl", "config.json")
+    if not any((path / name).exists() for name in names):
+        raise UserError(f"{path} has no {', '.join(names)}; give the WORKDIR of a run")
     steps = _by_step(read_jsonl(metrics))
     # Runs of older releases have no numbered starts; these files describe the first one.
     first = {name: read_json(path / f"{name}.json") for name in ("config", "environment")}

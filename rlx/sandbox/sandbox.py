@@ -157,10 +157,9 @@ class Sandbox:
             except FileNotFoundError as error:
                 self._control.close()
                 self.notes[level] = f"{error.filename} is not installed"
-        raise UserError(
-            f"sandbox.require={self._require} is not available here: {self.notes}; allow what is "
-            "missing, or require less of none, seccomp, landlock, bubblewrap, namespaces"
-        )
+        problem = f"sandbox.require={self._require} is not available here: {self.notes}"
+        remedy = f"allow what is missing, or require less of {', '.join(LEVELS)}"
+        raise UserError(f"{problem}; {remedy}")
 
     def _launch(self, level: str) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
