@@ -4,8 +4,6 @@
                                │ reward                            │ what it was answered
                                ▼                                   ▼
                                └────────────▶ trajectories ◀───────┘
-
-Training and evaluation use it alike, as a `rlx.rollout.workflows.Workflow`.
 """
 
 import asyncio

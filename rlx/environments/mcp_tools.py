@@ -1,7 +1,5 @@
 """Call the tools of MCP servers: commands over stdio and URLs, by the package `mcp`.
 
-    tools ─▶ connect, list, close        first call ─▶ connect ─▶ calls, many at once ─▶ close
-
 A command's process ends with its connection, and with this process.
 """
 

@@ -2,7 +2,6 @@ r"""The reward functions that come with rlx, and how a config names one.
 
 A reward function is `fn(prompt, completion, prompt_ids, completion_ids, **row) -> float`, where
 `row` is the dataset row (so its `answer` arrives as `answer=`); docs/extend.md has the other kinds.
-It runs in a worker process (`reward_pool.py`), which imports math-verify and sympy on first use.
 The functions here return 0.0 or 1.0 on any text and bound their own work. An answer that takes too
 long to compare gets 0, and no worker is killed.
 """
