@@ -90,7 +90,12 @@ class McpServer:
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Return what a tool answers; raise ToolError if it fails or the server is gone."""
         now = asyncio.get_running_loop().time
-        ready, ended = self._connection()
+        if self._client is None:
+            self._client, self._ended = asyncio.get_running_loop().create_future(), asyncio.Event()
+            task = asyncio.create_task(self._connect(self._client, self._ended))
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+        ready, ended = self._client, self._ended
         try:
             client = await asyncio.shield(ready)
             began = now()
@@ -115,15 +120,6 @@ class McpServer:
         self._ended.set()
         self._client = None
         await asyncio.gather(*self._connections)
-
-    def _connection(self) -> tuple[asyncio.Future, asyncio.Event]:
-        """Return the current connection's client, once it is ready, and the event that ends it."""
-        if self._client is None:
-            self._client, self._ended = asyncio.get_running_loop().create_future(), asyncio.Event()
-            task = asyncio.create_task(self._connect(self._client, self._ended))
-            self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
-        return self._client, self._ended
 
     async def _connect(self, ready: asyncio.Future, ended: asyncio.Event) -> None:
         """Hold a connection until `ended`."""

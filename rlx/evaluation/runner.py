@@ -148,7 +148,7 @@ class Evaluator:
         self._loop, self._runner = LoopThread("evaluator"), None  # type: tuple[Any, Any]
         self._waiting, self._count, self._finished = deque[Future[Group]](), 0, list[Group]()
 
-    def start(self) -> "Evaluator":
+    def __enter__(self) -> "Evaluator":
         """Start the thread and connect the fleet; raise what that raises."""
         self._loop.start()
         try:
@@ -163,7 +163,7 @@ class Evaluator:
         )  # fmt: skip
         return self
 
-    def close(self) -> None:
+    def __exit__(self, *_) -> None:
         """Cancel what is under way, close the fleet and end the thread."""
         with ExitStack() as ends:  # in reverse order, each even if the one before it raises
             ends.callback(self._loop.close)
@@ -171,12 +171,6 @@ class Evaluator:
                 if close := getattr(self._fleet, "close", None):
                     ends.callback(lambda: self._loop.run(close()))
                 ends.callback(self._runner.cancel)
-
-    def __enter__(self) -> "Evaluator":
-        return self.start()
-
-    def __exit__(self, *_) -> None:
-        self.close()
 
     def submit(
         self,

@@ -40,7 +40,9 @@ def write_overlay(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
         name = ", ".join(f"{k}={v}" for k, v in zip(differ, values, strict=True)) or "all seeds"
         settings.setdefault(name, []).append(runs[row["run"]])
         color = [*settings].index(name) % _COLORS + 1
-        table.append((color, [Path(row["run"]).name, *values, *_results(row)]))
+        done = str(row["seed"]), row["state"], f"{row['step']} of {row['total']}"
+        scores = [number(finite(row[key])) for key in ("held_out", "best", "minutes")]
+        table.append((color, [Path(row["run"]).name, *values, *done, *scores]))
     columns = ["run", *differ, "seed", "state", "step", "held-out", "best", "minutes"]
     finished = sum(row["state"] == "finished" for row in rows)
     state = {"finished": finished == len(rows), "state": f"{finished} of {len(rows)} finished"}
@@ -54,11 +56,6 @@ def write_overlay(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     )  # fmt: skip
     write_atomically(path, visible(text).encode("utf-8", "replace"))
     return path
-
-
-def _results(row: Mapping[str, Any]) -> list[str]:
-    scores = [number(finite(row[key])) for key in ("held_out", "best", "minutes")]
-    return [str(row["seed"]), row["state"], f"{row['step']} of {row['total']}", *scores]
 
 
 def _charts(settings: Mapping[str, Sequence[Run]], charts: Sequence[Chart]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from contextlib import ExitStack
 
 import pytest
 
@@ -16,18 +17,15 @@ ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(12)]
 @pytest.fixture
 def make(fake_fleet, fake_workflow):
     """evaluator(fleet=…, workflow=…, **options), started; all are closed at the end."""
-    made = []
 
     def build(*, fleet=None, workflow=None, **options):
         async def connect():
             return fleet or fake_fleet()
 
-        made.append(Evaluator(connect, workflow or fake_workflow(), **options))
-        return made[-1].start()
+        return stack.enter_context(Evaluator(connect, workflow or fake_workflow(), **options))
 
-    yield build
-    for evaluator in made:
-        evaluator.close()
+    with ExitStack() as stack:
+        yield build
 
 
 def test_groups_come_in_the_order_of_their_rows(make, fake_fleet):
@@ -162,9 +160,11 @@ def test_a_fleet_that_cannot_be_reached_is_an_error_of_start(fake_workflow):
         await asyncio.sleep(0)
         raise UserError("no server answers")
 
-    evaluator = Evaluator(connect, fake_workflow())
-    with pytest.raises(UserError, match="no server answers"):
-        evaluator.start()
+    with (
+        pytest.raises(UserError, match="no server answers"),
+        Evaluator(connect, fake_workflow()),
+    ):
+        pass
 
 
 def test_a_workflow_that_cannot_be_closed_leaves_no_thread_and_no_fleet(fake_fleet, fake_workflow):
@@ -181,9 +181,10 @@ def test_a_workflow_that_cannot_be_closed_leaves_no_thread_and_no_fleet(fake_fle
     async def connect():
         return Fleet()
 
-    evaluator = Evaluator(connect, Workflow()).start()
-    assert evaluator.rollout_batch(ROWS[:1], timeout=30)
-    with pytest.raises(OSError, match="do not end"):
-        evaluator.close()
+    with (
+        pytest.raises(OSError, match="do not end"),
+        Evaluator(connect, Workflow()) as evaluator,
+    ):
+        assert evaluator.rollout_batch(ROWS[:1], timeout=30)
     assert len(closed) == 1
     assert "evaluator" not in {thread.name for thread in threading.enumerate()}

@@ -392,5 +392,6 @@ def test_ray_that_is_not_installed_is_said_in_one_line(tmp_path):
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr == (
-        "error: scheduler.type=ray needs Ray (import of ray halted; None in sys.modules); pip install -e '.[ray]'\n"
+        "error: scheduler.type=ray needs Ray (import of ray halted; None in sys.modules); "
+        "pip install -e '.[ray]'\n"
     )
