@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.request import urlopen
 
-from rlx.base import RewardParts, UserError, install, unknown
+from rlx.base import RewardParts, UserError, packages_of, unknown
 from rlx.cli.user_code import words
 from rlx.environments import episodes
 
@@ -23,25 +23,19 @@ _SECONDS = 10.0  # for the server's first answer
 
 
 def rows(text: str, split: str = "train") -> Iterator[dict[str, Any]]:
-    """Yield a row for each episode, with its seed; no seed of split `train` is in another split.
-
-    UserError for an unknown key, without the package, or if the server does not answer.
-    """
+    """Yield a row for each episode, with its seed; no seed of split `train` is in another split."""
     url, options = _address(text)
     _client()
     try:
         with urlopen(f"{url}/schema", timeout=_SECONDS) as answer:
             form = json.load(answer)["action"]
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"{SCHEME}{url} does not answer: {words(error)}; start its server"
-        ) from error
+        problem = f"{SCHEME}{url} does not answer: {words(error)}"
+        raise UserError(f"{problem}; start its server") from error
     _field(form, options["action"])
     for seed in episodes.seeds(options, split):
-        yield {
-            "question": f"episode {seed} of {url}", "answer": "", "environment": text,
-            "seed": seed, "form": form,
-        }  # fmt: skip
+        row = {"question": f"episode {seed} of {url}", "answer": "", "environment": text}
+        yield {**row, "seed": seed, "form": form}
 
 
 class OpenEnvAgent:
@@ -115,10 +109,6 @@ def _text(observation: Mapping[str, Any]) -> str:
 
 def _client() -> Any:
     """Return the package's client; UserError without the package."""
-    try:
+    with packages_of("openenv", "environments of OpenEnv need packages"):
         from openenv.core import GenericEnvClient
-    except ImportError as error:
-        raise UserError(
-            f"environments of OpenEnv need the extra: {install('openenv')} ({error})"
-        ) from None
     return GenericEnvClient

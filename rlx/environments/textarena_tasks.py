@@ -9,7 +9,7 @@ answers, and also when it is longer than the model's context.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlx.base import RewardParts, UserError, install, nearest
+from rlx.base import RewardParts, UserError, nearest, packages_of
 from rlx.cli.user_code import words
 from rlx.environments import episodes
 
@@ -61,10 +61,8 @@ class TextArenaAgent:
 
 def _begin(game: str, seed: int) -> Any:
     """Return a game at its beginning."""
-    try:
+    with packages_of("textarena", f"{SCHEME}{game} needs packages"):
         import textarena
-    except ImportError as error:
-        raise UserError(f"{SCHEME}{game} needs the extra: {install('textarena')}") from error
     known = textarena.envs.registration.ENV_REGISTRY
     if f"{game}-raw" not in known:
         near = nearest(game, [name.removesuffix("-raw") for name in known if "-raw" in name])

@@ -30,7 +30,7 @@ def test_a_name_sets_rows_and_workflow_and_without_the_package_the_extra_is_name
     check(with_environment(config))
     assert (config.data.dataset, config.rollout.workflow) == (GAME, textarena_tasks.AGENT)
     monkeypatch.setitem(sys.modules, "textarena", None)
-    with pytest.raises(UserError, match=r"needs the extra: pip install .*textarena"):
+    with pytest.raises(UserError, match=r"needs packages .*; pip install .*textarena"):
         data.load(GAME)
 
 
