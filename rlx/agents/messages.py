@@ -150,8 +150,9 @@ def _tool(tool: Any, name: str) -> dict[str, Any]:
     if kind not in (None, "custom"):
         raise ApiError(400, f"tools of type {kind!r} are not supported; give custom tools", name)
     dialects.check_type(types.ToolParam, tool, name)
-    about = {key: tool[key] for key in ("name", "description") if key in tool}
-    return {"type": "function", "function": {**about, "parameters": tool["input_schema"]}}
+    about = {"description": tool["description"]} if "description" in tool else {}
+    function = {"name": tool["name"], "parameters": tool["input_schema"], **about}
+    return {"type": "function", "function": function}
 
 
 def _chat_messages(role: str, content: Any, name: str) -> list[dict[str, Any]]:
