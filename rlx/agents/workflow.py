@@ -1,9 +1,11 @@
 """Agents as a workflow: n runs of an agent for a row become a group of trajectories.
 
-row ─▶ session × n ─▶ worker (other processes) ── HTTP ──▶ Gateway ─▶ fleet
-                           │ reward                            │ what it was answered
-                           ▼                                   ▼
-                           └────────────▶ trajectories ◀───────┘
+    row ─▶ session × n ─▶ worker (other processes) ── HTTP ──▶ Gateway ─▶ fleet
+                               │ reward                            │ what it was answered
+                               ▼                                   ▼
+                               └────────────▶ trajectories ◀───────┘
+
+Training and evaluation use it alike, as a `rlx.rollout.workflows.Workflow`.
 """
 
 import asyncio

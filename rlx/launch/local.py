@@ -125,10 +125,10 @@ class LocalServers:
         scraped = (f"--metrics-port={port}" for port in metrics_ports)
         self._servers = [
             _Server(
-                (*command, *flags, f"--seed={seed + i}", *itertools.islice(scraped, 1)),
-                logs / f"{name}-{i}.log", cpus,
-                _environ(len(cpus), platform, self.token, *gpus[i : i + 1]),
-                self._scratch.lock, None if gpus or i >= len(early) else early[i],
+                command=(*command, *flags, f"--seed={seed + i}", *itertools.islice(scraped, 1)),
+                log=logs / f"{name}-{i}.log", cpus=cpus, lock=self._scratch.lock,
+                env=_environ(len(cpus), platform, self.token, *gpus[i : i + 1]),
+                early=None if gpus or i >= len(early) else early[i],
             )
             for i, cpus in enumerate(plan.servers)
         ]  # fmt: skip

@@ -200,8 +200,9 @@ def up(machines: Machines, shared: Path, wanted: Processes) -> None:
         problem = "--hosts is missing, and processes of srun end with its step"
         remedy = "name hosts that ssh knows, or start runs by --config.scheduler.type=slurm"
         raise UserError(f"{problem}; {remedy}")
-    with interrupts((stop := Event()).set):  # so that cluster.json lists every started process
-        _up(machines, shared, wanted, stop, _remove_dead_addresses(shared))
+    running, stop = _remove_dead_addresses(shared), Event()
+    with interrupts(stop.set):  # so that cluster.json lists every started process
+        _up(machines, shared, wanted, stop, running)
 
 
 def _up(machines: Machines, shared: Path, wanted: Processes, stop: Event, running: int) -> None:
