@@ -187,6 +187,6 @@ def _error(address: str, version: int, found: Comparison, causes: list[Explanati
     if not found.tokens:
         problem = f"{address} acknowledged version {version} and stamps its tokens with another"
         return UserError(f"gate: {problem}; is another trainer using it? Restart it")
-    problem = f"engine {address} and trainer disagree on version {version}; {found}"
+    problem = f"gate: engine {address} and trainer disagree on version {version}; {found}"
     remedy = "gate.jsonl has the numbers, gate.enabled=False continues regardless"
-    return UserError(f"gate: {problem}; {advice(causes)}; {remedy}")
+    return UserError(f"{problem}; {advice(causes)}; {remedy}")
