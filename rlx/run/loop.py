@@ -351,7 +351,7 @@ class _Loop:
             with self.timeline.span("publish", "publish", version=version):
                 report = await self.fleet.publish(version, weights, self.config.fleet.publish)
             self.published = {
-                "publish_bytes": report.sent_bytes,  # to all servers; 0 by path
+                "publish_bytes": report.sent_bytes,  # by the trainer; 0 by path
                 "publish_seconds": report.seconds,
                 "publish_stall_seconds": report.stall_seconds,  # longest pause of a server
             }
