@@ -59,9 +59,9 @@ ENGINES = (  # programs of JAX and torch in a light room
 )  # fmt: skip
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "torch", "vllm", "rlx_torch"}
 COMMAND_LINES = 60
-TOTAL_LINES = 51_455
+TOTAL_LINES = 51_456
 BUDGET = {  # room → lines of Python, generated files left out
-    "": 13, "base": 270, "system": 1_328, "journal": 523, "option": 64, "algorithms": 1_985,
+    "": 13, "base": 270, "system": 1_329, "journal": 523, "option": 64, "algorithms": 1_985,
     "cli": 517, "model": 4_727, "train": 3_557, "observe": 2_457, "fleet": 2_908, "engines": 4_587,
     "sandbox": 687, "workers": 407, "environments": 655, "plan": 717, "rewards": 1_631,
     "rollout": 3_642, "agents": 3_728,

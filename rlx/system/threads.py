@@ -67,7 +67,8 @@ class _Call(Future):
 def _name(call: Any) -> str:
     """Name a call as `Search.run (FILE, line N)`, looking inside `asyncio.to_thread`'s partials."""
     while isinstance(call, partial):
-        call = call.args[0] if call.args and place(call.func) == "" else call.func
+        inner = call.args[0] if call.args and place(call.func) == "" else None
+        call = inner if callable(inner) else call.func
     return f"{getattr(call, '__qualname__', call)} {place(call)}".rstrip()
 
 

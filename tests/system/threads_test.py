@@ -2,14 +2,17 @@
 
 import ast
 import asyncio
+import contextvars
 import time
+import zlib
+from functools import partial
 from pathlib import Path
 from threading import Event
 
 import pytest
 
 import rlx
-from rlx.system.threads import DaemonThreads, in_thread
+from rlx.system.threads import DaemonThreads, _name, in_thread
 
 SECONDS = 20.0
 
@@ -33,6 +36,12 @@ def test_calls_beyond_the_places_wait_and_are_named():
     assert [future.result(SECONDS) for future in futures] == ["done"] * 3
     while threads.calls:
         time.sleep(0.001)
+
+
+def test_the_name_of_a_call_has_no_data():
+    data = bytes(1 << 20)
+    assert _name(partial(zlib.crc32, data, 7)) == "crc32"
+    assert _name(partial(contextvars.copy_context().run, sum, [1])) == "sum"
 
 
 def test_an_error_is_the_callers():
