@@ -17,8 +17,7 @@ from pathlib import Path
 from rlx.doctor.gpu_cards import CARDS
 from rlx.model.model_config import ModelConfig
 from rlx.plan import simulate
-from rlx.plan.lengths import Lengths
-from rlx.plan.simulate import Setup
+from rlx.plan.simulate import Lengths, Setup
 from rlx.plan.speeds import Calibration, ServerSpeed, TrainerSpeed
 from rlx.rollout.concurrency import tuned
 from rlx.rollout.staleness import Limits

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rlx.base import UserError, unknown
+from rlx.base import refuse, unknown
 from rlx.cli import command
 from rlx.doctor import failures
 from rlx.doctor.gpu_cards import CARDS
@@ -43,16 +43,17 @@ def main() -> int:
             plan_run.probe(config, Path(place, "run"))
             vars(values).update(run=f"{place}/run", gpu="")
             return _show(None, values)
-    if values.gpu not in CARDS and (values.gpu or not values.run):
-        raise (
-            unknown("--gpu", values.gpu, CARDS)
-            if values.gpu
-            else UserError(f"--gpu is not given; choose one of {', '.join(CARDS)}")
-        )
-    if not values.run and config is None:
-        raise UserError("neither --config nor --run; give --config=FILE, or --run=WORKDIR")
-    if (values.gpus or not values.run) and (not values.gpus.isdigit() or not int(values.gpus)):
-        raise UserError(f"--gpus={values.gpus!r} is not a number from 1; give --gpus=8")
+    if values.gpu and values.gpu not in CARDS:
+        raise unknown("--gpu", values.gpu, CARDS)
+    number = values.gpus.isdigit() and int(values.gpus) > 0
+    refuse((
+        (not (values.gpu or values.run),
+         f"--gpu is not given; choose one of {', '.join(CARDS)}"),
+        (not values.run and config is None,
+         "neither --config nor --run; give --config=FILE, or --run=WORKDIR"),
+        ((values.gpus or not values.run) and not number,
+         f"--gpus={values.gpus!r} is not a number from 1; give --gpus=8"),
+    ))  # fmt: skip
     return _show(config, values)
 
 

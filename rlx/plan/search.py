@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
@@ -14,8 +15,7 @@ from rlx.doctor.machine import Devices
 from rlx.doctor.memory import RunSizes
 from rlx.launch.allocation import SHARED_MEMORY, Allocation, Part, settings
 from rlx.launch.local import cpu_plan
-from rlx.plan.lengths import Lengths
-from rlx.plan.simulate import Prediction, Setup, simulate
+from rlx.plan.simulate import Lengths, Prediction, Setup, simulate
 from rlx.plan.speeds import Calibration, ServerSpeed, TrainerSpeed
 from rlx.rollout.staleness import Limits
 
@@ -57,7 +57,7 @@ class Workload:
         serve, train = self.factors
         if self.cores:
             cores = cpu_plan(range(self.cores), serves.gpus)
-            serve *= serves.gpus / len({core for own in cores.servers for core in own})
+            serve *= serves.gpus / len({*chain(*cores.servers)})
             train /= len(cores.trainer)
         return Setup(
             self.limits, self.sizes.n_samples, serves.sizes.get("d", 1), self.slots,
@@ -84,27 +84,24 @@ class SplitPlan:
     trainer_bytes: int
 
     @property
-    def tokens_per_gpu(self) -> float:
-        """Trained tokens a second and GPU."""
-        return self.prediction.tokens / self.prediction.step_seconds / self.allocation.gpus
+    def longest_idle(self) -> float:
+        """Share of a step that the trainer waits, or the servers do if that is more."""
+        return max(self.prediction.trainer_idle, self.prediction.servers_idle)
 
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds a step of each phase, by the names of `report_speed.measured_phases`."""
-        found = self.prediction
-        step, waits, idles = found.step_seconds, found.trainer_idle, found.servers_idle
-        return {
-            "step": step, "train": step * (1 - waits), "wait": step * waits,
-            "generate": step * (1 - idles), "publish": found.publish_seconds,
-        }  # fmt: skip
+        found, step = self.prediction, self.prediction.step_seconds
+        wait, generate = step * found.trainer_idle, step * (1 - found.servers_idle)
+        seconds = {"step": step, "train": step - wait, "wait": wait, "generate": generate}
+        return seconds | {"publish": found.publish_seconds}
 
 
 def best(work: Workload, gpus: int) -> list[SplitPlan]:
     """Return the simulated plans for `gpus` GPUs, fastest first; UserError if none fits."""
-    fitting = list(_fitting(work, gpus))
+    fitting = sorted(_fitting(work, gpus), key=lambda found: _arithmetic(work.setup(found)))
     if not fitting:
         raise _nothing_fits(work, gpus)
-    fitting.sort(key=lambda found: _arithmetic(work.setup(found)))
     plans = [plan(work, found) for found in fitting[:SIMULATED]]
     return sorted(plans, key=lambda p: p.prediction.step_seconds)
 
@@ -117,11 +114,9 @@ def plan(work: Workload, found: Allocation) -> SplitPlan:
 def refit(work: Workload, found: Allocation, measured: Mapping[str, float]) -> Workload:
     """Return the workload with the speeds that a run on this allocation measured, seconds."""
     for _ in range(3):  # busy times depend on each other
-        predicted = plan(work, found).seconds
-        serve, train = (
-            factor * measured[phase] / max(predicted[phase], 1e-9)
-            for factor, phase in zip(work.factors, ("generate", "train"), strict=True)
-        )
+        predicted, (serve, train) = plan(work, found).seconds, work.factors
+        serve *= measured["generate"] / max(predicted["generate"], 1e-9)
+        train *= measured["train"] / max(predicted["train"], 1e-9)
         work = replace(work, factors=(serve, train))
     return work
 
@@ -147,9 +142,10 @@ def allocation(
     servers, cut = serving // tensor, min(own, _FSDP)
     if not servers or serving % tensor or own % cut:
         return None
-    letters = {"d": own // cut, "f": cut}
-    trains = {x: n for x, n in letters.items() if n > 1}
-    serves = {x: n for x, n in {"d": servers, "t": tensor}.items() if n > 1}
+    serves, trains = (
+        {letter: n for letter, n in sizes.items() if n > 1}
+        for sizes in ({"d": servers, "t": tensor}, {"d": own // cut, "f": cut})
+    )
     return Allocation((Part("vllm", False, serves), Part(trainer, True, trains)), shared)
 
 
@@ -183,7 +179,6 @@ def _nothing_fits(work: Workload, gpus: int) -> UserError:
                 f"a model of {size(memory.exported(work.sizes))} and its training do not fit "
                 f"{gpus} × {work.card.kind}; {more} do: --gpus={more}, {found}"
             )
-    return UserError(
-        f"neither servers nor trainer of this model fit any number of {work.card.kind}; give a "
-        "larger --gpu, lora.rank, or a smaller train.max_tokens_per_microbatch"
-    )
+    what = f"neither servers nor trainer of this model fit any number of {work.card.kind}"
+    remedy = "give a larger --gpu, lora.rank, or a smaller train.max_tokens_per_microbatch"
+    return UserError(f"{what}; {remedy}")

@@ -8,18 +8,67 @@ import heapq
 import math
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from statistics import NormalDist, fmean
 from typing import Any
 
 import numpy as np
 
-from rlx.plan.lengths import Lengths
+from rlx.base import UserError
 from rlx.plan.speeds import ServerSpeed, TrainerSpeed
 from rlx.rollout import buffer as buffers
 from rlx.rollout import concurrency, staleness
 from rlx.rollout.concurrency import Observation
 from rlx.rollout.staleness import Limits, Staleness
+
+_POINTS = 1000
+_LEAST_CUT = 1e-3  # share cut where none is known to be: a log-normal tail always meets the limit
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A distribution by its quantiles, ascending and evenly spaced."""
+
+    quantiles: tuple[float, ...]
+
+    @classmethod
+    def fit(cls, mean: float, limit: int, cut: float) -> "Lengths":
+        """Return a log-normal one of this mean, tokens, a share `cut` at `limit`; or UserError."""
+        normal, cut = NormalDist(), max(cut, _LEAST_CUT)
+        z = normal.inv_cdf(1 - cut)
+
+        def mean_of(sigma: float) -> float:
+            below = math.exp(math.log(limit) - sigma * z + sigma**2 / 2) * normal.cdf(z - sigma)
+            return below + limit * cut
+
+        low, high = 0.0, 6.0
+        if not mean_of(high) < mean < mean_of(1e-6):
+            raise UserError(
+                f"no answers of {mean:g} tokens on average have {cut:.1%} at the limit of {limit}; "
+                f"give a mean between {mean_of(high):.0f} and {mean_of(1e-6):.0f}, or another share"
+            )
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if mean_of(middle) > mean else (low, middle)
+        center = math.log(limit) - low * z
+        shares = [(i + 0.5) / _POINTS for i in range(_POINTS)]
+        found = (math.exp(center + low * normal.inv_cdf(share)) for share in shares)
+        return cls(tuple(min(max(one, 1.0), float(limit)) for one in found))
+
+    @classmethod
+    def measured(cls, lengths: Iterable[float]) -> "Lengths":
+        """Return the distribution of lengths that were seen, at least one."""
+        return cls(tuple(sorted(float(n) for n in lengths)))
+
+    @property
+    def mean(self) -> float:
+        """Mean, tokens."""
+        return fmean(self.quantiles)
+
+    def draw(self, source: random.Random) -> float:
+        """Return one length, tokens."""
+        return self.quantiles[int(source.random() * len(self.quantiles))]
 
 
 @dataclass(frozen=True)
@@ -78,8 +127,7 @@ class _Engine:
     def __init__(self, setup: Setup):
         self._setup, self._server = setup, setup.server
         self.now = self.busy = self.sequence_seconds = 0.0
-        self.preempted = 0
-        self.version = 0
+        self.preempted = self.version = 0
         self._made = 0.0  # tokens of a sequence that had run all the time
         self._offset = 0.0  # Σ context − tokens made, of the running sequences
         self._debt = 0.0  # seconds of prefill and pauses before decoding goes on
@@ -146,8 +194,7 @@ class _Engine:
         if not running:
             return math.inf
         count, context = len(running), self._context
-        tokens = max(running[0][0] - self._made, 0.0)
-        tokens = min(tokens, max((room - context) / count, 1.0))
+        tokens = min(max(running[0][0] - self._made, 0.0), max((room - context) / count, 1.0))
         self._step = self._server.decode_seconds(count, context + count * tokens / 2)
         return self.now + self._debt + tokens * self._step
 
@@ -171,12 +218,16 @@ class _Run:
         self.state, self.buffer = Staleness(), buffers.Buffer()
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.order = self.groups = 0
-        self.planned = [float("inf")] * setup.servers  # time of each engine's next event
+        self.planned = [math.inf] * setup.servers  # time of each engine's next event
         self.begun = [0.0] * setup.servers  # time since which each engine works
         self.loads = [(0, i) for i in range(setup.servers)]
         self.now, self.training = 0.0, False
         self.taken: list[tuple[float, float, list[_Group]]] = []  # start, seconds, groups
         self.spans: list[tuple[str, str, float, float]] = []
+
+    def counts(self) -> np.ndarray:
+        """Return busy seconds of all servers, those of their sequences, and preemptions."""
+        return np.sum([(e.busy, e.sequence_seconds, e.preempted) for e in self.engines], axis=0)
 
     def at(self, time: float, what: Callable[..., None], *args: Any) -> None:
         self.order += 1
@@ -214,14 +265,14 @@ class _Run:
                 return index
 
     def plan(self, index: int) -> None:
-        before, self.planned[index] = self.planned[index], self.engines[index].fill()
-        idle = math.inf
-        if before == idle > self.planned[index]:
+        before, now = self.planned[index], self.engines[index].fill()
+        self.planned[index], idle = now, math.inf
+        if before == idle > now:
             self.begun[index] = self.now
-        elif before < idle == self.planned[index]:
+        elif before < idle == now:
             self.spans.append((f"server {index}", "generate", self.begun[index], self.now))
-        if self.planned[index] < idle:
-            self.at(self.planned[index], self.decoded, index, self.planned[index])
+        if now < idle:
+            self.at(now, self.decoded, index, now)
 
     def decoded(self, index: int, planned: float) -> None:
         if planned != self.planned[index]:
@@ -292,19 +343,17 @@ def simulate(setup: Setup, steps: int = 0) -> Prediction:
     run = _Run(setup)
     run.run(warm)
     begun = run.now
-    before = [(e.busy, e.sequence_seconds, e.preempted) for e in run.engines]
+    before = run.counts()
     run.run(warm + steps)
     seconds = max(run.now - begun, 1e-9)
-    busy = sum(e.busy - b[0] for e, b in zip(run.engines, before, strict=True))
-    decoded = sum(e.sequence_seconds - b[1] for e, b in zip(run.engines, before, strict=True))
+    busy, decoded, preempted = run.counts() - before
     taken = list(enumerate(run.taken))[warm:]
-    lags: dict[int, float] = {}
+    lags, tokens = dict[int, float](), 0.0
     for step, (_, _, groups) in taken:
         for group in groups:
             lag = step - group.oldest_version
             lags[lag] = lags.get(lag, 0.0) + 1 / (len(taken) * len(groups))
-    tokens = sum(sum(g.lengths) + setup.samples * setup.prompt_tokens
-                 for _, (_, _, groups) in taken for g in groups)  # fmt: skip
+            tokens += sum(group.lengths) + setup.samples * setup.prompt_tokens
     # The last batch was only taken: its training is outside the time that was measured.
     trained = sum(seconds for _, seconds, _ in run.taken[warm - 1 : -1])
     return Prediction(
@@ -313,7 +362,7 @@ def simulate(setup: Setup, steps: int = 0) -> Prediction:
         servers_idle=max(0.0, 1 - busy / seconds / setup.servers),
         tokens=tokens / steps,
         lags=dict(sorted(lags.items())),
-        preempted=(sum(e.preempted for e in run.engines) - sum(b[2] for b in before)) / steps,
+        preempted=preempted / steps,
         running=decoded / max(busy, 1e-9),
         publish_seconds=setup.training.publish_seconds(setup.servers),
         spans=run.spans,

@@ -59,8 +59,7 @@ class ServerSpeed:
     @cached_property
     def kv_tokens(self) -> float:
         """Tokens that the KV cache holds; 0 or less: the weights do not fit."""
-        room = self.memory * self.card.memory * self.tensor - self.weights
-        return room / self.kv_bytes
+        return (self.memory * self.card.memory * self.tensor - self.weights) / self.kv_bytes
 
     @cached_property
     def _token_flops(self) -> float:
@@ -71,30 +70,21 @@ class ServerSpeed:
         """Share of the weights that a token's products read: idle experts are not."""
         return min(1.0, self._token_flops / (2 * params.count(self.model)))
 
-    @cached_property
-    def _reached(self) -> float:
-        """FLOP/s that products reach on one GPU."""
-        return self.card.flops * self.calibration.flops
-
     def decode_seconds(self, running: float, context: float) -> float:
-        """Return seconds of a decode step: one token for each of `running` sequences.
-
-        `context` is the length of all their contexts together, tokens.
-        """
+        """Return seconds of a step of `running` sequences, of `context` tokens together."""
         c = self.calibration
-        compute = self._token_flops * running / self._reached
+        compute = self._token_flops * running / (self.card.flops * c.flops)
         # Sequences choose their experts independently; together they read more of them.
-        read = 1 - (1 - self._read) ** running
-        moved = (self.weights * read + context * self.kv_bytes) / (
-            self.card.bandwidth * c.bandwidth
-        )
+        read = self.weights * (1 - (1 - self._read) ** running) + context * self.kv_bytes
+        moved = read / (self.card.bandwidth * c.bandwidth)
         reduced = 2 * self.model.num_layers * c.reduce * (self.tensor > 1)
         seconds = max(compute, moved) / self.tensor + c.step + c.sequence * running + reduced
         return self.factor * seconds
 
     def prefill_seconds(self, tokens: float) -> float:
         """Return seconds to compute the KV cache of `tokens` tokens."""
-        return self.factor * tokens * self._token_flops / (self._reached * self.tensor)
+        reached = self.card.flops * self.calibration.flops * self.tensor
+        return self.factor * tokens * self._token_flops / reached
 
     def load_seconds(self) -> float:
         """Return seconds for which a server stops to take new weights that lie in host memory."""
@@ -129,10 +119,7 @@ class TrainerSpeed:
         return self.factor * seconds
 
     def _computed(self, lengths: np.ndarray) -> tuple[float, float]:
-        """Return tokens that are computed, and their work for one without sharing.
-
-        As `train.share_prefixes=auto` decides, for one tree of a group.
-        """
+        """Return computed tokens, and their work for one unshared, as share_prefixes=auto does."""
         known = np.minimum(lengths.reshape(-1, self.samples).min(1), self.shared)
         known = np.repeat(known, self.samples - 1)
         cost = params.attention_cost(self.model, self.card.kind.lower())

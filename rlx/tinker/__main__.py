@@ -32,7 +32,6 @@ def main() -> None:
     p.add_argument("--workdir", default="rlx-tinker", help="directory of checkpoints")
     a = p.parse_args()
     keys, tls = serving.guards(a)
-    serving.require_guarded(a.host, bool(keys and tls))
     if a.adapters and a.engine != "vllm" and not a.servers:
         raise UserError(f"--adapters={a.adapters} needs vLLM; give --engine=vllm, or leave it out")
     binary_messages.schema()

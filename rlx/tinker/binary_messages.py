@@ -1,9 +1,11 @@
 """Bytes of Tinker's binary messages ⇄ numpy arrays, by the schema of the client's own package."""
 
 import importlib.util
+import runpy
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,12 +27,7 @@ def schema() -> Any:
         raise UserError(f"the messages of Tinker's API need its client; {install('tinker')}")
     # Not `import tinker.proto`, which would import torch.
     file = Path(client.origin).parent / "proto/tinker_public_pb2.py"
-    spec = importlib.util.spec_from_file_location("tinker_public_pb2", file)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return SimpleNamespace(**runpy.run_path(str(file), run_name="tinker_public_pb2"))
 
 
 def request_of(body: bytes) -> dict[str, Any]:
@@ -61,9 +58,8 @@ def data_of(message: Any) -> list[TargetDatum]:
             numbers = {name: values.astype(np.float32) for name, values in inputs.items()}
             found.append(TargetDatum(np.frombuffer(tokens, np.int32), targets, numbers))
         except (KeyError, ValueError, IndexError) as error:
-            raise UserError(
-                f"datum {index} lacks or garbles a tensor: {error!r}; resend it"
-            ) from None
+            what = f"datum {index} lacks or garbles a tensor: {error!r}"
+            raise UserError(f"{what}; resend it") from None
     return found
 
 
@@ -92,10 +88,7 @@ def losses_reply(logprobs: Sequence[np.ndarray], losses: Sequence[np.ndarray]) -
 
 
 def sample_reply(completions: Sequence[Completion], prompt: np.ndarray | None, top: int) -> bytes:
-    """Return a SampleResponse; `prompt` has its tokens' log-probabilities, NaN where unknown.
-
-    `top` is the number of the most likely tokens that come with each sampled one.
-    """
+    """Return a SampleResponse with `top` likely tokens; `prompt` has logprobs, NaN if unknown."""
     reply = schema().SampleResponse(prompt_logprobs=None if prompt is None else prompt.tobytes())
     for c in completions:
         stop = int(c.stop_reason == "length")  # the schema's StopReason

@@ -17,8 +17,7 @@ from rlx.model.lora_config import LoraConfig
 from rlx.model.model_config import ModelConfig
 from rlx.model.params import Params
 from rlx.tinker.lora_trainer import LoraState, LoraTrainer, Tensors, adamw
-from rlx.tinker.target_rows import NO_TARGET
-from rlx.tinker.token_losses import loss_of
+from rlx.tinker.target_rows import NO_TARGET, loss_of
 from rlx.train.packing import segment_sizes
 
 

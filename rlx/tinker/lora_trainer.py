@@ -32,10 +32,7 @@ Tensors = dict[str, Any]
 
 @dataclass(eq=False)
 class LoraState:
-    """A client's adapters, with Adam's moments and the gradient since the last step.
-
-    Each has the same keys, and float32 arrays of the trainer's library.
-    """
+    """A client's adapters, Adam's moments and the gradient, float32 arrays with the same keys."""
 
     lora: LoraConfig
     adapters: Tensors
@@ -46,11 +43,7 @@ class LoraState:
 
 
 def adamw(o: Mapping[str, Any], p: Tensors, grads: Tensors, mu: Tensors, nu: Tensors) -> tuple:
-    """Return adapters and moments after the update of torch.optim.AdamW.
-
-    `o` has the options of ADAM, the factor `scale` of the gradient and the number `t` of the
-    update, from 1.
-    """
+    """Return what torch.optim.AdamW's update `t`, from 1, makes of a gradient times `scale`."""
     g = {k: x * o["scale"] for k, x in grads.items()}
     mu = {k: o["beta1"] * mu[k] + (1 - o["beta1"]) * g[k] for k in g}
     nu = {k: o["beta2"] * nu[k] + (1 - o["beta2"]) * g[k] ** 2 for k in g}
@@ -83,10 +76,7 @@ class LoraTrainer(ABC):
         """
 
     def fresh(self, lora: LoraConfig, seed: int) -> LoraState:
-        """Return adapters that add nothing: A uniform in ±1/√in, B zero, as PEFT's.
-
-        UserError if the model has no such matrices.
-        """
+        """Return adapters that add nothing: A uniform in ±1/√in, B 0, as PEFT's; or UserError."""
         rng, arrays = np.random.default_rng(seed), {}
         for row in lora_config.table(self.config, lora):
             bound = row.hf_shape[1] ** -0.5 if row.kind != "zeros" else 0.0
@@ -101,36 +91,29 @@ class LoraTrainer(ABC):
 
     def run(
         self, state: LoraState, loss: str, rows: TargetRows, backward: bool
-    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return log-probabilities and losses of each datum's targets, float32.
-
-        With `backward` the gradient of the summed loss is added to the state's.
-        """
+    ) -> list[list[np.ndarray]]:
+        """Return logprobs and losses of each datum's targets; `backward` adds to the gradient."""
         found, sums = [], state.grads
         for batch in rows.batches:
             *both, grads = self.microbatch(state, loss, batch, backward)
-            found.append(both)
+            found.append(map(np.asarray, both))
             sums = {k: x + grads[k] for k, x in sums.items()} if backward else sums
-        parts = zip(*found, strict=True)
-        logprobs, losses = (rows.of_data([np.asarray(x) for x in part]) for part in parts)
+        made = [rows.of_data(parts) for parts in zip(*found, strict=True)]
         state.grads = sums  # all or nothing: an error leaves the gradient as it was
-        return logprobs, losses
+        return made
 
     def step(self, state: LoraState, options: Mapping[str, float]) -> float:
-        """Make one update and forget the gradient; return its norm before clipping.
-
-        UserError if the gradient is not finite; the adapters then stay as they are.
-        """
+        """Make an update of a finite gradient, and forget it; return its norm; or UserError."""
         grads, most = state.grads, options.get("grad_clip_norm", 0.0)
         norm = float(sum((g * g).sum() for g in grads.values())) ** 0.5
         state.grads = {k: x * 0 for k, x in state.adapters.items()}
         if not np.isfinite(norm):
             raise UserError("the gradient is not finite, nothing changed; lower learning_rate")
         scale = most / norm if 0 < most < norm else 1.0
-        o = {**ADAM, **options, "scale": scale, "t": float(state.updates + 1)}
+        state.updates += 1
+        o = {**ADAM, **options, "scale": scale, "t": float(state.updates)}
         made = self.adamw(o, state.adapters, grads, state.mu, state.nu)
         state.adapters, state.mu, state.nu = made
-        state.updates += 1
         return norm
 
     def save(self, state: LoraState, path: Path, base: str, moments: bool) -> None:

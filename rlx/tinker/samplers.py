@@ -40,32 +40,27 @@ class WeightTurns:
     def add(self, weights: Hashable, request: Any) -> list[Any]:
         """Return the requests that begin now, all for `served`."""
         self.waiting.setdefault(weights, []).append(request)
-        if [*self.waiting] == [self.served]:
-            self.running += 1
-            return self.waiting.pop(self.served)
-        return self._next()
+        return self._begin()
 
     def end(self) -> list[Any]:
         """Note that a request has ended; return those that begin now, all for `served`."""
         self.running -= 1
-        return self._next()
+        return self._begin()
 
-    def _next(self) -> list[Any]:
-        if self.running or not self.waiting:
+    def _begin(self) -> list[Any]:
+        if not self.waiting or (self.running and [*self.waiting] != [self.served]):
             return []
         self.served = next(iter(self.waiting))
         begin = self.waiting.pop(self.served)
-        self.running = len(begin)
+        self.running += len(begin)
         return begin
 
 
 class Samplers:
     """Samples and scores by the base model, or by it with the adapter in a PEFT directory.
 
-    Args:
-      fleet: connected; its servers have the base with the digest `base`.
-      dtype: of the sum of base and adapter, on the servers.
-      side_by_side: whether the servers read adapters by themselves, where their base stays.
+    Servers of the connected fleet have the `base` of this digest, and make sums of `dtype`. They
+    read adapters by themselves if these are `side_by_side`.
     """
 
     def __init__(self, fleet: Fleet, base: bytes, dtype: str, side_by_side: bool = False):
@@ -77,10 +72,7 @@ class Samplers:
     async def sample(
         self, adapter: Path | None, prompt: Sequence[int], sampling: Sampling, n: int, scored: int
     ) -> tuple[list[Completion], np.ndarray | None]:
-        """Return `n` completions, and log-probabilities of the prompt's last `scored` tokens.
-
-        They are [P] float32, NaN at other tokens and at the first; None if `scored` is 0.
-        """
+        """Return `n` completions, and [P] logprobs of the last `scored` tokens, NaN elsewhere."""
         if self._side_by_side:
             return await self._ask(str(adapter or ""), prompt, sampling, n, scored)
         turn = asyncio.get_running_loop().create_future()
@@ -120,9 +112,9 @@ class Samplers:
             raise
 
     def _made(self, adapter: Path | None) -> Adapter:
-        if adapter is None:  # the base, plus nothing
-            return Adapter({}, 1.0, self._dtype, self._base)
-        with open_tensors(adapter / peft.WEIGHTS) as saved:
-            tensors = {name: np.array(saved[name]) for name in saved}
-        scale = peft.load_config(adapter).scale
+        tensors, scale = dict[str, Any](), 1.0  # None: the base, plus nothing
+        if adapter:
+            scale = peft.load_config(adapter).scale
+            with open_tensors(adapter / peft.WEIGHTS) as saved:
+                tensors = {name: np.array(saved[name]) for name in saved}
         return Adapter(tensors, scale, self._dtype, self._base)

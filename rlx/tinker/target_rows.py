@@ -1,4 +1,7 @@
-"""Data of a request, checked, and packed into rows for the decoder. Numpy only.
+"""Data of a request, checked and packed into rows for the decoder, and their losses.
+
+The losses are written once for JAX's arrays and torch's tensors. `forward_backward` sums them over
+targets, without a mean. Formulas: https://tinker-docs.thinkingmachines.ai/losses
 
 Shapes: N tokens of a datum, K targets a token, B rows of a microbatch, T tokens of a row.
 """
@@ -9,12 +12,21 @@ from typing import Any
 
 import numpy as np
 
+from rlx.algorithms.array_ops import Array, ops_of
 from rlx.base import UserError, unknown
 from rlx.model.model_config import ModelConfig
-from rlx.tinker.token_losses import DEFAULTS, LOSSES
 from rlx.train import packing
 
 NO_TARGET = -1  # in `targets`, where there is none
+# Inputs that may be missing; others that a loss reads must be given for every target.
+DEFAULTS = {"weights": 1.0, "clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+_SAMPLED, _CLIPS = ("logprobs", "advantages"), ("clip_low_threshold", "clip_high_threshold")
+LOSSES: dict[str, tuple[str, ...]] = {  # name → the inputs that it reads
+    "cross_entropy": ("weights",),
+    "importance_sampling": _SAMPLED,
+    "ppo": (*_SAMPLED, *_CLIPS),
+    "cispo": (*_SAMPLED, *_CLIPS),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +74,7 @@ def pack(
     data: Sequence[TargetDatum], loss: str, options: Mapping[str, Any], model: ModelConfig,
     budget: int,
 ) -> TargetRows:  # fmt: skip
-    """Pack data into microbatches of at most `budget` tokens, or those of the longest datum.
-
-    UserError for a loss, an option of it, or data that cannot be computed.
-    """
+    """Pack data into microbatches of `budget` tokens, or of the longest; UserError if unfit."""
     if loss not in LOSSES:
         raise unknown("loss_fn", loss, LOSSES)
     for name, value in options.items():
@@ -96,10 +105,32 @@ def pack(
         for name, values in (("targets", datum.targets), *datum.inputs.items()):
             flat[name][at] = values.reshape(size, -1)
         places.append((at, datum.targets.shape))
-    ends = np.cumsum([count * length for count, length in plan.shapes])[:-1]
-    cut = {name: np.split(values, ends) for name, values in flat.items()}
-    batches = [
-        {name: parts[i].reshape(*shape, *parts[i].shape[1:]) for name, parts in cut.items()}
-        for i, shape in enumerate(plan.shapes)
-    ]
+    batches, end = [], 0
+    for shape in plan.shapes:
+        own = slice(end, end := end + shape[0] * shape[1])
+        batches.append({k: x[own].reshape(*shape, *x.shape[1:]) for k, x in flat.items()})
     return TargetRows(batches, places)
+
+
+def loss_of(name: str, p: Array, given: Mapping[str, Array]) -> Array:
+    """Return the loss of each target, with r = exp(p − logprobs) and c = clip(r, low, high).
+
+        cross_entropy        −weights·p
+        importance_sampling  −r·advantages
+        ppo                  −min(r·advantages, c·advantages)    (arXiv 1707.06347, eq. 7)
+        cispo                −c·advantages·p, c without gradient (arXiv 2506.13585, eq. 4)
+
+    Args:
+      p: [...] float32, the model's log-probabilities of the targets.
+      given: inputs of the loss, of the same shape; the policy that sampled gave `logprobs`.
+    """
+    if name == "cross_entropy":
+        return -given["weights"] * p
+    ops, advantages = ops_of(p), given["advantages"]
+    ratio = ops.lib.exp(p - given["logprobs"])
+    if name == "importance_sampling":
+        return -ratio * advantages
+    clipped = ops.lib.clip(ratio, *(given[end] for end in _CLIPS))
+    if name == "ppo":
+        return -ops.lib.minimum(ratio * advantages, clipped * advantages)
+    return -ops.frozen(clipped) * advantages * p

@@ -58,10 +58,9 @@ class TrainedModel:
 
 
 class Tenant:
-    """Everything of one API key; names of other tenants are unknown here (404).
+    """Everything of one API key, by names that begin with a session's; others are unknown (404).
 
-    `models`, `samplers` and `futures` have names that begin with their session's. A sampler is the
-    path of a checkpoint, or None for the base.
+    A sampler is the path of a checkpoint, or None for the base.
     """
 
     def __init__(self, root: Path):
@@ -90,10 +89,10 @@ class Tenant:
     def end(self, session: str) -> None:
         """Forget what a session has, but for its checkpoints with names."""
         self._heard.pop(session, None)
-        for part in (self.models, self.samplers, self.futures):
+        parts: tuple[dict[str, Any], ...] = self.models, self.samplers, self.futures
+        for part in parts:
             for name in [name for name in part if name.startswith(f"{session}:")]:
-                ended: Any = part.pop(name)  # type: ignore[attr-defined]
-                if part is self.futures:
+                if isinstance(ended := part.pop(name), asyncio.Task):
                     ended.cancel()
         self._remove_unnamed(session)
 

@@ -10,6 +10,7 @@ that the order of a model has no gap.
 
 import asyncio
 import hashlib
+import os
 import secrets
 import shutil
 import time
@@ -88,14 +89,10 @@ class TinkerApi:
             return web.route(method, f"/api/v1/{path}", partial(self._json, handler))
 
         app = web.Application(middlewares=(around, _errors_as_json), client_max_size=MAX_BODY)
-        app.add_routes(
-            [
-                *(route(*each) for each in handlers.items()),
-                web.post("/api/v1/retrieve_future", self._retrieve),
-                web.get("/download/{link}/{file}", self._download),
-                web.route("*", "/{_:.*}", _not_here),
-            ]
-        )
+        routes = [route(*each) for each in handlers.items()]
+        routes.append(web.post("/api/v1/retrieve_future", self._retrieve))
+        routes.append(web.get("/download/{link}/{file}", self._download))
+        app.add_routes([*routes, web.route("*", "/{_:.*}", _not_here)])
         return app
 
     def _tenant(self, request: web.Request) -> Tenant:
@@ -116,17 +113,14 @@ class TinkerApi:
         path = {**request.match_info, "origin": str(request.url.origin())}
         return web.json_response(handler(tenant, {**given, **path}))
 
-    # Requests with a future.
-
     def _submit(self, tenant: Tenant, given: _Json, work: Callable[[TrainedModel], Any]) -> _Json:
         """Promise the result of `work`, which runs when it is the turn of the request's number."""
         model, number = tenant.find("models", given.get("model_id")), given.get("seq_id")
         name = f"{model.id}:{number}"
         if name not in tenant.futures:  # else a client sends it again
             if not isinstance(number, int) or number < model.next:
-                raise ApiError(
-                    410, f"request {name:.80} is long past or has no number; send a new one"
-                )
+                what = f"request {name:.80} is long past or has no number"
+                raise ApiError(410, f"{what}; send a new one")
             tenant.promise(name, model.run(number, work, self._device))
         return {"request_id": name, "model_id": model.id}
 
@@ -148,12 +142,10 @@ class TinkerApi:
             return web.Response(body=task.result(), content_type="application/x-protobuf")
         return web.json_response(task.result())
 
-    # Models and their training.
-
     def _capabilities(self, tenant: Tenant, given: _Json) -> _Json:
-        model = {"max_context_length": self.trainer.config.max_position, "trainable": True}
-        model |= {"sampleable": True}
-        return {"supported_models": [{"model_name": name, **model} for name in self.names]}
+        most, can = self.trainer.config.max_position, {"trainable": True, "sampleable": True}
+        own = [{"model_name": name, "max_context_length": most, **can} for name in self.names]
+        return {"supported_models": own}
 
     def _require_base(self, name: Any) -> None:
         if name not in self.names:
@@ -162,17 +154,21 @@ class TinkerApi:
 
     def _create_model(self, tenant: Tenant, given: _Json) -> _Json:
         self._require_base(given.get("base_model"))
-        asked = {"rank": 32, "train_attn": True, "train_mlp": True}
-        asked |= given.get("lora_config") or {}
-        record = {f"train_{name}": bool(asked[f"train_{name}"]) for name in ("attn", "mlp")}
+        own = {
+            "rank": 32,
+            "train_attn": True,
+            "train_mlp": True,
+            **(given.get("lora_config") or {}),
+        }
+        record = {name: bool(own[name]) for name in ("train_attn", "train_mlp")}
         targets = ("q", "k", "v", "o") * record["train_attn"]
         targets += ("gate", "up", "down") * record["train_mlp"]
-        seed = secrets.randbits(31) if asked.get("seed") is None else asked["seed"]
+        seed = secrets.randbits(31) if own.get("seed") is None else own["seed"]
 
         def work(model: TrainedModel) -> None:
-            model.state = self.trainer.fresh(LoraConfig(asked["rank"], ALPHA, targets), seed)
+            model.state = self.trainer.fresh(LoraConfig(own["rank"], ALPHA, targets), seed)
 
-        return self._new_model(tenant, given, {**record, "lora_rank": asked["rank"]}, work)
+        return self._new_model(tenant, given, {**record, "lora_rank": own["rank"]}, work)
 
     def _new_model(
         self, tenant: Tenant, given: _Json, record: _Json, work: Callable[[TrainedModel], None]
@@ -195,11 +191,9 @@ class TinkerApi:
 
         def work(model: TrainedModel) -> bytes:
             data, options = binary_messages.data_of(asked), binary_messages.options_of(asked)
-            rows = pack(data, asked.loss_fn, options, self.trainer.config, self.budget)
-            state, backward = model.trained(), not asked.forward_only
-            return binary_messages.losses_reply(
-                *self.trainer.run(state, asked.loss_fn, rows, backward)
-            )
+            loss, state, backward = asked.loss_fn, model.trained(), not asked.forward_only
+            rows = pack(data, loss, options, self.trainer.config, self.budget)
+            return binary_messages.losses_reply(*self.trainer.run(state, loss, rows, backward))
 
         return self._submit(tenant, given, work)
 
@@ -211,8 +205,6 @@ class TinkerApi:
             return {"metrics": {"grad_norm": self.trainer.step(model.trained(), adam)}}
 
         return self._submit(tenant, given, work)
-
-    # Checkpoints.
 
     def _save(self, kind: str, tenant: Tenant, given: _Json) -> _Json:
         def work(model: TrainedModel) -> _Json:
@@ -270,10 +262,8 @@ class TinkerApi:
         where, link = tenant.checkpoint(_CHECKPOINT.format(**given))[0], secrets.token_urlsafe(24)
         self._links[link] = where / ADAPTER
         asyncio.get_running_loop().call_later(_LINK_SECONDS, self._links.pop, link)
-        urls = {
-            f.name: f"{given['origin']}/download/{link}/{f.name}"
-            for f in self._links[link].iterdir()
-        }
+        names, place = os.listdir(where / ADAPTER), f"{given['origin']}/download/{link}"
+        urls = {name: f"{place}/{name}" for name in names}
         return {"urls": urls, "expires": utc(time.time() + _LINK_SECONDS)}
 
     async def _download(self, request: web.Request) -> web.FileResponse:
@@ -282,8 +272,6 @@ class TinkerApi:
         if where == Path() or not file.is_file():
             raise ApiError(404, "the link or its checkpoint is gone; fetch new URLs")
         return web.FileResponse(file)
-
-    # Sampling.
 
     def _create_sampler(self, tenant: Tenant, given: _Json) -> _Json:
         if path := given.get("model_path"):
@@ -303,8 +291,8 @@ class TinkerApi:
         sampler = given.get("sampling_session_id")
         path, name = tenant.find("samplers", sampler), f"{sampler}:{given.get('seq_id')}"
         if name not in tenant.futures:  # else a client sends it again
-            work = self._generate(path and tenant.checkpoint(path)[0] / ADAPTER, given)
-            tenant.promise(name, work)
+            adapter = path and tenant.checkpoint(path)[0] / ADAPTER
+            tenant.promise(name, self._generate(adapter, given))
         ids = [f"{name}:{index}" for index in range(given["num_samples"])]
         return {"request_id": name, "sample_sequence_ids": ids}
 

@@ -16,8 +16,7 @@ from rlx.model.directory import load_config
 from rlx.model.lora_config import PREFIX, LoraConfig
 from rlx.model.model_config import CHUNK
 from rlx.tinker.lora_trainer import LoraState, LoraTrainer, Tensors
-from rlx.tinker.target_rows import NO_TARGET
-from rlx.tinker.token_losses import loss_of
+from rlx.tinker.target_rows import NO_TARGET, loss_of
 from rlx_torch import packed_model
 
 

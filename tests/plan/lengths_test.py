@@ -5,7 +5,7 @@ import random
 import pytest
 
 from rlx.base import UserError
-from rlx.plan.lengths import Lengths
+from rlx.plan.simulate import Lengths
 
 
 @pytest.mark.parametrize(("mean", "cut"), [(7900, 0.12), (7900, 0.0), (1500, 0.01), (15000, 0.6)])

@@ -8,8 +8,7 @@ import pytest
 
 from rlx.doctor.gpu_cards import CARDS
 from rlx.model.model_config import ModelConfig
-from rlx.plan.lengths import Lengths
-from rlx.plan.simulate import Setup, simulate
+from rlx.plan.simulate import Lengths, Setup, simulate
 from rlx.plan.speeds import Calibration, ServerSpeed, TrainerSpeed
 from rlx.rollout.staleness import Limits
 

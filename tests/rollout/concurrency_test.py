@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from rlx.doctor.gpu_cards import CARDS
 from rlx.model.model_config import ModelConfig
 from rlx.plan import simulate
-from rlx.plan.lengths import Lengths
-from rlx.plan.simulate import Setup
+from rlx.plan.simulate import Lengths, Setup
 from rlx.plan.speeds import Calibration, ServerSpeed, TrainerSpeed
 from rlx.rollout import concurrency
 from rlx.rollout.concurrency import Observation, follow, tuned

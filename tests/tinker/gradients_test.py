@@ -7,8 +7,7 @@ from rlx.base import UserError
 from rlx.model.directory import resolve
 from rlx.model.lora_config import LoraConfig
 from rlx.tinker.lora_trainer import ADAPTER, trainer_class
-from rlx.tinker.target_rows import TargetDatum, pack
-from rlx.tinker.token_losses import LOSSES
+from rlx.tinker.target_rows import LOSSES, TargetDatum, pack
 
 MODEL = resolve("rlx:arithmetic")
 
