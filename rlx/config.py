@@ -328,15 +328,13 @@ def with_environment(config: ConfigDict) -> ConfigDict:
 
 
 def check(config: ConfigDict, *, trains: bool = True) -> None:
-    """Raise UserError for the first thing in `config` that cannot work.
-
-    Without `trains` the trainer's budgets do not matter: nothing will be trained.
-    """
+    """Raise UserError for the first thing that cannot work, or not be trained where it `trains`."""
     if not config.model.path:
         raise UserError("model.path is empty; give an HF directory or hub name")
+    values = dict(leaves(config))
     for key, field in OPTIONS.items():
         if not key.startswith("algorithm."):  # `presets.resolve` knows the preset and own functions
-            check_value(key, _get(config, key), field.metadata["values"])
+            check_value(key, values.get(key), field.metadata["values"])
     for key in ("compile", "offload_optimizer", "vision") if config.trainer != "torch" else ():
         if config.train[key] not in (False, "frozen"):
             raise UserError(f"train.{key} works only with trainer=torch; unset it or set that")
@@ -353,16 +351,15 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
     if config.reference.mode == "copy":
         check_value("reference.every_steps", config.reference.every_steps, "1")
     for key in ("reward.environment", "agents.environment"):
-        if isinstance(_get(config, key), str):
-            raise UserError(f"{key}={_get(config, key)!r} is one text; give a tuple of names")
+        if isinstance(text := values[key], str):
+            raise UserError(f"{key}={text!r} is one text; give a tuple of names")
     refuse(_rules(config, trains))
 
 
 def _rules(config: ConfigDict, trains: bool) -> tuple[tuple[object, str], ...]:
     """Return the rules between values of keys, as of `refuse`."""
-    train, fleet, sampling, scheduler = (
-        config[name] for name in ("train", "fleet", "sampling", "scheduler")
-    )
+    train, fleet, sampling = config.train, config.fleet, config.sampling
+    scheduler = config.scheduler
     prompt, answer = config.data.max_prompt_tokens, sampling.max_new_tokens
     longest, served = prompt + answer, prompt + max(answer, config.eval.max_new_tokens)
     one_device = "context" not in train.mesh  # else model.mesh.check_rows knows
@@ -428,12 +425,6 @@ def _rules(config: ConfigDict, trains: bool) -> tuple[tuple[object, str], ...]:
          f"fleet.tls.ca={fleet.tls.ca} without fleet.addresses or fleet.join: local servers listen "
          "on loopback and need no TLS; give addresses or leave fleet.tls empty"),
     )  # fmt: skip
-
-
-def _get(config: ConfigDict, key: str):
-    for part in key.split("."):
-        config = config[part]
-    return config
 
 
 def leaves(tree: Mapping[str, Any] | ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:

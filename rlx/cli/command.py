@@ -34,10 +34,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; python -m {self.prog} --help lists the flags")
 
     def add_options(self, room: type, *names: str) -> None:
-        """Add a flag for each option of a dataclass, or for those of `names` where some are given.
-
-        The flag takes choices from the declaration; whoever uses the option checks its range.
-        """
+        """Add flags of a dataclass's options, or those of `names`, without their ranges."""
         for name, field in options_of(room).items():
             doc, values = field.metadata["doc"], field.metadata["values"]
             if not names or name in names:
@@ -72,11 +69,6 @@ def run(
     token, before = IS_COMMAND.set(True), signal.signal(signal.SIGTERM, interrupt)
     try:
         status = main() or 0
-    except UserError as error:
-        if trace:
-            say(traceback.format_exc().rstrip(), sys.stderr)
-        say(f"error: {error}", sys.stderr)
-        status = 2
     except KeyboardInterrupt:
         say("interrupted", sys.stderr)
         status, teardown = INTERRUPTED, False  # which would wait for a save under way
@@ -84,10 +76,11 @@ def run(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
     except Exception as error:
-        known = explain(error)
-        if known and trace:
+        known = error if isinstance(error, UserError) else explain(error)
+        if trace or not known:
             say(traceback.format_exc().rstrip(), sys.stderr)
-        say(f"error: {known}" if known else traceback.format_exc().rstrip(), sys.stderr)
+        if known:
+            say(f"error: {known}", sys.stderr)
         status = 2 if known else 1
     signal.signal(signal.SIGTERM, before)
     try:

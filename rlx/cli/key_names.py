@@ -43,10 +43,7 @@ def _codes(cell: str) -> list[str]:
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """Return the key of `known`, or `--flag`, that `name` stands for; "" where it stands for none.
-
-    It may be misspelt, without its section, or as another package has it.
-    """
+    """Return the key or `--flag` that a misspelt, short or foreign name stands for; "" for none."""
     name, keys = name.replace("-", "_").lower(), sorted(known)
     names, (section, _, last) = elsewhere(keys), name.rpartition(".")
     own = {k.removeprefix(f"{section}."): k for k in keys if k.startswith(f"{section}.")}

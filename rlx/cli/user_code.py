@@ -15,6 +15,7 @@ import pkgutil
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -32,9 +33,8 @@ OF_ENVIRONMENTS = ("mcp:", "openenv:", "reasoning_gym:", "textarena:", "verifier
 def find(key: str, name: str, table: Mapping[str, Any] = _NONE) -> Any:
     """Return the object that `name` names: an entry of `table`, `module:name` or `FILE.py:name`.
 
-    UserError if there is no such entry, file, module or name (the nearest is suggested), or the
-    module cannot be imported; it begins with `key`, of the config or a flag. `table` may
-    have `scheme:` → function of the rest of a name that begins with it.
+    UserError, which begins with `key`, if there is none, or its module cannot be imported. `table`
+    may have `scheme:` → function of the rest of a name that begins with it.
     """
     scheme, _, rest = name.partition(":")
     if f"{scheme}:" in table:
@@ -71,18 +71,21 @@ def names(module: ModuleType) -> list[str]:
 
 
 def load(place: str) -> ModuleType:
-    """Return the module that `place` names; the same one in every process of this directory.
-
-    UserError if there is none, or it cannot be imported.
-    """
-    return _of_file(Path(place)) if place.endswith(".py") else _by_name(place)
+    """Return the module that `place` names, the same one in every process here; or UserError."""
+    if place.endswith(".py"):
+        return _of_file(Path(place))
+    try:
+        return importlib.import_module(place)
+    except (Exception, SystemExit) as error:
+        lacks = error.name if isinstance(error, ModuleNotFoundError) else ""
+        if not lacks or not f"{place}.".startswith(f"{lacks}."):
+            raise UserError(f"cannot import {place}: {where(error)}") from error
+        remedy = "is its directory on PYTHONPATH? A file is named as path/to/file.py:name"
+        raise UserError(f"there is no module {lacks!r}{_near_module(lacks)}; {remedy}") from None
 
 
 def forget_edited() -> None:
-    """Let files that were edited since they were loaded be loaded anew, as a notebook's are.
-
-    To be called between two runs: in one, all parts must have the same module.
-    """
+    """Let files that were edited be loaded anew; call it between two runs, not in one."""
     for name, module in sys.modules.copy().items():  # at once: other threads import
         loaded = getattr(module, _EDITED, None) if name.startswith(_OF_FILE) else None
         if loaded and loaded != _edited(Path(str(module.__file__))):
@@ -108,11 +111,11 @@ def of_user(frame: FrameType) -> bool:
 
 def place_of(stack: Sequence[FrameType]) -> str:
     """Return the user's innermost line, as `agent.py:14 Agent.run: time.sleep(5)`."""
-    for frame in ([*filter(of_user, stack)] or stack)[-1:]:
-        code, number = frame.f_code, frame.f_lineno or 0  # None in between two lines
-        source = linecache.getline(code.co_filename, number).strip()[:_LINE]
-        return f"{code.co_filename}:{number} {code.co_qualname}: {source}"
-    return "its end"
+    if not (own := [*filter(of_user, stack)] or stack):
+        return "its end"
+    code, number = own[-1].f_code, own[-1].f_lineno or 0  # None in between two lines
+    source = linecache.getline(code.co_filename, number).strip()[:_LINE]
+    return f"{code.co_filename}:{number} {code.co_qualname}: {source}"
 
 
 def where(error: BaseException, function: Any = None, most: int = 1) -> str:
@@ -137,20 +140,6 @@ def line(error: BaseException, libraries: tuple[str, ...] = LIBRARIES, most: int
     return f"({places})" if own else ""
 
 
-def _by_name(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if not error.name or not f"{name}.".startswith(f"{error.name}."):
-            raise UserError(f"cannot import {name}: {where(error)}") from error
-        raise UserError(
-            f"there is no module {error.name!r}{_near_module(error.name)}; is its directory on "
-            "PYTHONPATH? A file is named as path/to/file.py:name"
-        ) from None
-    except (Exception, SystemExit) as error:
-        raise UserError(f"cannot import {name}: {where(error)}") from error
-
-
 def _near_module(name: str) -> str:
     parent, _, last = name.rpartition(".")
     path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
@@ -163,8 +152,8 @@ def _of_file(path: Path) -> ModuleType:
     """Return the module of a file; its directory becomes the last one that is importable."""
     if not path.is_file():
         near = nearest(path.name, (other.name for other in path.parent.glob("*.py")))
-        hint = "give a path relative to this directory"
-        hint = f"did you mean {path.with_name(near)}?" if near else hint
+        usual = "give a path relative to this directory"
+        hint = f"did you mean {path.with_name(near)}?" if near else usual
         raise UserError(f"there is no file {path}; {hint}")
     path = path.resolve()
     name = _OF_FILE + "".join(c if c.isalnum() else "_" for c in str(path.with_suffix("")))
@@ -188,8 +177,6 @@ def _of_file(path: Path) -> ModuleType:
 
 def _edited(path: Path) -> tuple[int, int]:
     """Return when a file was last written, ns, and its bytes; zeros where it is gone."""
-    try:
-        found = path.stat()
-    except OSError:
-        return 0, 0
-    return found.st_mtime_ns, found.st_size
+    with suppress(OSError):
+        return (found := path.stat()).st_mtime_ns, found.st_size
+    return 0, 0

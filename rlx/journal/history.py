@@ -1,5 +1,6 @@
 """Pure functions from the records of a journal to the state and the batches of a run."""
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -145,19 +146,15 @@ class _State:
 
     def host(self) -> dict[str, Any]:
         """Return the state in the form of `Executor.state`."""
-        order, step = [], self._step
-        while step in self._order:
-            order.append(list(self._order[step]))
-            step += 1
+        known = itertools.takewhile(self._order.__contains__, itertools.count(self._step))
+        order = [list(self._order[step]) for step in known]
         taken = {g for ids in order for g in ids}
         return {
-            **self._host,
+            **self._host, "order": order, "best_reward": self._best,
             "pending": sorted([g, a] for g, a in self._waiting.items() if g not in taken),
             "admitted_at": [[g, v] for g, v in self._versions.items() if g not in taken],
             "buffered": [g for g in self._finished if g not in taken],
-            "order": order,
-            "best_reward": self._best,
-        }
+        }  # fmt: skip
 
 
 class Batches(NamedTuple):
@@ -178,10 +175,10 @@ def batches(records: Iterable[tuple[Record, Place]]) -> Batches:
             found.attempts[fields["group_id"]] = fields["attempt"]
         elif record.kind == "group":
             places[fields["group_id"]] = place
-        elif record.kind == "take" and all(g in places for g in fields["groups"]):
-            found.groups[fields["step"]] = [places[g] for g in fields["groups"]]
         elif record.kind == "take":
             found.groups.pop(fields["step"], None)
+            if all(g in places for g in fields["groups"]):
+                found.groups[fields["step"]] = [places[g] for g in fields["groups"]]
         elif record.kind == "weights":
             found.weights[fields["version"]] = fields
         elif record.kind == "start":

@@ -69,12 +69,11 @@ class Journal:
         """Raise UserError if a record could not be written."""
         if self._error is None:
             return
-        full = is_full(self._error)
-        remedy = "free some space" if full else "correct it"
-        what = f"cannot write {self._directory}: {self._error}"
-        raise (DiskFull if full else UserError)(
-            f"{what}; {remedy}, or set journal.keep=0 to run without a journal"
-        ) from self._error
+        kind, how = (
+            (DiskFull, "free some space") if is_full(self._error) else (UserError, "correct it")
+        )
+        remedy = f"{how}, or set journal.keep=0 to run without a journal"
+        raise kind(f"cannot write {self._directory}: {self._error}; {remedy}") from self._error
 
     def close(self) -> None:
         """Write and flush what was appended, and end the thread."""
@@ -147,10 +146,7 @@ def read(directory: Path, first: int = 0) -> Iterator[tuple[Record, Place]]:
 
 
 def cut(directory: Path, first: int = 0) -> tuple[int, int]:
-    """Remove what follows the first damage from number `first` on.
-
-    Return the bytes removed, and the number of the next record.
-    """
+    """Remove what follows the first damage; return bytes removed, and the next record's number."""
     removed, number, intact = 0, first, set()
     for path, found, damaged in _intact(directory, first):
         intact.add(path)

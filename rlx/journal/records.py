@@ -1,25 +1,35 @@
-"""Records of a journal ⇄ bytes: pure functions, which no damage to the bytes can mislead.
+"""Records of a journal, and groups ⇄ bytes: pure functions that no damage to the bytes misleads.
 
     "rlxj" | bytes of the payload | CRC-32 | number | payload: [kind, fields] as JSON, \\n, group
            |        4             |   4    |   8    |  the CRC-32 covers number and payload
 
 Kinds are `start`, `admit`, `tokens`, `group`, `reject`, `fail`, `skip`, `state`, `take`, `weights`,
 `evaluation` and `concurrency`. Readers ignore kinds that they do not know. A group of kind `tokens`
-holds what several unfinished samples got, as one trajectory.
+holds what several unfinished samples got, as one trajectory. Groups are one object of JSON, then
+their arrays; no pickle.
 """
 
+import io
 import json
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
-from rlx.base import Group
-from rlx.journal import group_bytes
+import numpy as np
+
+from rlx.base import Group, Trajectory
 
 _HEAD = struct.Struct("<4sIIQ")
 _MAGIC = b"rlxj"
 _LEVEL = 1  # of zlib: half the bytes of versions, masks and texts for little time
+_ARRAYS = {  # some are None in some trajectories; `kept` has as many as the sum of `kept_sizes`
+    "tokens": np.int32, "loss_mask": np.bool_, "behaviour_logprobs": np.float32,
+    "versions": np.int32, "turn_ids": np.int32, "reference_logprobs": np.float32,
+    "kept_sizes": np.int32, "kept": np.uint8,
+}  # fmt: skip
+_OTHERS = [field.name for field in fields(Trajectory) if field.name not in _ARRAYS]
 
 
 class Record(NamedTuple):
@@ -34,7 +44,7 @@ class Record(NamedTuple):
 
     def group(self) -> Group:
         """Return the group of a record that has one."""
-        return group_bytes.loads(zlib.decompress(self.packed))[0]
+        return loads(zlib.decompress(self.packed))[0]
 
 
 def encode(number: int, kind: str, fields: Mapping[str, Any], packed: bytes = b"") -> bytes:
@@ -45,7 +55,7 @@ def encode(number: int, kind: str, fields: Mapping[str, Any], packed: bytes = b"
 
 def pack(group: Group) -> bytes:
     """Return a group's compressed bytes; TypeError for a row that is not JSON."""
-    return zlib.compress(group_bytes.dumps([group]), _LEVEL)
+    return zlib.compress(dumps([group]), _LEVEL)
 
 
 def scan(data: bytes) -> Iterator[Record]:
@@ -65,3 +75,48 @@ def scan(data: bytes) -> Iterator[Record]:
 
 def _checksum(number: int, payload: bytes) -> int:
     return zlib.crc32(payload, zlib.crc32(number.to_bytes(8, "little")))
+
+
+def dumps(groups: Sequence[Group]) -> bytes:
+    """Return groups as bytes, for `loads`; TypeError for a row that is not JSON."""
+    text = json.dumps([_describe(group) for group in groups])  # escapes lone surrogates
+    arrays = [
+        np.ascontiguousarray(value, dtype).tobytes()
+        for group in groups
+        for trajectory in group.trajectories
+        for name, dtype in _ARRAYS.items()
+        if (value := getattr(trajectory, name)) is not None
+    ]
+    return b"\n".join([text.encode(), b"".join(arrays)])
+
+
+def loads(data: bytes) -> list[Group]:
+    """Return the groups in bytes of `dumps`, bit for bit; their arrays are read-only."""
+    arrays, groups = io.BytesIO(data), []
+    for group in json.loads(arrays.readline()):
+        trajectories = tuple(_trajectory(own, arrays) for own in group["trajectories"])
+        groups.append(Group(group["group_id"], trajectories, group["row"]))
+    return groups
+
+
+def _describe(group: Group) -> dict[str, Any]:
+    trajectories = []
+    for t in group.trajectories:
+        own = {name: getattr(t, name) for name in _OTHERS}
+        own |= {"reward": float(t.reward), "baseline": float(t.baseline), "size": len(t.tokens)}
+        own["info"] = {key: float(value) for key, value in t.info.items()}
+        own["arrays"] = [name for name in _ARRAYS if getattr(t, name) is not None]
+        trajectories.append(own)
+    return {"group_id": int(group.group_id), "row": {**group.row}, "trajectories": trajectories}
+
+
+def _trajectory(own: Mapping[str, Any], arrays: io.BytesIO) -> Trajectory:
+    found = {name: own[name] for name in _OTHERS if name in own}  # older rlx had fewer
+    for name in own["arrays"]:
+        count = int(found["kept_sizes"].sum()) if name == "kept" else own["size"]
+        data = arrays.read(count * np.dtype(_ARRAYS[name]).itemsize)
+        found[name] = np.frombuffer(data, _ARRAYS[name], count)
+    found["turn_rewards"] = tuple(own["turn_rewards"])
+    found["said"] = tuple(map(tuple, own["said"]))
+    found["images"] = tuple(own.get("images", ()))
+    return Trajectory(**found)

@@ -36,10 +36,7 @@ def flush(paths: Iterable[Path]) -> None:
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """Yield a new directory that replaces `path` if the block succeeds, else is removed.
-
-    UserError or DiskFull if it cannot be written; `path` is unchanged.
-    """
+    """Yield a new directory that replaces `path` if all goes well; UserError or DiskFull if not."""
     fresh, lock = None, -1
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,6 @@ class MemoryLimit(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """Return how to get more memory."""
         return _REMEDIES[self.where]
 
     def __str__(self) -> str:
@@ -39,10 +38,8 @@ def memory(root: Path = Path("/")) -> MemoryLimit:
 
 
 def _machine(root: Path) -> MemoryLimit:
-    found = {}
-    for line in (root / "proc/meminfo").read_text().splitlines():
-        name, value = line.split()[:2]
-        found[name] = int(value) * 1024
+    lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
+    found = {name: int(value) * 1024 for name, value, *_ in lines}
     free = found.get("MemAvailable:", found.get("MemFree:", 0))
     return MemoryLimit(found["MemTotal:"], free, _MACHINE)
 
@@ -53,14 +50,11 @@ def _containers(root: Path) -> Iterator[MemoryLimit]:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
+    for _, controllers, path in (line.split(":", 2) for line in lines):
         kind = "memory" if "memory" in controllers.split(",") else controllers
-        if kind not in _LIMIT:
-            continue
         top = root / "sys/fs/cgroup" / kind
         innermost = top / path.lstrip("/")
-        for place in (innermost, *innermost.parents):
+        for place in (innermost, *innermost.parents) if kind in _LIMIT else ():
             if place.is_relative_to(top) and (found := _cgroup(place, kind)):
                 yield found
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from rlx.system import available_memory
 
-_VMSTAT = Path("/proc/vmstat")
 _LESS = "lower fleet.slots, fleet.max_model_len or fleet.num_servers"
 _DYING_SECONDS = 15.0  # between the kernel's kill and the end of a process with much memory
 _MEMORY = re.compile(  # in the last lines of an engine's log
@@ -19,7 +18,7 @@ _MEMORY = re.compile(  # in the last lines of an engine's log
 )
 
 
-def oom_kills(vmstat: Path = _VMSTAT) -> int:
+def oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
     """Return how many processes the kernel has OOM-killed since boot; 0 if unknown."""
     return _number(vmstat, "oom_kill ")
 
@@ -74,10 +73,8 @@ def words(code: int, peak_bytes: int, *, killed_for_memory: bool = False) -> str
     if not killed_for_memory:  # by the kernel, meanwhile
         return f"by {name} at a peak of {peak} of memory"
     there = available_memory.memory()
-    return (
-        f"by {name}, because memory ran out: it had {peak} at its peak, of "
-        f"{there.total / 1e9:.1f} GB {there.where}; {_LESS}"
-    )
+    most = f"of {there.total / 1e9:.1f} GB {there.where}"
+    return f"by {name}, because memory ran out: it had {peak} at its peak, {most}; {_LESS}"
 
 
 # The ready line of a server, and lines of faulthandler's stacks.
@@ -87,9 +84,7 @@ _NOT_WORDS = ('{"port"', '  File "', "Thread 0x", "Current thread 0x", "Stack (m
 def last_words(lines: Sequence[str]) -> str:
     """Return the last line of an engine's log, and a remedy if its last lines mention memory."""
     lines = [x.strip() for x in lines if x.strip() and not x.startswith(_NOT_WORDS)]
-    if not lines:
-        return ""
-    last = lines[-1].removeprefix("error: ")
+    last = lines[-1].removeprefix("error: ") if lines else ""
     short = next((x for x in reversed(lines[-40:]) if _MEMORY.search(x)), "")
     if not short or any(word in last for word in ("fleet.slots", "fleet.max_model_len")):
         return last

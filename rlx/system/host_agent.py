@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -20,21 +21,18 @@ from typing import Any
 def look(path: str, packages: list[str], shared: str, mark: str, ports: list[int]) -> dict:
     """Return versions, GPUs and the clock of this host, and problems ("": none)."""
     sys.path.insert(0, path)  # directory that rlx runs from, if it exists
-    try:
-        versions = {"rlx": import_module("rlx").__version__}
-    except ImportError:
-        versions = {"rlx": ""}
+    versions = dict.fromkeys(["rlx", *packages], "")
+    with suppress(ImportError):
+        versions["rlx"] = import_module("rlx").__version__
     for name in packages:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = ""
     gpus, broken, wrong, in_use = [], "", "", ""
     if smi := shutil.which("nvidia-smi"):
         command = [smi, "--query-gpu=name", "--format=csv,noheader"]
         answer = subprocess.run(command, capture_output=True, text=True)
         gpus = answer.stdout.splitlines() if answer.returncode == 0 else []
-        broken = "" if answer.returncode == 0 else (answer.stdout + answer.stderr).strip()[:200]
+        broken = (answer.stdout + answer.stderr).strip()[:200] if answer.returncode else ""
     try:
         if Path(shared, ".rlx-mark").read_text() != mark:
             wrong = "another directory of this name"
@@ -44,12 +42,10 @@ def look(path: str, packages: list[str], shared: str, mark: str, ports: list[int
     except OSError as error:
         wrong = str(error)
     for port in ports:  # must be free
-        with socket.socket() as listener:
-            try:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind(("", port))
-            except OSError as error:
-                in_use = f"port {port}: {error.strerror}"
+        try:
+            socket.create_server(("", port)).close()
+        except OSError as error:
+            in_use = f"port {port}: {os.strerror(error.errno or 0)}"
     return {
         "python": platform.python_version(), "versions": versions, "gpus": gpus,
         "gpus_wrong": broken, "clock": time.time(), "shared": wrong, "ports": in_use,

@@ -23,10 +23,7 @@ def name_of(data: bytes) -> str:
 
 
 def opened(data: bytes) -> Any:
-    """Return an image file's picture, in Pillow's mode RGB.
-
-    ValueError if it is damaged, or larger than MOST_BYTES or MOST_PIXELS.
-    """
+    """Return an image file's picture in Pillow's mode RGB; ValueError if damaged or too large."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -52,10 +49,10 @@ def blank(size: tuple[int, int]) -> Any:
     return Image.new("RGB", size)
 
 
-def thumbnail(data: bytes, most: int = 160) -> str:
-    """Return an image as a data URI of a PNG of at most `most` × `most` pixels; as `opened`."""
+def thumbnail(data: bytes) -> str:
+    """Return an image as a data URI of a PNG of at most 160 × 160 pixels; as `opened`."""
     picture, file = opened(data), io.BytesIO()
-    picture.thumbnail((most, most))
+    picture.thumbnail((160, 160))
     picture.save(file, "PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 

@@ -21,10 +21,7 @@ _SCRATCH = re.compile(r"\..+\.\d+-\d+")
 
 
 def jsonable(value: Any) -> Any:
-    """Return `value` as JSON types: non-finite floats become None, arrays lists, keys strings.
-
-    TypeError if it has no JSON form.
-    """
+    """Return `value` as JSON types, null for non-finite floats; TypeError if it has none."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -49,10 +46,7 @@ def encode(obj: Mapping[str, Any]) -> bytes:
 
 
 def append_jsonl(path: str | os.PathLike, obj: Mapping[str, Any]) -> None:
-    """Append `obj` as one line; make the file and its directory if they are missing.
-
-    UserError if the disk is full or not writable; the file is unchanged.
-    """
+    """Append a line to a file, made if missing; UserError, and no change, if it cannot be."""
     line = encode(obj)
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +153,5 @@ def _object(text: bytes) -> dict[str, Any] | None:
 
 def _unwritable(path: str | os.PathLike, error: OSError) -> UserError:
     remedy = "free some space" if is_full(error) else "move what is there"
-    return UserError(
-        f"cannot write {os.fspath(path)}: {error.strerror or error}; {remedy} or give another "
-        "--workdir"
-    )
+    what = f"cannot write {os.fspath(path)}: {error.strerror or error}"
+    return UserError(f"{what}; {remedy} or give another --workdir")

@@ -85,12 +85,10 @@ def _become(libc: ctypes.CDLL, supervisor: int, memory: int, command: tuple[str,
 def _reap(reaped: dict[int, int], child: int) -> bool:
     """Reap ended processes, recording the child's status; return whether any process is left."""
     with contextlib.suppress(ChildProcessError):
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if not pid:
-                return True
-            if pid == child:
-                reaped.setdefault(pid, status)
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            if found[0] == child:
+                reaped.setdefault(*found)
+        return True
     return False
 
 

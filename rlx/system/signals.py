@@ -44,10 +44,7 @@ def interrupts(
     late: Callable[[], object] = lambda: None,  # in a thread, `seconds` after all but SIGINT
     seconds: float = threading.TIMEOUT_MAX,
 ) -> Iterator[None]:
-    """Call `stop` at the first of these signals; raise KeyboardInterrupt at the second.
-
-    Does nothing outside the main thread, because signals reach no other.
-    """
+    """Call `stop` at the first signal, raise KeyboardInterrupt at the second; main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,22 +84,19 @@ def chosen_workdir(given: str, config_file: str, fresh: bool = True) -> Iterator
 
 
 @contextmanager
-def lock_workdir(
-    directory: Path, option: str = "--workdir", beat: float = BEAT_SECONDS
-) -> Iterator[Killed | None]:
+def lock_workdir(directory: Path, option: str = "--workdir") -> Iterator[Killed | None]:
     """Lock `directory` for this process, or UserError; yield the last process if it was killed."""
     path, pid = directory / _NAME, os.getpid()
     handle = _locked(path, option)  # the option for another directory, for the message
-    try:
-        before = _last(path, handle, option)
-        record = json.dumps(
-            {"pid": pid, "begun": begun_at(pid), "machine": _machine(), "oom_kills": oom_kills()}
-        ).encode()
+    with ExitStack() as stack:
+        stack.callback(os.close, handle)
+        before, ended = _last(path, handle, option), threading.Event()
+        about = {"pid": pid, "begun": begun_at(pid), "machine": _machine()}
+        record = json.dumps({**about, "oom_kills": oom_kills()}).encode()
         os.ftruncate(handle, 0)
         os.pwrite(handle, record, 0)
-        ended = threading.Event()
-        arguments = (path, handle, record, ended, beat)
-        threading.Thread(target=_live, args=arguments, name="heartbeat", daemon=True).start()
+        given = (path, handle, record, ended)
+        threading.Thread(target=_live, args=given, name="heartbeat", daemon=True).start()
         try:
             yield before
         finally:
@@ -107,8 +104,6 @@ def lock_workdir(
             with suppress(OSError):
                 if path.read_bytes() == record:
                     path.unlink()
-    finally:
-        os.close(handle)
 
 
 def _locked(path: Path, option: str) -> int:
@@ -156,15 +151,14 @@ def _last(path: Path, handle: int, option: str) -> Killed | None:
 
 
 def _taken(path: Path, who: str, option: str, more: str = "") -> UserError:
-    return UserError(
-        f"{who} runs in {path.parent}; wait for its end{more}, end it, or give another {option}"
-    )
+    remedy = f"wait for its end{more}, end it, or give another {option}"
+    return UserError(f"{who} runs in {path.parent}; {remedy}")
 
 
-def _live(path: Path, handle: int, record: bytes, ended: threading.Event, beat: float) -> None:
+def _live(path: Path, handle: int, record: bytes, ended: threading.Event) -> None:
     """Update the file's time; end this process if another has taken over the directory."""
     last = time.monotonic()
-    while not ended.wait(beat):
+    while not ended.wait(BEAT_SECONDS):
         try:
             found: bytes | None = path.read_bytes()
         except FileNotFoundError:  # another process came and ended, or a user removed it
@@ -172,22 +166,16 @@ def _live(path: Path, handle: int, record: bytes, ended: threading.Event, beat: 
         except OSError:
             continue
         if found not in (None, record, b"") and not ended.is_set():
-            print(
-                f"error: {_who(found)} has taken over {path.parent} while this process was silent; "
-                "it ends here and writes nothing more",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+            who, end = "another process", "it ends here and writes nothing more"
+            with suppress(ValueError, KeyError, TypeError):
+                other: dict[str, Any] = json.loads(found or b"")
+                who = f"process {other['pid']} of {str(other['machine']).split(' ')[0]}"
+            taken = f"{who} has taken over {path.parent} while this process was silent"
+            print(f"error: {taken}; {end}", file=sys.stderr, flush=True)
             os._exit(2)  # anything else written would overwrite the other process's files
         with suppress(OSError):
             os.utime(handle)
             last = time.monotonic()
-
-
-def _who(record: bytes | None) -> str:
-    with suppress(ValueError, KeyError, TypeError):
-        other: dict[str, Any] = json.loads(record or b"")
-        return f"process {other['pid']} of {str(other['machine']).split(' ')[0]}"
-    return "another process"
 
 
 def _machine() -> str:

@@ -20,7 +20,7 @@ import numpy as np
 
 from rlx.base import DiskFull, Group, UserError
 from rlx.cli.user_code import words
-from rlx.journal import group_bytes
+from rlx.journal import records
 from rlx.model.tensors import Buckets
 from rlx.train.contract import State, Update
 from rlx.train.hosts import Hosts
@@ -195,10 +195,10 @@ def _encode(
     name: str, arguments: Mapping[str, Any], groups: Sequence[Group] | None = None
 ) -> bytes:
     head = json.dumps([name, arguments]).encode()
-    return head + b"\n" + (b"" if groups is None else group_bytes.dumps(groups))
+    return head + b"\n" + (b"" if groups is None else records.dumps(groups))
 
 
 def _decode(message: bytes) -> tuple[str, dict[str, Any], list[Group]]:
     head, _, body = message.partition(b"\n")
     name, arguments = json.loads(head)
-    return name, arguments, group_bytes.loads(body) if body else []
+    return name, arguments, records.loads(body) if body else []

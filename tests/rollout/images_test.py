@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlx.base import UserError
-from rlx.journal import group_bytes
+from rlx.journal import records
 from rlx.rollout import data
 from rlx.rollout.datasets import answered
 from rlx.rollout.images import ImagePrompts, RowImages, data_uri, image_part
@@ -117,7 +117,7 @@ def test_a_trajectory_keeps_its_images_through_the_journal(prompts, tmp_path):
     done = Completion(one, np.zeros(1, np.float32), one, "stop")
     turns = [(PromptTokens([1, 2], ["x"]), done), (PromptTokens([3], ["y"]), done)]
     trajectory = joined(turns, 1.0, "0.0")
-    (back,) = group_bytes.loads(group_bytes.dumps([Group(0, (trajectory,))]))
+    (back,) = records.loads(records.dumps([Group(0, (trajectory,))]))
     assert back.trajectories[0].images == trajectory.images == ("x", "y")
 
 

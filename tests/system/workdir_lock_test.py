@@ -15,8 +15,9 @@ from rlx.system.workdir_lock import SILENT_SECONDS, lock_workdir
 HOLD = """
 import sys
 from pathlib import Path
-from rlx.system.workdir_lock import lock_workdir
-with lock_workdir(Path(sys.argv[1]), beat=0.05) as before:
+from rlx.system import workdir_lock
+workdir_lock.BEAT_SECONDS = 0.05
+with workdir_lock.lock_workdir(Path(sys.argv[1])) as before:
     print(before, flush=True)
     input()
 """

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx.base import DiskFull, Group, Trajectory, UserError
-from rlx.journal import group_bytes
+from rlx.journal import records
 from rlx.model.tensors import Buckets
 from rlx.train import conductor, hosts
 from rlx.train.hosts import Cluster, Hosts
@@ -62,15 +62,15 @@ class Recording:
         return SimpleNamespace(step=100)
 
     def update(self, state, groups):
-        self._note("update", state.step, group_bytes.dumps(groups))
+        self._note("update", state.step, records.dumps(groups))
         return SimpleNamespace(step=state.step + 1), {"loss": 0.5}
 
     def evaluate(self, state, groups):
-        self._note("evaluate", state.step, group_bytes.dumps(groups))
+        self._note("evaluate", state.step, records.dumps(groups))
         return {"loss": 1.0}
 
     def logprobs(self, state, groups):
-        self._note("logprobs", state.step, group_bytes.dumps(groups))
+        self._note("logprobs", state.step, records.dumps(groups))
         return [t.behaviour_logprobs for group in groups for t in group.trajectories]
 
     def weights(self, state, adapters=False):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx.base import Group, Trajectory
-from rlx.journal import group_bytes
+from rlx.journal import records
 
 _text = st.text(max_size=20)  # lone surrogates too: JSON escapes them, and UTF-8 has none
 _row = st.dictionaries(_text, st.one_of(_text, st.integers(), st.booleans(), st.none()), max_size=3)
@@ -51,7 +51,7 @@ _groups = st.lists(
 @settings(deadline=None, max_examples=60)
 @given(groups=_groups)
 def test_round_trip(groups):
-    assert_equal(group_bytes.loads(group_bytes.dumps(groups)), groups)
+    assert_equal(records.loads(records.dumps(groups)), groups)
 
 
 def assert_equal(back, groups):
@@ -70,7 +70,7 @@ def assert_equal(back, groups):
 
 def test_a_row_that_json_cannot_hold_is_refused():
     with pytest.raises(TypeError, match="not JSON serializable"):
-        group_bytes.dumps([Group(0, (), {"image": object()})])
+        records.dumps([Group(0, (), {"image": object()})])
 
 
 def test_the_turns_of_a_conversation_are_read_as_they_were_written():
@@ -81,7 +81,7 @@ def test_the_turns_of_a_conversation_are_read_as_they_were_written():
         "0.0", turn_ids=np.array([0, 0, 1, 1], np.int32), turn_rewards=(1.5, 0.1),
         said=((0, 2), (5, 7)),
     )  # fmt: skip
-    (group,) = group_bytes.loads(group_bytes.dumps([Group(0, (one,))]))
+    (group,) = records.loads(records.dumps([Group(0, (one,))]))
     (read,) = group.trajectories
     assert (read.turn_rewards, read.said) == (one.turn_rewards, one.said)
     assert read.run_id == "0.0"
