@@ -4,15 +4,9 @@ One local server, or the one at --address, completes prompts. rlx's decoder scor
 transformers does too if torch is installed. Exit status 1: they differ.
 """
 
-import os
-import tempfile
-
 from rlx.cli import command
 from rlx.doctor import failures
-from rlx.fleet import wire
 from rlx.fleet.requests import Sampling
-from rlx.fleet.tls import client_tls
-from rlx.launch.local import servers_of
 from rlx.model.directory import resolve
 
 DTYPES = ("float32", "bfloat16")
@@ -23,7 +17,8 @@ def main() -> int:
     p = command.Parser("rlx.compare", description=__doc__, allow_abbrev=False)
     p.add_argument("--model", required=True, help="HF directory or hub name")
     p.add_argument("--engine", default="vllm", choices=("jax", "vllm"))
-    p.add_argument("--address", default="", help="host:port of a running server of this model")
+    running = "host:port of a running server of this model"
+    p.add_argument("--address", default="", dest="servers", help=running)
     p.add_argument("--tls", default="", help="of --address: ca.pem, or ca.pem,cert.pem,key.pem")
     p.add_argument("--prompts", default="", help=".jsonl with `question`, or text, a prompt a line")
     p.add_argument("--count", type=int, default=16, help="prompts at most")
@@ -37,18 +32,16 @@ def main() -> int:
     p.add_argument("--mean-delta", type=float, default=0.0, help="nats; 0: by the dtypes")
     a = p.parse_args()
     from rlx.mismatch import compare_table
+    from rlx.run.serving import fleet_of
     from rlx.run.tokenizer_files import read_prompts
     from rlx.system.image_store import ImageStore
 
     model, store = resolve(a.model, "--model"), ImageStore()
     prompts = read_prompts(a.prompts, model, a.count, store)
     sampling = Sampling(a.temperature, a.top_p, a.top_k, a.max_new_tokens, seed=0)
-    with tempfile.TemporaryDirectory() as workdir, servers_of(
-        [a.address] if a.address else [], model, token=wire.take_token(os.environ),
-        tls=client_tls(*[*a.tls.split(","), "", ""][:3]), workdir=workdir, engine=a.engine,
-        dtype=a.dtype, max_model_len=max(map(len, prompts)) + a.max_new_tokens, slots=16,
-    ) as servers:  # fmt: skip
-        samples = compare_table.ask(servers.fleet(image=store.get), prompts, sampling)
+    a.slots, a.max_model_len = 16, max(map(len, prompts)) + a.max_new_tokens
+    with fleet_of(a, model, store.get) as fleet:
+        samples = compare_table.ask(fleet, prompts, sampling)
     limits = a.max_delta, a.mean_delta
     case = compare_table.case_of(model, samples, sampling, a.dtype, a.trainer_dtype, limits)
     found = compare_table.comparisons(case, model, store.get)

@@ -24,14 +24,15 @@ def main() -> None:
     p.add_argument("--sessions", default="rlx-sessions", help="directory of the sessions' database")
     p.add_argument("--idle-seconds", type=float, default=3600, help="of silence ends a session")
     a = p.parse_args()
-    given = (*serving.guards(a), a.tool_format, OnlineOptions.from_flags(a), a.sessions)
-    gateway_server = serving.GatewayServer(a.host, a.port, *given)
+    by_admin = OnlineOptions.from_flags(a)
+    guards = serving.guards(a, bool(by_admin))
     from rlx.run.tokenizer_files import Served
 
     model = resolve(a.model, "--model", weights=not a.servers)
     served = Served.load(model, a.chat_template)
     with serving.fleet_of(a, model, served.store.get) as fleet:
-        asyncio.run(gateway_server.serve(fleet, served, a.name or model.name))
+        name = a.name or model.name
+        asyncio.run(serving.serve_gateway(a, fleet, served, name, *guards, by_admin))
 
 
 if __name__ == "__main__":

@@ -35,13 +35,12 @@ def main() -> None:
     api = HfApi(library_name="rlx")
     try:
         address = api.create_repo(a.repository, private=not a.public, exist_ok=True)
-        if (a.workdir / "adapter").is_dir():
-            folder = a.workdir / "adapter"
-            api.upload_folder(repo_id=a.repository, folder_path=folder, path_in_repo="adapter")
-        folder = a.workdir / "hf"
-        api.upload_folder(repo_id=a.repository, folder_path=folder, ignore_patterns="README.md")
-        card_bytes = text.encode()
-        api.upload_file(repo_id=a.repository, path_or_fileobj=card_bytes, path_in_repo="README.md")
+        hf, adapter, name = a.workdir / "hf", a.workdir / "adapter", a.repository
+        if adapter.is_dir():
+            api.upload_folder(repo_id=name, folder_path=adapter, path_in_repo="adapter")
+        api.upload_folder(repo_id=name, folder_path=hf, ignore_patterns="README.md")
+        data = text.encode()
+        api.upload_file(repo_id=name, path_or_fileobj=data, path_in_repo="README.md")
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise UserError(f"cannot push to {a.repository}: {str(error).splitlines()[0]}; check the "
                         "name and $HF_TOKEN, which needs to write") from None  # fmt: skip

@@ -27,7 +27,7 @@ def main() -> int:
     )  # fmt: skip
     settings = [word for word in sys.argv[1:] if word.startswith("--config.")]
     a = p.parse_args([word for word in sys.argv[1:] if word not in settings])
-    from rlx.run import bundle, replay_run
+    from rlx.run import replay_run
 
     if a.generation and settings:
         raise UserError(
@@ -35,11 +35,11 @@ def main() -> int:
         )
     if a.out and a.out.exists():
         raise UserError(f"--out={a.out} exists; give a new directory")
-    with bundle.opened(a.run) as workdir:
+    with replay_run.opened(a.run) as workdir:
         recorded = replay_run.Recorded(workdir)
         plan = replay_run.plan(recorded, a.first, a.until, bool(a.generation))
         if a.bundle:
-            bundle.write(a.bundle, recorded, plan)
+            replay_run.write_bundle(a.bundle, recorded, plan)
             command.say(f"wrote {a.bundle}; to replay it: python -m rlx.replay {a.bundle}")
             return 0
         changed = replay_run.changes(recorded.config(plan.last), settings)

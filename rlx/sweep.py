@@ -40,9 +40,8 @@ def main() -> int:
         status, kept = run_grid.halve(runs, workdir, free, a.halve)
         if status == command.INTERRUPTED:
             return status
-        return (
-            run_grid.run_all({n: f for n, f in left.items() if n in kept}, workdir, free) or status
-        )
+        rest = {name: given for name, given in left.items() if name in kept}
+        return run_grid.run_all(rest, workdir, free) or status
     finally:
         rows = [summary(workdir / n, default().to_dict()) for n in runs if (workdir / n).is_dir()]
         command.say("\n".join(table(rows)))

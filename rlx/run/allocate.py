@@ -31,10 +31,7 @@ class GpuShares(NamedTuple):
 def apply_allocation(
     config: ConfigDict, trains: bool = True, workdir: Path | None = None
 ) -> ConfigDict:
-    """Return `config` with the keys that its `allocation_mode` sets; UserError if they clash.
-
-    `auto` is what the run in `workdir` began with, or the fastest plan for the GPUs here.
-    """
+    """Return `config` with the keys of its `allocation_mode`; auto: the run's, or the fastest."""
     if not (text := config.allocation_mode):
         return config
     config = config.copy_and_resolve_references()
@@ -57,10 +54,8 @@ def apply_allocation(
         section, _, name = key.rpartition(".")
         place, before = (c[section] if section else c for c in (config, usual))
         if place[name] not in (before[name], value):
-            raise UserError(
-                f"{key}={place[name]!r} contradicts allocation_mode={text}, which sets {value!r}; "
-                "remove one of them"
-            )
+            what = f"{key}={place[name]!r} contradicts allocation_mode={text}, which sets {value!r}"
+            raise UserError(f"{what}; remove one of them")
         place[name] = value
     if parsed.shared:
         config.fleet.gpu_memory = config.fleet.gpu_memory or allocation.SHARED_MEMORY
@@ -70,18 +65,15 @@ def apply_allocation(
 
 def _choose(config: ConfigDict, trains: bool, workdir: Path | None) -> str:
     """Return the fastest allocation for the GPUs here, "" without any."""
-    here, scheduler = gpus(), config.scheduler
-    if scheduler.type != "local":
-        count = scheduler.nodes * scheduler.gpus_per_node
-        raise UserError(
-            f"allocation_mode=auto with scheduler.type={scheduler.type}: the kind of the GPUs is "
-            f"not known here; set what `rlx plan --gpus={count} --gpu=h100` prints"
-        )
-    if here and not trains:
-        raise UserError(
-            "allocation_mode=auto plans a training run; evaluate with allocation_mode="
-            f"vllm:d{len(here)}+eval"
-        )
+    here, s = gpus(), config.scheduler
+    refuse((
+        (s.type != "local",
+         f"allocation_mode=auto with scheduler.type={s.type}: the kind of the GPUs is not known "
+         f"here; set what `rlx plan --gpus={s.nodes * s.gpus_per_node} --gpu=h100` prints"),
+        (here and not trains,
+         "allocation_mode=auto plans a training run; evaluate with allocation_mode="
+         f"vllm:d{len(here)}+eval"),
+    ))  # fmt: skip
     if not here:
         return ""
     from rlx.run import plan_run  # which imports this module
@@ -137,12 +129,11 @@ def gpu_environment(config: ConfigDict) -> Iterator[tuple[tuple[str, ...], ...]]
 @contextmanager
 def changed_environment(changed: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables of this process during the block."""
-    before = {name: os.environ.get(name) for name in changed}
+    before = {name: os.environ[name] for name in changed if name in os.environ}
     os.environ.update(changed)
     try:
         yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
+        for name in changed:
+            del os.environ[name]
+        os.environ.update(before)

@@ -37,7 +37,7 @@ def _of_jax(path: Path, rows: tuple[Row, ...]) -> dict[str, _Stored]:
     base = f"file://{path.absolute()}/state/"
     tree = json.loads((path / "state" / "_METADATA").read_text())["tree_metadata"].values()
     leaves = {leaf["key_metadata"][0]["key"] for leaf in tree}
-    parts: dict[str, list[Any]] = {}  # an HF tensor may concatenate several of ours
+    parts: dict[str, list[Any]] = {}
     for row in rows:
         leaf = "params." + ".".join(row.path)
         if leaf not in leaves:
@@ -47,16 +47,13 @@ def _of_jax(path: Path, rows: tuple[Row, ...]) -> dict[str, _Stored]:
         for at, name in zip(row.places, row.names, strict=True):
             part = found[at] if at else found
             parts.setdefault(name, []).append(part.T if row.transposed else part)
+    # An HF tensor may concatenate several of ours.
+    whole = {k: tensorstore.concat(x, axis=0) if x[1:] else x[0] for k, x in parts.items()}
 
     def read(name: str) -> np.ndarray:
-        arrays = [part.read().result() for part in parts[name]]
-        return np.asarray(arrays[0] if len(arrays) == 1 else np.concatenate(arrays), order="C")
+        return np.asarray(whole[name].read().result(), order="C")
 
-    def shape(first: Any, *more: Any) -> tuple[int, ...]:
-        joined = (first.shape[0] + sum(part.shape[0] for part in more), *first.shape[1:])
-        return joined if more else tuple(first.shape)
-
-    return {name: _Stored(shape(*found), partial(read, name)) for name, found in parts.items()}
+    return {k: _Stored(tuple(x.shape), partial(read, k)) for k, x in whole.items()}
 
 
 def _of_torch(path: Path) -> dict[str, _Stored]:

@@ -8,13 +8,13 @@ import os
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,10 @@ def set_up(environment: MutableMapping[str, str]) -> None:
             f"--compile-for needs Python 3.12 or newer, and this is {sys.version_info[0]}."
             f"{sys.version_info[1]}; make an environment with it"
         )
-    if not any(map(find_spec, xla_flags.PLUGINS)) or not _has_assembler():
+    places = [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    places += [f"{place}/nvidia/cu13/bin" for place in sys.path]
+    ptxas = shutil.which("ptxas", path=os.pathsep.join(places))  # without it XLA ends the process
+    if not ptxas or not any(map(find_spec, xla_flags.PLUGINS)):
         own = version("jaxlib")
         raise UserError(
             "--compile-for needs JAX's CUDA plugin and ptxas, which are not installed; run: pip "
@@ -67,15 +70,8 @@ def set_up(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's warnings of each rematerialisation
     given = environment.get("XLA_FLAGS", "")
     own_flags = (*xla_flags.FLAGS, *FLAGS)
-    flags = [flag for flag in own_flags if flag.partition("=")[0] not in given]
-    environment["XLA_FLAGS"] = " ".join(filter(None, [given, *flags]))
-
-
-def _has_assembler() -> bool:
-    """Return whether XLA finds ptxas, without which it ends the process."""
-    import_paths = [Path(path) / "nvidia/cu13/bin/ptxas" for path in sys.path]
-    places = [Path("/usr/local/cuda/bin/ptxas"), *import_paths]
-    return bool(shutil.which("ptxas")) or any(path.is_file() for path in places)
+    flags = (flag for flag in own_flags if flag.partition("=")[0] not in given)
+    environment["XLA_FLAGS"] = " ".join([given, *flags]).strip()
 
 
 def findings(config: ConfigDict, text: str) -> Iterator[Finding]:  # text: see gpu_cards.parse
@@ -96,9 +92,9 @@ def findings(config: ConfigDict, text: str) -> Iterator[Finding]:  # text: see g
         yield Finding("compiled", "GPUs", "ok", what)
         for name, program, beside in programs:
             other = {"rest of the state": beside}
-            row, reading = _compile(name, program, run, TRAINER_FULL, other=other)
+            row, reading = _compile(name, program, run, TRAINER_FULL, other)
             yield row
-            trained = trainer.tokens_a_device(run.row_length) * (name in TRAINS)
+            trained = trainer.tokens_a_device(run.sizes.row_length) * (name in TRAINS)
             yield _speed_row(name, reading, run, trained)
             yield from _collective_rows(name, reading, run.card)
         if run.sizes.has_fleet and run.sizes.engine == "jax":
@@ -127,7 +123,7 @@ def _engine(run: "_Target", device: Any) -> Iterator[Finding]:
         program = device_programs.lower_on(device, *programs.program(key))
         # While new weights are read, the old ones decode.
         other = {"new weights": weights}
-        row, reading = _compile(name, program, run, ENGINE_FULL, trips, other)
+        row, reading = _compile(name, program, run, ENGINE_FULL, other, trips)
         yield row
         if name == "decode":
             # Of an embedding that is not the head, a step reads a few rows.
@@ -159,7 +155,7 @@ def scan(config: ConfigDict, text: str) -> Iterator[Finding]:
             planned = device_programs.planned(compiled.memory_analysis()) + beside
             reading = gpu_program.read(compiled.as_text(), run.each)
             slow, fast = (reading.seconds(run.card, reach) for reach in (SLOW, FAST))
-            tokens = trainer.tokens_a_device(run.row_length)
+            tokens = trainer.tokens_a_device(run.sizes.row_length)
             fits = planned <= LARGEST_SHARE * run.card.memory
             what = (
                 f"{size(planned)}; {tokens / slow:,.0f} to {tokens / fast:,.0f} tokens a second "
@@ -217,41 +213,26 @@ class _Target:
         self.config.update_from_flattened_dict(keys)
         return replace(self, sizes=sizes_of(self.config, self.model)), message
 
-    @property
-    def row_length(self) -> int:
-        """Tokens of the longest row, with one trajectory in it."""
-        return self.sizes.row_length
-
-    @property
-    def flops_a_token(self) -> float:
-        """FLOPs that training on a token of such a row needs, nothing computed again."""
-        forward = parameters.forward_flops(self.model, np.array([self.row_length]))
-        # LoRA has no gradients of the base's weights.
-        return (2 if self.sizes.train.lora else 3) * forward / self.row_length
-
 
 def _compile(
-    name: str, program: Any, run: _Target, remedy: str, trips: Iterable[int] = (),
-    other: Mapping[str, int] | None = None,
+    name: str, program: Any, run: _Target, remedy: str, other: Mapping[str, int],
+    trips: Iterable[int] = (),
 ) -> tuple[Finding, Reading]:  # fmt: skip
     """Return a program's row of memory, with `other` bytes next to it, and what it does."""
     from rlx.train import device_programs
 
     began, memory = time.monotonic(), run.card.memory
-    others = {what: count for what, count in (other or {}).items() if count}
     compiled = program.compile()
     plan = compiled.memory_analysis()
-    total = device_programs.planned(plan) + sum(others.values())
+    total = device_programs.planned(plan) + sum(other.values())
     what = (
         f"{size(total)} of {size(memory)} planned: arguments "
         f"{size(plan.argument_size_in_bytes)}, temporaries {size(plan.temp_size_in_bytes)}"
-        f"{''.join(f', {what} {size(count)}' for what, count in others.items())}; "
+        f"{''.join(f', {what} {size(count)}' for what, count in other.items() if count)}; "
         f"compiled in {time.monotonic() - began:.0f} s"
     )
-    level = "problem"
-    if total <= LARGEST_SHARE * memory:
-        level = "warning"
-        remedy = f"JAX takes {DEFAULT_SHARE:.0%} of a GPU; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
+    more = f"JAX takes {DEFAULT_SHARE:.0%} of a GPU; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
+    level, remedy = ("problem", remedy) if total > LARGEST_SHARE * memory else ("warning", more)
     if total <= DEFAULT_SHARE * memory:
         level, remedy = "ok", ""
     row = Finding("compiled", name, level, what, remedy)
@@ -283,7 +264,10 @@ def _speed_row(name: str, reading: Reading, run: _Target, trained: float) -> Fin
     what += f", {size(int(reading.bytes))} moved outside products"
     what += f", {waiting:.2g} s waiting for other GPUs" if reading.collectives else ""
     if trained:  # tokens that a GPU trains on in a call
-        useful = trained * run.flops_a_token / run.card.flops
+        length = run.sizes.row_length  # of one trajectory, the longest
+        passes = 2 if run.sizes.train.lora else 3  # LoRA has no gradients of the base's weights
+        needed = passes * parameters.forward_flops(run.model, np.array([length]))
+        useful = trained * needed / length / run.card.flops
         what += f"; MFU {useful / slow:.0%} to {useful / fast:.0%}"
         what += f", {trained / slow:,.0f} to {trained / fast:,.0f} tokens a second and GPU"
     return Finding("compiled", f"{name} time", "ok", what + (f"; {calls}" if calls else ""))
@@ -301,10 +285,10 @@ def _collective_rows(name: str, reading: Reading, card: Card) -> Iterator[Findin
         for c in sorted(reading.collectives, key=lambda c: -c.waiting(card))
         if c.waiting(card) > 0.01 * reading.waiting(card)
     ]
-    kinds: dict[str, float] = {}
+    kinds = Counter[str]()
     for one in reading.collectives:
-        kinds[one.kind] = kinds.get(one.kind, 0.0) + one.bytes
-    each = ", ".join(f"{kind} {size(int(part))}" for kind, part in kinds.items())
+        kinds[one.kind] += int(one.bytes)
+    each = ", ".join(f"{kind} {size(part)}" for kind, part in kinds.items())
     what = f"{size(int(total))} a GPU ({each}), {hidden / total:.0%} of it hidden by products"
     if waited:
         what += "; waits for " + ", ".join(waited[:SHOWN])

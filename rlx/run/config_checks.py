@@ -20,7 +20,6 @@ from rlx.model.model_config import ModelConfig
 from rlx.run import fitting
 from rlx.run.inputs import Missing, prepare
 from rlx.run.plan_run import judge_idle
-from rlx.run.precision import decide
 from rlx.run.room_options import sizes_of
 from rlx.system import available_memory
 
@@ -35,9 +34,8 @@ def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterat
     bad, model = {row.name for row in problems(rows)}, vars(inputs).get("model_config")
     if model and "values" not in bad:
         config = config.copy_and_resolve_references()
-        row, precision = attempt(
-            "config", "dtype", partial(decide, config, model, devices), attrgetter("message")
-        )
+        judged = partial(fitting.decide_dtypes, config, model, devices)
+        row, precision = attempt("config", "dtype", judged, attrgetter("message"))
         config.model.update(precision.dtypes if precision else {})
         if row.found:
             yield row
@@ -68,25 +66,23 @@ def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterat
 @contextmanager
 def record_check(rows: list[Finding], area: str, name: str) -> Iterator[Callable[..., None]]:
     """Add the row of a check, unless it needs an input that an earlier check did not find."""
-    messages: list[tuple[str, ...]] = []
+    made: list[Finding] = []
     try:
-        yield lambda *texts: messages.append(texts)
+        yield lambda *texts: made.append(advised(area, name, *texts)) if texts[0] else None
     except Missing:
         return
     except Exception as error:
         row = problem(area, name, error)
-        if row.found not in {row.found for row in rows}:
-            rows.append(row)
-    rows += (advised(area, name, *texts) for texts in messages if texts[0])
+        rows += [row] * (row.found not in {row.found for row in rows})
+    rows += made
 
 
 def _mesh(config: ConfigDict, model: ModelConfig, devices: machine.Devices) -> str:
     """Return how the run uses its devices, as text; raise UserError if it cannot."""
     text, count = config.train.mesh, devices.count
-    places = math.prod(mesh_axes(text, count).values())
-    hosts = max(places // count, 1)  # this is one of them
-    check_devices(text, hosts * count)
     axes = mesh_axes(text, count)
+    hosts = max(math.prod(axes.values()) // count, 1)  # this is one of them
+    check_devices(text, hosts * count)
     named = ", ".join(f"{name}:{size}" for name, size in axes.items() if size > 1) or "one device"
     more = f" on {hosts} hosts like this one" if hosts > 1 else ""
     parts = math.prod(axes[name] for name in WEIGHTS)
@@ -97,11 +93,10 @@ def _mesh(config: ConfigDict, model: ModelConfig, devices: machine.Devices) -> s
 
 def judge_attention(compute_dtype: str) -> Finding:
     """Return the row of how attention is computed on an NVIDIA GPU."""
-    what, remedy = "cuDNN, on packed rows with Hopper and newer", ""
-    if compute_dtype == "float32":
-        what = "model.compute_dtype=float32: cuDNN has no kernel for it, XLA's blocks are slower"
-        remedy = "set model.compute_dtype=bfloat16"
-    return advised("config", "attention", what, remedy)
+    if compute_dtype != "float32":
+        return advised("config", "attention", "cuDNN, on packed rows with Hopper and newer", "")
+    what = "model.compute_dtype=float32: cuDNN has no kernel for it, XLA's blocks are slower"
+    return advised("config", "attention", what, "set model.compute_dtype=bfloat16")
 
 
 def judge_batch(sizes: RunSizes, rows: int) -> Finding:
@@ -127,13 +122,11 @@ def judge_staleness(config: ConfigDict, group: int) -> Finding:
     eta, batch = config.rollout.max_staleness, config.rollout.batch_prompts
     ahead = (eta + 1) * batch
     most = config.rollout.max_concurrent_rollouts or ahead
-    live = min(ahead, most)
+    live, servers, remedy = min(ahead, most), config.fleet.num_servers, ""
     what = (
         f"(η + 1)·B = ({eta} + 1) × {batch} = {ahead} prompts ahead of the trainer, {most} live at "
         f"most: {live * group} sequences"
     )
-    remedy = ""
-    servers = config.fleet.num_servers
     slots = servers * config.fleet.slots
     if most < batch:
         what += "; less than one batch at a time"
@@ -147,8 +140,7 @@ def judge_staleness(config: ConfigDict, group: int) -> Finding:
         what += f" for {slots} slots; half of them stay empty"
         fewer = max(live * group // max(servers, 1), 1)
         remedy = f"lower fleet.slots to {fewer}, or raise rollout.max_staleness"
-        if most < ahead:
-            remedy = "raise rollout.max_concurrent_rollouts"
+        remedy = "raise rollout.max_concurrent_rollouts" if most < ahead else remedy
     return advised("config", "staleness", what, remedy)
 
 
@@ -159,10 +151,9 @@ def check_capacity(sizes: RunSizes, workdir: Path, devices: machine.Devices) -> 
     if devices.platform == "cpu":
         there = available_memory.memory().free
     what = memory.estimate(pieces, sizes.train.mesh) + f"; {size(there)} free" * bool(there)
-    level, remedy = "ok", ""
-    if there and needed > _TIGHT * there:
-        level, remedy = "warning", memory.remedy(sizes, devices)
-        level = "problem" if needed > there else level
+    tight = there and needed > _TIGHT * there
+    level = ("problem" if needed > there else "warning") if tight else "ok"
+    remedy = memory.remedy(sizes, devices) if tight else ""
     yield Finding("memory", "trainer", level, what, remedy)
     if sizes.has_fleet:
         yield machine.check_publish_dir(sizes.publish_dir, memory.in_publish_dir(sizes))
@@ -174,8 +165,6 @@ def check_capacity(sizes: RunSizes, workdir: Path, devices: machine.Devices) -> 
 def judge_disk(state: int, exported: int, keep: int, free: int) -> Finding:
     """Return the row of disk space for `keep` + 1 checkpoints and the HF export."""
     needed, what = memory.checkpoints(state, exported, keep)
-    what = f"{what}; {size(free)} free"
-    if needed <= free:
-        return Finding("memory", "disk", "ok", what)
-    remedy = "free some, give another --workdir, or lower checkpoint.keep"
-    return Finding("memory", "disk", "problem", what, remedy)
+    remedy = "free some, give another --workdir, or lower checkpoint.keep" * (needed > free)
+    level = "problem" if remedy else "ok"
+    return Finding("memory", "disk", level, f"{what}; {size(free)} free", remedy)

@@ -18,42 +18,37 @@ from rlx.system.image_store import ImageStore
 
 TRAIN_PROBLEMS = 20_000  # generated training problems of an epoch
 # Training data → keys of config.data that name columns of answers.
-_ANSWERS = {"demonstrations": ("completion_key",), "pairs": ("chosen_key", "rejected_key")}
+ANSWERS = {"demonstrations": ("completion_key",), "pairs": ("chosen_key", "rejected_key")}
 
 
 def rows(
     config: ConfigDict, algorithm: Algorithm, weights: Mapping[str, float], options: RunOptions,
     images: ImageStore,
 ) -> list[Source]:  # fmt: skip
-    """Return the sources of training rows, the held-out rows, then those of `eval.sets`.
-
-    UserError names an unfit row.
-    """
+    """Return the sources of training rows, held-out rows, and `eval.sets`; UserError if unfit."""
     keys, kind, n = config.data, config.data.kind, config.eval.num_questions
-    names = _ANSWERS.get(algorithm.data, ())
+    names = ANSWERS.get(algorithm.data, ())
     named = [] if options.online else data.named_sources(keys)
     texts = {keys[name]: f"data.{name}" for name in names}
     pictures = RowImages(images, keys.image_key, keys.image_hosts)
 
     def load(source: str, rewarded: bool, split: str, most: int | None = None) -> list[dict]:
         graded = weights if rewarded else ()
-        needed = {key for name in graded for key in rewards.columns(name)} - {"answer"}
+        needed = set().union(*map(rewards.columns, graded)) - {"answer"}
         answer = rewards.answer_key(graded, keys.answer_key) if rewarded else ""
         return data.load(
             source, keys.question_key, answer, texts=texts, needed=needed, split=split, most=most,
             images=pictures,
         )  # fmt: skip
 
-    def solved(row: dict) -> dict:
+    def solved(rows: list[dict]) -> Source:
         right, wrong = _SOLUTIONS[kind]
-        made = {"rejected_key": wrong}
-        return {**row, **{keys[name]: made.get(name, right)(row) for name in names}}
+        made = {keys[name]: wrong if name == "rejected_key" else right for name in names}
+        return Source(kind, [row | {key: of(row) for key, of in made.items()} for row in rows])
 
     if not named and kind in data.GENERATED:
-        made = data.generated(kind, config.seed, "train", TRAIN_PROBLEMS, pictures)
-        train = [Source(kind, list(map(solved, made)))]
-        asked = data.generated(kind, 0, "held_out", n, pictures) if n else []
-        held_out = Source(kind, list(map(solved, asked)))
+        train = [solved(data.generated(kind, config.seed, "train", TRAIN_PROBLEMS, pictures))]
+        held_out = solved(data.generated(kind, 0, "held_out", n, pictures) if n else [])
     else:
         train = [Source(name, load(name, not names, "train"), weight) for name, weight in named]
         own = keys.dataset if keys.dataset and data.takes_split(keys.dataset) else keys.eval
@@ -71,12 +66,10 @@ def rows(
 
 
 _SOLUTIONS: dict[str, tuple[Callable[[Any], str], Callable[[Any], str]]] = {  # right, wrong
-    "arithmetic": (
-        lambda row: arithmetic.careful_solution(row["question"]),
-        lambda row: arithmetic.wrong_solution(row["question"]),
-    ),
+    "arithmetic": (lambda row: arithmetic.careful_solution(row["question"]),
+                   lambda row: arithmetic.wrong_solution(row["question"])),
     "shapes": (lambda row: row["answer"], shapes.wrong_answer),
-}
+}  # fmt: skip
 
 
 def fitting(

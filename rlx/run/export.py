@@ -4,12 +4,13 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Semaphore
 from typing import Any
 
-from rlx.base import UserError
+from rlx.base import UserError, refuse
 from rlx.fleet import adapter
 from rlx.fleet.publish import Adapter
 from rlx.model import directory as directories
@@ -39,50 +40,40 @@ class Export:
         source: Path,  # HF directory whose tokenizer files are copied to exports
         template: str = "",  # chat template of exports; "": the one in `source`
     ):
-        self._update, self._model_dir, self._source = update, model_dir, source
-        self._template, self._lora, self._dtype = template, options.lora, options.publish_dtype
-        self._by_adapter = publish == "adapter"
+        self._update, self._model_dir, self._written = update, model_dir, (source, template)
+        self._lora, self._dtype, self._publish = options.lora, options.publish_dtype, publish
         self.base = adapter.digest(model_dir) if self._lora else b""
 
     def publish(self, state: State, send: Callable[[Buckets | Adapter], Future]) -> Future:
         """Give `send` the policy of `state`, in the form that the fleet loads; see `hand_over`."""
-        if not self._lora or not self._by_adapter:
+        if not self._lora or self._publish != "adapter":
             return hand_over(self._update.weights(state), send)
-        scale = self._lora.scale
-        return hand_over(
-            self._update.weights(state, adapters=True),
-            lambda tensors: send(Adapter(tensors, scale, self._dtype, self.base)),
-        )
+        own = self._lora.scale, self._dtype, self.base
+        adapters = self._update.weights(state, adapters=True)
+        return hand_over(adapters, lambda tensors: send(Adapter(tensors, *own)))
 
     def save(
         self, workdir: Path, state: State, submit: Callable[..., Future], saved: Future[Any]
     ) -> Sequence[Future]:
         """Begin to write `workdir`/hf, merged, and for LoRA `workdir`/adapter in PEFT's format."""
-
-        def write_adapters(tensors: Buckets) -> Future:
-            return submit(  # in another thread
-                peft.write, workdir / "adapter", self._lora, tensors, str(self._model_dir)
-            )
-
         # They replace earlier directories once their checkpoint, `saved`, is complete.
         written = [self.write(workdir / "hf", state, submit, saved.result)]
         if self._lora:
+            place, base = workdir / "adapter", str(self._model_dir)
+            write = partial(submit, peft.write, place, self._lora, base=base)
             adapters = self._update.weights(state, adapters=True)
-            written.append(hand_over(adapters, write_adapters, saved.result))
+            written.append(hand_over(adapters, write, saved.result))
         return written
 
     def write(
-        self,
-        path: Path,
-        state: State,
-        submit: Callable[..., Future],
+        self, path: Path, state: State, submit: Callable[..., Future],
         last: Callable[[], Any] = lambda: None,
-    ) -> Future[list[int]]:
+    ) -> Future[list[int]]:  # fmt: skip
         """Begin to write the merged HF directory `path`; the future has its sums."""
-        model, source, template = self._update.model, self._source, self._template
+        model, written = self._update.model, self._written
         return hand_over(
             self._update.weights(state),
-            lambda tensors: submit(write_directory, path, model, tensors, source, template),
+            lambda tensors: submit(write_directory, path, model, tensors, *written),
             last,
         )
 
@@ -150,26 +141,31 @@ def checkpoint_to_hf(
     host = checkpoint.read_host(path)
     run = host.get("config", {})
     lora = lora_of(run["lora"]) if "lora" in run else None
-    directory = _model_of(path, run, model, first=bool(lora))
+    described, begun = run.get("model", {}), path.absolute().parents[1] / INITIAL
+    directory: Path | None = begun  # of the run's random first weights
+    if not lora or model or not described.get("random_init") or not begun.is_dir():
+        named = model or described.get("path", "")
+        directory = directories.resolve(named, "--model") if named else None
     if "model" in host:
         config = ModelConfig.from_hf(host["model"])
     elif directory:
         config = directories.load_config(directory)
     else:
         raise UserError(f"{path} does not name its model; give --model=HF_DIRECTORY")
-    if not lora and peft_target:
-        raise UserError(f"{path} has no LoRA adapters; remove --adapter")
-    if not lora:
+    refuse((
+        (not lora and peft_target, f"{path} has no LoRA adapters; remove --adapter"),
+        (lora and config.foreign,
+         f"{path} has adapters of a model that rlx does not have; use its run's hf/"),
+        (lora and not directory,
+         f"{path} does not name the base of its adapters; give --model"),
+    ))  # fmt: skip
+    if not lora or not directory:
         tensors = checkpoint_tensors.policy_of(path, config, dtype)
         write_directory(target, config, tensors, source=directory)
         return f"{path} -> {target} (HF)"
-    if config.foreign:
-        raise UserError(f"{path} has adapters of a model that rlx does not have; use its run's hf/")
     from rlx.model import hf
     from rlx.model import lora as lora_lib
 
-    if not directory:
-        raise UserError(f"{path} does not name the base of its adapters; give --model")
     require_base(host, adapter.digest(directory), directory)
     adapters = peft.from_peft(checkpoint_tensors.adapters_of(path, config, lora), config, lora)
     params = lora_lib.merge(hf.load(directory, None)[1], adapters, lora)
@@ -195,23 +191,11 @@ def hf_to_checkpoint(source: Path, target: Path, dtype: str) -> str:
     return f"{source} -> {target / saved.name} (orbax)"
 
 
-def _model_of(path: Path, run: Mapping[str, Any], model: str, first: bool) -> Path | None:
-    """Return the HF directory of a checkpoint's model; `first`: that of the run's first weights."""
-    described = run.get("model", {})
-    begun = path.absolute().parents[1] / INITIAL
-    if first and not model and described.get("random_init") and begun.is_dir():
-        return begun
-    model = model or described.get("path", "")
-    return directories.resolve(model, "--model") if model else None
-
-
 def directory_of(path: Path, out: Path) -> Path:
     """Return the HF directory of a model: `path`, or `out`/hf for a checkpoint, written once."""
     if not checkpoint.is_one(path):
         return path
-    target = out / "hf"
-    if not target.exists():  # it is created atomically
-        out.mkdir(parents=True, exist_ok=True)
+    if not (target := out / "hf").exists():  # it is created atomically, with its parents
         checkpoint_to_hf(path, target, "")
     return target
 

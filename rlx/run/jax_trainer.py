@@ -37,20 +37,15 @@ def join(hosts: Hosts) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
-        hosts.service,
-        hosts.count,
-        hosts.index,
-        cluster_detection_method="deactivate",
-        coordinator_bind_address=hosts.service,
+        hosts.service, hosts.count, hosts.index, coordinator_bind_address=hosts.service,
+        cluster_detection_method="deactivate", heartbeat_timeout_seconds=1_000_000,
         initialization_timeout=int(hosts.cluster.join) + 1,
-        heartbeat_timeout_seconds=1_000_000,
         shutdown_timeout_seconds=int(hosts.cluster.timeout) + 1,
-    )
+    )  # fmt: skip
     jax.devices()
 
 
-def leave() -> None:
-    jax.distributed.shutdown()
+leave = jax.distributed.shutdown
 
 
 def devices() -> Devices:
@@ -89,9 +84,8 @@ def programs(
 
 def product(shape: tuple[int, int, int], dtype: str) -> Callable[[], Any]:
     """Return a function that multiplies [T, D] by [D, F] as the decoder does, and waits."""
-    x, weight = jnp.ones(shape[:2], dtype), jnp.ones(shape[1:], dtype)
-    multiply = jax.jit(ops.matmul)
-    return lambda: multiply(x, weight).block_until_ready()
+    given, multiply = (jnp.ones(shape[:2], dtype), jnp.ones(shape[1:], dtype)), jax.jit(ops.matmul)
+    return lambda: multiply(*given).block_until_ready()
 
 
 def check_devices(inputs: Inputs) -> None:
@@ -112,8 +106,6 @@ def make(options: TrainOptions, context: int, path: str, **dtypes: Any) -> Updat
     if options.compile:  # JAX would fail to store these programs, with a warning for each
         jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
 
-    def first(places: parameters.Params) -> parameters.Params:
-        return hf.load(path, options.dtype, places)[1]
-
     # `context` is what a server takes, tokens of prompt and answer.
-    return JaxUpdate(hf.load_config(path).within(context), options, source=first)
+    model = hf.load_config(path).within(context)
+    return JaxUpdate(model, options, source=lambda places: hf.load(path, options.dtype, places)[1])

@@ -55,19 +55,15 @@ class Pods:
 
 
 def manifests(
-    config: ConfigDict,  # after `apply_allocation` and `check`
-    workdir: Path,
-    flags: Sequence[str],  # the user's, of rlx.main
-    pods: Pods,
+    config: ConfigDict, workdir: Path, flags: Sequence[str], pods: Pods
 ) -> list[Manifest]:
-    """Return the Service and the Job of a run; UserError if its processes do not fit."""
+    """Return the Service and the Job of an allocated config and the user's flags; or UserError."""
     s, name = config.scheduler, pods.name
     labels, root = {"app": "rlx", "run": name}, workdir / "k8s" / token_hex(4)
     hosts = {f"{name}-{i}.{name}": [*map(str, range(s.gpus_per_node))] for i in range(s.nodes)}
     path = config.model.path  # a name is for the pods to resolve
     model = Path(path).absolute() if Path(path).is_dir() else path
-    given = workdir, flags, hosts, root, _PORT, "python3", False, model
-    plan = processes_of(config, *given)
+    plan = processes_of(config, workdir, flags, hosts, root, _PORT, "python3", False, model)
     script = _script(plan, list(hosts), root, config)
     retries = 3 if s.retries < 0 else s.retries
     pod = pods.spec(s.gpus_per_node, command=["bash", "-c", script]) | {
@@ -90,10 +86,8 @@ def manifests(
 
 def ray_job(config: ConfigDict, workdir: Path, flags: Sequence[str], pods: Pods) -> list[Manifest]:
     """Return KubeRay's RayJob of a run: a Ray cluster that lives as long as its command."""
-    s = config.scheduler
-    command = ("python3", "-m", "rlx.main", *flags, f"--workdir={workdir}",
-               "--config.scheduler.type=ray")  # fmt: skip
-
+    s, own = config.scheduler, (f"--workdir={workdir}", "--config.scheduler.type=ray")
+    command = ("python3", "-m", "rlx.main", *flags, *own)
     group = {"rayStartParams": {}, "template": {"spec": pods.spec(s.gpus_per_node)}}
     cluster: Manifest = {"headGroupSpec": group}
     if s.nodes > 1:
@@ -117,13 +111,11 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, "|" if "\n" in data else None)
 
-_Dumper.add_representer(
-    str,
-    lambda dumper, word: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", word, style="|" if "\n" in word else None
-    ),
-)
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def _script(plan: Sequence[Process], hosts: Sequence[str], root: Path, config: ConfigDict) -> str:
@@ -131,9 +123,9 @@ def _script(plan: Sequence[Process], hosts: Sequence[str], root: Path, config: C
     started = dict[str, list[str]]()
     for p in plan:
         words = [*(f"{k}={v}" for k, v in p.env.items()), *p.argv]
-        run = f"  {'' if p.role == 'trainer' else 'again '}env {shlex.join(words)} &"
-        found = f"  {p.role}s+=({'' if p.role == 'trainer' else '-'}$!)"
-        started.setdefault(p.host, []).append(f"{run}\n{found}")
+        again, sign = ("", "") if p.role == "trainer" else ("again ", "-")
+        run = f"  {again}env {shlex.join(words)} &\n  {p.role}s+=({sign}$!)"
+        started.setdefault(p.host, []).append(run)
     cases = ("\n".join((f"{i})", *started.get(host, ()), "  ;;")) for i, host in enumerate(hosts))
     values = {
         "root": shlex.quote(str(root)), "restarts": str(config.fleet.max_restarts),

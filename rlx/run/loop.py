@@ -118,10 +118,9 @@ def run(
             for each in copies:
                 each.fetch()
                 stack.callback(each.close)
-            sizes = sizes_of(config, inputs.model_config)
             parts = Parts(
-                config=config, workdir=workdir, inputs=inputs, sizes=sizes, hooks=hooks, stop=stop,
-                laps=laps,
+                config=config, workdir=workdir, inputs=inputs, hooks=hooks, stop=stop, laps=laps,
+                sizes=sizes_of(config, inputs.model_config),
             )  # fmt: skip
             advice = partial(parts.advice, started=False)
             if config.observe.metrics_port:
@@ -196,8 +195,7 @@ class _Loop:
         self._ask_servers()
         self._measure()
         self.held_out.begin(self.step, self.executor)
-        if self.saves.due("export", self.now):  # the last process was killed before this export
-            self._export()
+        self._export_if_due()  # the last process was perhaps killed before it
         self._give_turn()
         while self.step < self.config.total_steps and not self.parts.stop.is_set():
             self._check_newcomers()
@@ -208,8 +206,7 @@ class _Loop:
             self.saves.end_if_written()
             if self._save_due():
                 self._save_if_it_fits()
-            if self.saves.due("export", self.now):
-                self._export()
+            self._export_if_due()
             self._give_turn()
 
     def _take_turn(self, level: int = CACHE) -> None:
@@ -320,11 +317,9 @@ class _Loop:
 
     def _check_newcomers(self) -> None:
         """Check servers that joined, and wait for any check, before sending them requests."""
-        if not self.gate:
-            return
-        if not self.gate.asked and self._newcomers():
+        if self.gate and not self.gate.asked and self._newcomers():
             self._ask_servers()
-        if not self.gate.asked:
+        if not self.gate or not self.gate.asked:
             return
         self._record()
         with self._phase("gate", version=self.step):
@@ -350,11 +345,10 @@ class _Loop:
         if self.served:
             with self.timeline.span("publish", "publish", version=version):
                 report = await self.fleet.publish(version, weights, self.config.fleet.publish)
-            self.published = {
-                "publish_bytes": report.sent_bytes,  # by the trainer; 0 by path
-                "publish_seconds": report.seconds,
-                "publish_stall_seconds": report.stall_seconds,  # longest pause of a server
-            }
+            self.published = {  # bytes by the trainer, 0 by path; the longest pause of a server
+                "publish_bytes": report.sent_bytes, "publish_seconds": report.seconds,
+                "publish_stall_seconds": report.stall_seconds,
+            }  # fmt: skip
             adapters = self.config.fleet.publish == "adapter"
             weights = {"version": version, "sums": report.sums, "adapters": adapters}
             self.parts.journal.append("weights", weights)
@@ -384,20 +378,11 @@ class _Loop:
             waited = self.seconds.get("wait", 0.0) / seconds
             counters["max_concurrent_rollouts"] = self.executor.tune(waited, queued)
         record = run_records.step_record(
-            step,
-            metrics,
-            seconds,
-            generated - self.generated,
-            self.data,
-            epoch=groups[-1].group_id // self.rows,
-            version=self.executor.version,
-            elapsed_seconds=self.parts.elapsed(),
-            seconds=self.seconds,
-            start=self.writer.start,
-            **counters,
-            **self.published,
-            **busy,
-        )
+            step, metrics, seconds, generated - self.generated, self.data,
+            epoch=groups[-1].group_id // self.rows, version=self.executor.version,
+            elapsed_seconds=self.parts.elapsed(), seconds=self.seconds, start=self.writer.start,
+            **counters, **self.published, **busy,
+        )  # fmt: skip
         self.last_record, self.generated, self.seconds, self.compiles = now, generated, {}, False
         self.writer.write("metrics.jsonl", record)
         why = run_records.fruitless(record, self.config.train.minibatches)
@@ -428,8 +413,6 @@ class _Loop:
                 self.timeline.add(f"{process} {index}", "engine", name, start, end, **args)
         return run_records.busy_seconds(spans)
 
-    # Held-out evaluation.
-
     def _measure(self) -> None:
         if self.parts.inputs.held_out and self.held_out.due(self.step):
             self._record()
@@ -444,8 +427,6 @@ class _Loop:
             self.writer.write("eval.jsonl", record)
             self.parts.journal.append("evaluation", jsonable(record))
             self.progress.evaluation(record)
-
-    # Saving and ending.
 
     def _gate_due(self) -> bool:
         every = self.config.gate.every_steps
@@ -465,12 +446,14 @@ class _Loop:
         with self.saves.report_full_disk():
             self._save()
 
-    def _export(self) -> None:
-        self._record()
-        self.saves.export(self.state, self.now)
+    def _export_if_due(self) -> None:
+        if self.saves.due("export", self.now):
+            self._record()
+            self.saves.export(self.state, self.now)
 
     def finish(self) -> tuple[int, bool]:
         """Save, evaluate and report; return completed steps, and whether the run is complete."""
+        say = self.progress.message
         self.executor.stop_admitting()
         self._take_turn()
         self._save()
@@ -487,27 +470,21 @@ class _Loop:
             self.held_out.begin(self.step, self.executor)
         elif under_way := self.held_out.under_way:
             self.progress.phase("evaluation")
-            self.progress.message(
-                f"checkpoint saved; waiting up to {LAST_SECONDS:g} s for the evaluation of step "
-                f"{under_way[0]}; press Ctrl-C again to stop at once"
-            )
+            what = f"waiting up to {LAST_SECONDS:g} s for the evaluation of step {under_way[0]}"
+            say(f"checkpoint saved; {what}; press Ctrl-C again to stop at once")
         while complete and self.held_out.under_way:
             self._check_newcomers()  # a restarted server may be the only one left
             self._record_evaluations(COLLECT_SECONDS)
         self._record_evaluations(0.0 if complete else LAST_SECONDS)
         for late in self.held_out.under_way:
-            self.progress.message(
-                f"evaluation of step {late} timed out; a resumed run evaluates step {self.step}"
-            )
+            say(f"evaluation of step {late} timed out; a resumed run evaluates step {self.step}")
         if report := self.saves.show():
-            self.progress.message(f"report: {report}")
+            say(f"report: {report}")
         if not complete:
             again = environment.again(self.parts.workdir)
-            self.progress.message(f"stopped after step {self.step}; to resume: {again}")
+            say(f"stopped after step {self.step}; to resume: {again}")
         if missing := complete and self.held_out.due(self.step):
-            self.progress.message(
-                "the last evaluation is missing; run the same command again to make it"
-            )
+            say("the last evaluation is missing; run the same command again to make it")
         self.writer.note(self.step, ended="finished" if complete and not missing else "stopped")
         self.parts.hooks.end("finished" if complete else "stopped")
         return self.step, complete

@@ -60,9 +60,8 @@ class _RayRun:
     def plan(self, weights: bool = True) -> tuple[Process, ...]:
         """Plan the processes on the current nodes; raise UserError if they do not fit."""
         hosts, port = self._cluster.hosts(), _PORTS + secrets.randbelow(_PORTS_OF_RUNS)
-        plan = processes_of(
-            self._config, self._workdir, self._flags, hosts, self._directory, port, weights=weights
-        )
+        given = self._config, self._workdir, self._flags, hosts, self._directory, port
+        plan = processes_of(*given, weights=weights)
         self._cluster.check(plan)
         return plan
 
@@ -93,16 +92,16 @@ class _RayRun:
     def _start_when_it_fits(self) -> None:
         """Start the processes; wait for more nodes if there are too few."""
         seconds = self._config.scheduler.wait_seconds
-        deadline, last_message = time.monotonic() + seconds, ""
+        deadline, said = time.monotonic() + seconds, set[str]()
         while True:
             try:
                 return self._start(self.plan())
             except UserError as error:
                 if time.monotonic() > deadline or self._stop.is_set():
                     raise
-                if str(error) != last_message:
+                if str(error) not in said:
                     say(f"waiting {seconds:g} s for nodes: {error}")
-                last_message = str(error)
+                said.add(str(error))
             time.sleep(1.0)
 
     def _start(self, plan: Sequence[Process]) -> None:

@@ -53,13 +53,13 @@ from rlx.rollout.executor import Executor
 from rlx.rollout.teacher_scores import JudgeRewarded, TeacherScored
 from rlx.run import fitting, flags, resume, trainers
 from rlx.run.export import Export, require_base
+from rlx.run.fitting import Precision, decide_dtypes
 from rlx.run.frequency import Position, from_host
 from rlx.run.inputs import INITIAL, Inputs
-from rlx.run.precision import Precision, decide
 from rlx.run.room_options import RunOptions, as_json, joining_of, limits_of, sizes_of
 from rlx.run.turns import CACHE, Turns, in_turns, rests
 from rlx.system import available_memory
-from rlx.system.jsonl import append_jsonl, read_json, read_jsonl
+from rlx.system.jsonl import append_jsonl, read_json, read_jsonl, read_last
 from rlx.system.loop_thread import CLOSE_SECONDS, LoopThread
 from rlx.system.signals import IS_COMMAND, interrupts
 from rlx.system.workdir_lock import Killed
@@ -126,7 +126,7 @@ def build(
     os.sched_setaffinity(0, plan.trainer)  # before JAX makes its threads
     stack.callback(os.sched_setaffinity, 0, cores)
     begun_in = dict(flags.leaves(read_json(workdir / "config.json")))
-    parts.precision = precision = decide(
+    parts.precision = precision = decide_dtypes(
         config, inputs.model_config, library.devices(), begun_in.get("model.compute_dtype", ""),
         hosts.count,
     )  # fmt: skip
@@ -183,18 +183,15 @@ def build(
     }  # fmt: skip
     if options.served:
         started["publish_dir"] = publish_dir(config, parts.sizes, workdir, say)
-    scoring: dict[str, Any] = {  # local ones load and compile while the trainer is built
-        each.name: stack.enter_context(
-            teacher.servers(each, tuple(itertools.islice(places, each.num_local)), **started)
-        )
-        for each in scorers
-    }
+    scoring = dict[str, Any]()
+    for each in scorers:  # local ones load and compile while the trainer is built
+        own_places = tuple(itertools.islice(places, each.num_local))
+        scoring[each.name] = stack.enter_context(teacher.servers(each, own_places, **started))
     if options.served:
-        servers = servers_of(
+        servers: Any = stack.enter_context(servers_of(
             config.fleet.addresses, model_dir, plan=own_plan, gpus=gpus,
             joining=joining_of(config), early=early, **{**started, "sleep": config.fleet.sleep},
-        )  # fmt: skip
-        stack.enter_context(servers)
+        ))  # fmt: skip
         if turns and isinstance(servers, LocalServers) and library.devices().platform == "gpu":
             servers.wait()  # asleep: they measure free memory at their start
     stack.callback(inputs.reward_pool.close)
@@ -207,31 +204,26 @@ def build(
     parts.export = export = Export(
         inputs.train, config.fleet.publish, update, model_dir, inputs.model_dir, template
     )
-    restored = None
+    restored, step, earlier = None, 0, 0.0
     if config.checkpoint.recover_mode == "auto":
         restore = partial(_restore, update, config.trainer)
         restored = checkpoint.restore_latest(workdir / "checkpoints", restore, say)
     if restored:
         require_base(restored.host, export.base, model_dir)
-        state, step = restored.state, restored.host["step"]
-        earlier = restored.host["elapsed_seconds"]
-    else:
-        state, step, earlier = update.init(), 0, 0.0
+        step, earlier = restored.host["step"], restored.host["elapsed_seconds"]
+    state = restored.state if restored else update.init()
 
     parts.laps["trainer"] = time.monotonic_ns()
     parts.elapsed = lambda: earlier + time.monotonic() - begun
     hooks.say = say
     place = {
-        "cores": len(cores),
-        "trainer_cores": len(plan.trainer),
+        "cores": len(cores), "trainer_cores": len(plan.trainer),
         "server_cores": len(own_plan.servers[0]) if own_plan.servers else "",
-        "devices": update.devices,
-        "precision": precision.message,
-        "memory": fit.message,
+        "devices": update.devices, "precision": precision.message, "memory": fit.message,
         "peak_flops": precision.peak,
         "servers": len(config.fleet.addresses) or config.fleet.num_servers,
-    }
-    last = resume.last_step(workdir)
+    }  # fmt: skip
+    last = read_last(workdir / "metrics.jsonl")
     parts.writer = _records(parts, step, place, restored)
     parts.journal = _journal(parts, restored)
     stack.callback(parts.journal.close)
@@ -241,32 +233,23 @@ def build(
     positions = restored.host.get("positions", {}) if restored else {}
     parts.begun, parts.last = from_host(positions, Position(step=step, seconds=earlier))
     parts.held_out = HeldOut(
-        rows=inputs.eval_rows,
-        groups=inputs.held_out,
+        rows=inputs.eval_rows, groups=inputs.held_out, sets=inputs.eval_sets,
         sampling=options.evaluation if options.served else None,
-        total_steps=config.total_steps,
-        patience=options.patience,
-        timeout=options.limits.request,
-        done={record["step"] for record in read_jsonl(workdir / "eval.jsonl")},
-        start=step,
-        owed=parts.last["eval"].step,
-        timeline=timeline,
-        elapsed=parts.elapsed,
-        on_skip=note_skip,
-        say=say,
-        sets=inputs.eval_sets,
         drawn=replace(options.sampling, return_masks=False, seed=config.seed),
-        n_samples=config.eval.samples,
-    )
-    parts.fleet = NoFleet()
+        n_samples=config.eval.samples, total_steps=config.total_steps, start=step,
+        done={record["step"] for record in read_jsonl(workdir / "eval.jsonl")},
+        owed=parts.last["eval"].step, patience=options.patience,
+        timeout=options.limits.request, timeline=timeline, elapsed=parts.elapsed,
+        on_skip=note_skip, say=say,
+    )  # fmt: skip
+    parts.fleet = fleet = NoFleet()
     parts.laps["records"] = time.monotonic_ns()
     if options.served:
         kept, level = config.fleet.kv_on_update, CACHE if turns else None
-        parts.fleet = servers.fleet(
+        parts.fleet = fleet = servers.fleet(
             limits=options.limits, kv_on_update=kept, on_message=say, sleep=level,
             image=inputs.images.get,
         )  # fmt: skip
-    fleet = parts.fleet
     fleets = {
         name: teacher.fleet(found, options.limits, say, name, inputs.images.get)
         for name, found in scoring.items()
@@ -355,12 +338,9 @@ def _warnings(parts: Parts, killed: Killed | None, platform: str) -> Iterator[st
     """Yield warnings about this run's samples, memory and disk; empty ones do not matter."""
     options = parts.inputs.options
     if options.teacher and (cut := options.sampling.truncation):
-        yield (
-            f"{cut} in config.sampling: the teacher's logprobs are over all tokens, the policy's "
-            "over those drawn from, which biases the KL; leave it out"
-        )
-    if killed:
-        yield str(killed)
+        drawn = "the policy's over those drawn from, which biases the KL; leave it out"
+        yield f"{cut} in config.sampling: the teacher's logprobs are over all tokens, {drawn}"
+    yield str(killed or "")
     if platform == "cpu":
         always = bool(killed and killed.for_memory)
         yield memory.low_memory_warning(parts.sizes, available_memory.memory(), always=always)
@@ -369,21 +349,15 @@ def _warnings(parts: Parts, killed: Killed | None, platform: str) -> Iterator[st
 
 def disk_warning(sizes: RunSizes, workdir: Path) -> str:
     """Return a warning about disk space for checkpoints; raise DiskFull if none fits."""
-    files = [
-        path for name in ("checkpoints", "hf") for path in (workdir / name).rglob("*")
-        if path.is_file()
-    ]  # fmt: skip
-    free = shutil.disk_usage(workdir).free
-    return memory.full_disk_warning(sizes, free, sum(path.stat().st_size for path in files))
+    found = (path for name in ("checkpoints", "hf") for path in (workdir / name).rglob("*"))
+    used = sum(path.stat().st_size for path in found if path.is_file())
+    return memory.full_disk_warning(sizes, shutil.disk_usage(workdir).free, used)
 
 
 def publish_dir(
     config: ConfigDict, sizes: RunSizes, workdir: Path, say: Callable[[str], None]
 ) -> str:
-    """Return the directory of published weights: `fleet.publish_dir`, or `workdir` if that is full.
-
-    UserError if neither has space, or running servers can read `fleet.publish_dir` only.
-    """
+    """Return `fleet.publish_dir`, or `workdir` if it is full and that will do; or UserError."""
     fleet, needed = config.fleet, memory.in_publish_dir(sizes)
     try:
         free = shutil.disk_usage(fleet.publish_dir).free
@@ -391,10 +365,8 @@ def publish_dir(
         return fleet.publish_dir
     if needed <= free:
         return fleet.publish_dir
-    what = (
-        f"fleet.publish_dir={fleet.publish_dir} has {size(free)} free, and two versions of the "
-        f"weights need {size(needed)}"
-    )
+    need = f"and two versions of the weights need {size(needed)}"
+    what = f"fleet.publish_dir={fleet.publish_dir} has {size(free)} free, {need}"
     own = not (fleet.addresses or fleet.join)
     if (own or fleet.publish != "path") and needed <= shutil.disk_usage(workdir).free:
         say(f"{what}; using the slower {workdir}; in Docker set --shm-size=8g")
@@ -410,27 +382,18 @@ def _gate(config: ConfigDict, inputs: Inputs, first: Path, saved: Path) -> Gate:
     training, model = inputs.options.sampling, config.model
     budget = min(config.gate.max_new_tokens, training.max_new_tokens)
     exact = model.compute_dtype == model.publish_dtype == "float32"
-    return Gate(
-        prompts,
-        replace(
-            training,
-            max_new_tokens=budget,
-            min_new_tokens=min(training.min_new_tokens, budget),
-            stop=(),
-        ),
-        measure.TrainerScorer(
-            inputs.model_config,
-            temperature=training.temperature,
-            row_length=measure.row_length(max(map(len, prompts)) + budget),
-            compute_dtype=model.compute_dtype,
-            chunk=model.logprob_chunk,
-        ),
-        measure.tolerance(exact, config.gate.max_delta, config.gate.mean_delta),
-        seed=config.seed,
-        # A server may still have these HF directories, which need not exist.
-        earlier={"the run's first weights": first, "the last checkpoint": saved},
-        dtype=model.dtype,
-    )
+    fewest = min(training.min_new_tokens, budget)
+    sampling = replace(training, max_new_tokens=budget, min_new_tokens=fewest, stop=())
+    scorer = measure.TrainerScorer(
+        inputs.model_config, temperature=training.temperature,
+        row_length=measure.row_length(max(map(len, prompts)) + budget),
+        compute_dtype=model.compute_dtype, chunk=model.logprob_chunk,
+    )  # fmt: skip
+    limits = measure.tolerance(exact, config.gate.max_delta, config.gate.mean_delta)
+    # A server may still have these HF directories, which need not exist.
+    earlier = {"the run's first weights": first, "the last checkpoint": saved}
+    seed = config.seed
+    return Gate(prompts, sampling, scorer, limits, seed=seed, earlier=earlier, dtype=model.dtype)
 
 
 def _records(
@@ -445,17 +408,15 @@ def _records(
     own = [*own_files(), flags.config_file(sys.argv), Path(config.data.chat_template)]
     environment.keep(workdir / "code" / f"start-{writer.start}", own)
     if writer.unreadable:
-        say(
-            f"{writer.unreadable} corrupt lines of the run's records were moved to "
-            f"{workdir}/*.unreadable"
-        )
+        moved = f"were moved to {workdir}/*.unreadable"
+        say(f"{writer.unreadable} corrupt lines of the run's records {moved}")
     if restored:
-        for text in resume.setting_changes(before, now, step):
+        holes = gaps(read_jsonl(workdir / "metrics.jsonl"), step)
+        missing = f"metrics.jsonl has no records of {holes}; charts omit them" * bool(holes)
+        elsewhere = resume.machine_warning(writer.before, writer.environment)
+        settings = resume.setting_changes(before, now, step)
+        for text in filter(None, [*settings, elsewhere, missing]):
             say(text)
-        if text := resume.machine_warning(writer.before, writer.environment):
-            say(text)
-        if holes := gaps(read_jsonl(workdir / "metrics.jsonl"), step):
-            say(f"metrics.jsonl has no records of {holes}; charts omit them")
     return writer
 
 
@@ -463,10 +424,11 @@ def _journal(parts: Parts, restored: checkpoint.Restored | None) -> Journal:
     """Return the journal of the run, without what is damaged."""
     place = parts.workdir / "journal"
     at = history.position(restored.host["executor"] if restored else None)
-    removed, number = journals.cut(place, at[0] if at else 0)
+    first, last = at or (0, -1)
+    removed, number = journals.cut(place, first)
     if removed:
         parts.progress.message(f"{place}: {removed} damaged or incomplete bytes were removed")
-    return Journal(place, max(number, at[1] + 1 if at else 0), parts.config.journal.keep)
+    return Journal(place, max(number, last + 1), parts.config.journal.keep)
 
 
 def _recover(
@@ -488,22 +450,14 @@ def _recover(
         say(resume.continuation(found, last, kept))
     if not parts.config.journal.keep:
         shutil.rmtree(place, ignore_errors=True)
-    about = {
-        "start": parts.writer.start,
-        "step": found.host["step"],
-        "order": found.host["step"] + executor.num_repeated,
-        "whole": found.whole,
-        "rows": found.host["cursor"]["digest"],
-    }
-    parts.journal.append("start", about)
+    step, rows = found.host["step"], found.host["cursor"]["digest"]
+    about = {"start": parts.writer.start, "step": step, "order": step + executor.num_repeated}
+    parts.journal.append("start", {**about, "whole": found.whole, "rows": rows})
     return found
 
 
 def _executor(
-    parts: Parts,
-    reward_fleet: Fleet | None,
-    longest: int,
-    note_skip: Callable[[dict[str, Any]], None],
+    parts: Parts, reward_fleet: Fleet | None, longest: int, note_skip: Callable[[dict], None]
 ) -> Executor:
     """Return the executor of the run's workflow; `parts.loop` need not run yet."""
     c, inputs = parts.config, parts.inputs
@@ -519,36 +473,26 @@ def _executor(
         judge.keep(parts.workdir / "judge.sqlite3")
         workflow = JudgeRewarded(workflow, judge, weight, c.data.question_key)
     r, shares = c.rollout, {"easy": c.data.easy_share, "hard": c.data.hard_share}
+    cursor = Cursor(inputs.train_rows, c.seed, c.data.shuffle, mix, shares)
     return Executor(
-        workflow,
-        Cursor(inputs.train_rows, c.seed, c.data.shuffle, mix, shares),
-        limits_of(c, c.total_steps),
-        parts.fleet,
-        seed=c.seed,
-        force_staleness=r.force_staleness,
-        patience=inputs.options.patience,
-        max_tokens=longest,
-        on_skip=lambda skipped: note_skip(skipped.record("train")),
-        note=parts.journal.append,
-        on_drop=drop,
-        say=parts.progress.message,
-        loop=parts.loop,
+        workflow, cursor, limits_of(c, c.total_steps), parts.fleet, loop=parts.loop, seed=c.seed,
+        force_staleness=r.force_staleness, patience=inputs.options.patience, max_tokens=longest,
+        request_timeout=None if online else r.request_timeout_seconds,
         drop_equal_rewards=inputs.algorithm.drop_equal_rewards,
         running_mean=inputs.algorithm.running_mean,
-        request_timeout=None if online else r.request_timeout_seconds,
         keep_tokens=c.journal.keep > 0 and not online,
-        tracer=parts.tracer,
-    )
+        note=parts.journal.append, on_drop=drop, say=parts.progress.message, tracer=parts.tracer,
+        on_skip=lambda skipped: note_skip(skipped.record("train")),
+    )  # fmt: skip
 
 
 def _end_late(parts: Parts) -> None:
     """End this process before it is killed, with the last checkpoint and the journal."""
     grace, saved = parts.config.scheduler.grace_seconds, parts.workdir / "checkpoints"
     step = max(map(checkpoint.step_of, checkpoint.checkpoints(saved)), default=0)
-    parts.progress.message(
-        f"the step does not end within scheduler.grace_seconds={grace}; ending with the checkpoint "
-        f"of step {step} and the journal, which has the groups since"
-    )
+    what = f"the step does not end within scheduler.grace_seconds={grace}"
+    kept = f"the checkpoint of step {step} and the journal, which has the groups since"
+    parts.progress.message(f"{what}; ending with {kept}")
     try:
         parts.executor.close()
         parts.journal.close()
@@ -569,8 +513,7 @@ def _skip_notes(path: Path, say: Callable[[str], None]) -> Callable[[dict[str, A
     def note(record: dict[str, Any]) -> None:
         append_jsonl(path, {**record, "time": time.time()})
         if (number := next(count)) <= SKIPS_SHOWN:
-            last = number == SKIPS_SHOWN
-            more = "; skipped.jsonl has the next ones" if last else ""
+            more = "; skipped.jsonl has the next ones" * (number == SKIPS_SHOWN)
             say(attempts.sentence(record) + more)
 
     return note

@@ -1,13 +1,12 @@
 """Plan a run from its config: what `python -m rlx.plan` prints."""
 
-import dataclasses
 import json
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
@@ -19,7 +18,7 @@ from rlx.base import UserError
 from rlx.cli.command import say
 from rlx.cli.text import aligned, size
 from rlx.doctor import gpu_cards
-from rlx.doctor.findings import Finding
+from rlx.doctor.findings import Finding, advised
 from rlx.doctor.gpu_cards import CARDS, CPU, Card
 from rlx.doctor.memory import RunSizes
 from rlx.launch import allocation
@@ -28,9 +27,8 @@ from rlx.model import directory
 from rlx.observe.report_speed import measured_phases
 from rlx.observe.timeline import Timeline
 from rlx.plan import search
-from rlx.plan.lengths import Lengths
 from rlx.plan.search import SplitPlan, Workload
-from rlx.plan.simulate import Prediction
+from rlx.plan.simulate import Lengths
 from rlx.run.replay_run import Recorded, as_flag, changes
 from rlx.run.room_options import RunOptions, limits_of, sizes_of
 from rlx.system.jsonl import jsonable, read_jsonl, write_atomically
@@ -41,13 +39,8 @@ RECENT = 32  # batches of a run whose lengths are read
 _PROBE_STEPS, _PROBE_SECONDS = 24, 110.0  # at most; the first ones compile
 _FASTER = 0.97  # seconds of a changed setting that is worth a line, for one of now
 _HEADER = (
-    "allocation_mode",
-    "tokens/s/GPU",
-    "trainer idle",
-    "servers idle",
-    "staleness",
-    "memory/GPU",
-)
+    "allocation_mode", "tokens/s/GPU", "trainer idle", "servers idle", "staleness", "memory/GPU",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,10 +69,8 @@ class PlanRequest:
         card = card or gpu_cards.named(there)
         count = int(values.gpus or (allocation.parse(mode).gpus if mode else 0))
         if card is None or not count:
-            raise UserError(
-                f"{workdir} ran on {there or 'unknown devices'} without allocation_mode; give GPUs "
-                "to plan for, such as --gpus=8 --gpu=h100"
-            )
+            what = f"{workdir} ran on {there or 'unknown devices'} without allocation_mode"
+            raise UserError(f"{what}; give GPUs to plan for, such as --gpus=8 --gpu=h100")
         return cls(config, values, card, count, run)
 
     def own(self, work: Workload) -> Allocation | None:
@@ -117,10 +108,7 @@ class PlanRequest:
         )  # fmt: skip
 
     def _shared(self, sizes: RunSizes, prompt: float) -> float:
-        """Return the first tokens that the trainer computes once for a group; 0 without trees.
-
-        A run has measured them: answers, and other groups, may begin alike too.
-        """
+        """Return the first tokens computed once for a group, by the run's steps; 0 without."""
         train, n = sizes.train, sizes.n_samples
         if "context" in train.mesh or train.share_prefixes == "off":
             return 0.0
@@ -149,13 +137,10 @@ class PlanRequest:
 
     def _number(self, flag: str, default: float) -> float:
         text = getattr(self.values, flag, "")
-        try:
-            number = float(text) if text else default
-        except ValueError:
-            number = -1.0
-        if number < 0:
-            raise UserError(f"--{flag}={text} is not a number from 0; give one, such as 0.1")
-        return number
+        with suppress(ValueError):
+            if (number := float(text) if text else default) >= 0:
+                return number
+        raise UserError(f"--{flag}={text} is not a number from 0; give one, such as 0.1")
 
     def plans(self, work: Workload) -> list[SplitPlan]:
         """Return plans, fastest first: of --allocation, or the best ones."""
@@ -164,17 +149,16 @@ class PlanRequest:
         if not self.values.allocation:
             return search.best(work, self.gpus)
         found = allocation.parse(self.values.allocation)
-        why = ""
         if len(found.parts) != 2 or found.gpus != self.gpus:
             why = f"has {found.gpus} GPUs and {len(found.parts)} parts, not servers and a trainer "
             why += f"of --gpus={self.gpus} together"
-        elif not search.fits(work, found):
+        elif search.fits(work, found):
+            return [search.plan(work, found)]
+        else:
             why = f"does not fit GPUs of {size(self.card.memory)}: the trainer has "
             why += f"{size(work.trainer_bytes(found))} on each"
-        if why:
-            best = search.best(work, self.gpus)[0]
-            raise UserError(f"--allocation={found} {why}; the best that fits is {best.allocation}")
-        return [search.plan(work, found)]
+        best = search.best(work, self.gpus)[0]
+        raise UserError(f"--allocation={found} {why}; the best that fits is {best.allocation}")
 
 
 def probe(config: ConfigDict, workdir: Path) -> None:
@@ -198,27 +182,23 @@ def probe(config: ConfigDict, workdir: Path) -> None:
 
 
 def choose(config: ConfigDict, kind: str, gpus: int, workdir: Path | None) -> str:
-    """Return the fastest allocation for `gpus` GPUs of this name, "" if nothing is generated.
-
-    Says which and why, and writes plan.json into `workdir`. UserError if none fits.
-    """
+    """Say, write and return the fastest allocation, "" if nothing is generated; or UserError."""
     card = gpu_cards.named(kind)
     if card is None:
         usual = f"vllm:d{gpus - 1}+{config.trainer}:f1" if gpus > 1 else "vllm:d1|jax:f1"
-        raise UserError(
-            f"allocation_mode=auto: the GPU {kind!r} is unknown; set it, such as {usual}"
-        )
+        what = f"allocation_mode=auto: the GPU {kind!r} is unknown"
+        raise UserError(f"{what}; set it, such as {usual}")
     asked = PlanRequest(config, None, card, gpus, None)
     work = asked.workload({})
     if work.sizes.train.algorithm.data != "rollouts":
         return ""
     best, *others = search.best(work, gpus)
-    found, which = best.prediction, f"allocation_mode=auto: {best.allocation}"
-    why = f"{found.step_seconds:.3g} s a step on {gpus} × {card.kind} by the plan, {_idle(best)}"
-    for other in others[:1]:
-        why += f"; next {other.allocation} with {other.prediction.step_seconds:.3g} s"
     if config.cluster.process < 1:  # others follow
-        say(f"{which}, {why}")
+        seconds = f"{best.prediction.step_seconds:.3g} s a step on {gpus} × {card.kind}"
+        what = f"allocation_mode=auto: {best.allocation}, {seconds} by the plan, {_idle(best)}"
+        for other in others[:1]:
+            what += f"; next {other.allocation} with {other.prediction.step_seconds:.3g} s"
+        say(what)
         if workdir:
             _write(best, workdir)
     return str(best.allocation)
@@ -236,20 +216,15 @@ def judge_idle(config: ConfigDict, kind: str) -> Finding | None:
         return None
     own = search.plan(work, found)
     what = f"{_idle(own)} with {mode} on {found.gpus} × {card.kind}, by the plan"
-    if _longest_idle(own) <= IDLE:
-        return Finding("config", "plan", "ok", what)
+    if own.longest_idle <= IDLE:
+        return advised("config", "plan", what)
     remedy = "no split avoids it: raise rollout.max_staleness, and rollout.max_concurrent_rollouts"
-    for plan in search.best(work, found.gpus):  # fastest first
-        if _longest_idle(plan) <= IDLE:
-            step, before = plan.prediction.step_seconds, own.prediction.step_seconds
-            remedy = f"set allocation_mode={plan.allocation}: {_idle(plan)}, "
-            remedy += f"{step:.3g} s a step in place of {before:.3g}"
-            break
-    return Finding("config", "plan", "warning", what, remedy)
-
-
-def _longest_idle(plan: SplitPlan) -> float:
-    return max(plan.prediction.trainer_idle, plan.prediction.servers_idle)
+    better = (plan for plan in search.best(work, found.gpus) if plan.longest_idle <= IDLE)
+    if plan := next(better, None):  # the fastest
+        step, before = plan.prediction.step_seconds, own.prediction.step_seconds
+        remedy = f"set allocation_mode={plan.allocation}: {_idle(plan)}, "
+        remedy += f"{step:.3g} s a step in place of {before:.3g}"
+    return advised("config", "plan", what, remedy)
 
 
 def _idle(plan: SplitPlan) -> str:
@@ -271,31 +246,30 @@ def lines(asked: PlanRequest) -> Iterator[str]:
     yield _workload_line(asked, work)
     own = asked.own(work) if asked.run else None
     if asked.run:
-        yield _measured(asked.run, asked.measured)
+        step, seconds = asked.measured["step"], asked.measured
+        idle = [max(0.0, 1 - seconds.get(phase, step) / step) for phase in ("train", "generate")]
+        idles = f"trainer idle {idle[0]:.0%}, servers idle {idle[1]:.0%}"
+        yield f"measured in {asked.run.workdir}: {step:.3g} s a step, {idles}"
         own = own if {"generate", "train"} <= asked.measured.keys() else None
         if own:
             if not (work.cores or (asked.run.workdir / "plan.json").exists()):
                 _write(search.plan(work, own), asked.run.workdir)
             work = search.refit(work, own, asked.measured)
             serve, train = work.factors
-            yield (
-                f"refitted: servers take {serve:.3g} and the trainer {train:.3g} times the seconds "
-                "of their data sheets, and the plans below count on that"
-            )
+            times = f"servers take {serve:.3g} and the trainer {train:.3g} times the seconds"
+            yield f"refitted: {times} of their data sheets, and the plans below count on that"
     error = "" if own else f" ±{work.calibration.error:.0%}"
     header = (_HEADER[0], f"step s{error}", *_HEADER[1:])
     if settings:
         if asked.values.explain or asked.values.timeline or asked.values.dollars:
-            raise UserError(
-                "--what_if prints a plan for each value, and --explain, --timeline and --dollars "
-                "need one plan; leave one of them out"
-            )
-        rows = []
+            need = "--explain, --timeline and --dollars need one plan; leave one of them out"
+            raise UserError(f"--what_if prints a plan for each value, and {need}")
+        rows: list[tuple[str, ...]] = [(key, *header)]
         for setting in settings:
             changed = asked.workload(changes(asked.config, [setting]))
-            found = asked.plans(dataclasses.replace(changed, factors=work.factors))[0]
+            found = asked.plans(replace(changed, factors=work.factors))[0]
             rows.append((setting.partition("=")[2], *_row(found)))
-        yield from aligned([(key, *header), *rows])
+        yield from aligned(rows)
         return
     plans = asked.plans(work)
     yield from aligned([header, *map(_row, plans)])
@@ -304,8 +278,8 @@ def lines(asked: PlanRequest) -> Iterator[str]:
         yield _change(asked, work, own, plans[0])
     if asked.values.dollars:
         price = asked._number("dollars", 0.0) * asked.gpus / 3600 * plans[0].prediction.step_seconds
-        yield f"a step costs {price:.3g} dollars, {asked.config.total_steps} steps "\
-              f"{price * asked.config.total_steps:,.0f}"  # fmt: skip
+        steps = asked.config.total_steps
+        yield f"a step costs {price:.3g} dollars, {steps} steps {price * steps:,.0f}"
     if asked.values.explain:
         yield from _terms(work, plans[0])
     if asked.values.timeline:
@@ -332,8 +306,9 @@ def _workload_line(asked: PlanRequest, work: Workload) -> str:
 def _row(plan: SplitPlan) -> tuple[str, ...]:
     found = plan.prediction
     mean = sum(lag * share for lag, share in found.lags.items())
+    speed = found.tokens / found.step_seconds / plan.allocation.gpus
     return (
-        str(plan.allocation), f"{found.step_seconds:,.3g}", f"{plan.tokens_per_gpu:,.0f}",
+        str(plan.allocation), f"{found.step_seconds:,.3g}", f"{speed:,.0f}",
         f"{found.trainer_idle:.0%}", f"{found.servers_idle:.0%}",
         f"{mean:.1f} (max {max(found.lags, default=0)})", size(plan.trainer_bytes),
     )  # fmt: skip
@@ -341,52 +316,38 @@ def _row(plan: SplitPlan) -> tuple[str, ...]:
 
 def _advice(plan: SplitPlan) -> Iterator[str]:
     """Yield what holds the best plan back."""
-    found: Prediction = plan.prediction
+    found = plan.prediction
     if found.preempted > 0:
-        yield (
-            f"servers run out of KV cache {found.preempted:.0f} times a step; lower fleet.slots "
-            "or give a server more GPUs"
-        )
+        remedy = "lower fleet.slots or give a server more GPUs"
+        yield f"servers run out of KV cache {found.preempted:.0f} times a step; {remedy}"
     if min(found.trainer_idle, found.servers_idle) > IDLE:
-        yield (
-            "both sides wait: the tail of long answers decides; raise rollout.max_staleness and "
-            "rollout.max_concurrent_rollouts, or use fewer GPUs"
+        remedy = (
+            "raise rollout.max_staleness and rollout.max_concurrent_rollouts, or use fewer GPUs"
         )
+        yield f"both sides wait: the tail of long answers decides; {remedy}"
 
 
 def _terms(work: Workload, plan: SplitPlan) -> Iterator[str]:
     """Yield the terms that a step's seconds are made of."""
-    setup, found = work.setup(plan.allocation), plan.prediction
-    server, mean = setup.server, work.lengths.mean
-    running = found.running
-    context = work.prompt_tokens + mean / 2
+    setup, found, longest = work.setup(plan.allocation), plan.prediction, work.lengths.quantiles[-1]
+    server, running = setup.server, found.running
+    context = work.prompt_tokens + work.lengths.mean / 2
     decode = server.decode_seconds(running, running * context)
     yield (
         f"server: {size(server.weights)} of weights, KV cache for {server.kv_tokens:,.0f} tokens; "
         f"{running:.0f} sequences decode together, a token each in {decode * 1e3:.1f} ms "
-        f"({running / decode / setup.server.tensor:,.0f} tokens/s/GPU)"
+        f"({running / decode / server.tensor:,.0f} tokens/s/GPU)"
     )
-    yield (
-        f"longest answer: {work.lengths.quantiles[-1]:,.0f} tokens, "
-        f"{work.lengths.quantiles[-1] * server.decode_seconds(1, context):,.0f} s alone"
-    )
+    alone = longest * server.decode_seconds(1, context)
+    yield f"longest answer: {longest:,.0f} tokens, {alone:,.0f} s alone"
     trained = found.step_seconds * (1 - found.trainer_idle)
     yield (
         f"trainer: {trained:,.3g} s a step on {setup.training.gpus} GPUs with "
-        f"{setup.training.forwards:g} more forward passes; publish "
-        f"{setup.training.publish_seconds(setup.servers):.2g} s, servers pause "
-        f"{server.load_seconds():.2g} s"
+        f"{setup.training.forwards:g} more forward passes; publish {found.publish_seconds:.2g} s, "
+        f"servers pause {server.load_seconds():.2g} s"
     )
-    yield "constants: " + ", ".join(
-        f"{name} {value:g}" for name, value in dataclasses.asdict(work.calibration).items()
-    )
-
-
-def _measured(run: Recorded, measured: Mapping[str, float]) -> str:
-    step, more = measured["step"], ""
-    for phase, who in (("train", "trainer"), ("generate", "servers")):
-        more += f", {who} idle {max(0.0, 1 - measured.get(phase, step) / step):.0%}"
-    return f"measured in {run.workdir}: {step:.3g} s a step{more}"
+    constants = asdict(work.calibration).items()
+    yield "constants: " + ", ".join(f"{name} {value:g}" for name, value in constants)
 
 
 def _change(asked: PlanRequest, work: Workload, own: Allocation, best: SplitPlan) -> str:
@@ -399,7 +360,7 @@ def _change(asked: PlanRequest, work: Workload, own: Allocation, best: SplitPlan
         **({} if limits.samples else {"rollout.max_concurrent_rollouts": 2 * limits.concurrency}),
         **({"fleet.num_servers": work.sizes.num_servers + 1} if work.cores else {}),
     }.items():
-        changed = dataclasses.replace(asked.workload({key: value}), factors=work.factors)
+        changed = replace(asked.workload({key: value}), factors=work.factors)
         plan = search.plan(changed, asked.own(changed) or own)
         found[f"{key}={value}"] = plan.prediction.step_seconds
     setting, seconds = min(found.items(), key=itemgetter(1))

@@ -45,17 +45,13 @@ class RemoteCopies:
 
             self._store, root = url_to_fs(self._place.rstrip("/"))
         except (ImportError, ValueError) as error:
-            raise UserError(
-                f"cannot use checkpoint.copy_to={self._place}: {error}; write s3://BUCKET/PREFIX, "
-                f"and install what it needs: {install('s3')}"
-            ) from error
+            remedy = f"write s3://BUCKET/PREFIX, and install what it needs: {install('s3')}"
+            what = f"cannot use checkpoint.copy_to={self._place}: {error}"
+            raise UserError(f"{what}; {remedy}") from error
         self._root = f"{root}/{workdir.absolute().name}"
 
     def fetch(self) -> None:
-        """Bring the newest whole checkpoint and the records into a workdir without checkpoints.
-
-        UserError if the store cannot be read, or has checkpoints and none is resumed.
-        """
+        """Bring the newest whole checkpoint and the records into a new workdir; or UserError."""
         place = self._workdir / "checkpoints"
         if checkpoint.checkpoints(place):
             return
@@ -69,24 +65,19 @@ class RemoteCopies:
                 if problem := checkpoint.verify(temporary):
                     self._say(f"skipping damaged copy {self._place}/{name}: {problem}")
                     continue
-                for file in _FILES:
-                    if not (self._workdir / file).exists():
-                        with suppress(FileNotFoundError):
-                            self._store.get_file(f"{self._root}/{file}", str(self._workdir / file))
+                for file in (file for file in _FILES if not (self._workdir / file).exists()):
+                    with suppress(FileNotFoundError):
+                        self._store.get_file(f"{self._root}/{file}", str(self._workdir / file))
                 temporary.rename(place / name)
                 self._say(f"{name} was fetched from {self._place}")
                 return
         except Exception as error:
-            raise UserError(
-                f"cannot read checkpoint.copy_to={self._place}: {error}; correct it, or unset it "
-                "to begin without its copies"
-            ) from error
+            what = f"cannot read checkpoint.copy_to={self._place}: {error}"
+            raise UserError(f"{what}; correct it, or unset it to begin without copies") from error
         if found:
             why = "none of them is whole" if self._auto else "recover_mode=off resumes none"
-            raise UserError(
-                f"{self._root} has checkpoints, and {why}; give another checkpoint.copy_to or "
-                "--workdir"
-            )
+            remedy = "give another checkpoint.copy_to or --workdir"
+            raise UserError(f"{self._root} has checkpoints, and {why}; {remedy}")
 
     def on_begin(self, config: dict[str, Any], workdir: Path, step: int) -> None:
         self._thread.start()
@@ -148,13 +139,12 @@ class RemoteCopies:
     def _complete(self, kind: str) -> dict[str, str]:
         """Return name → mark of what is complete in the store, by step."""
         self._store.invalidate_cache()
-        place = f"{self._root}/{kind}"
-        paths = self._store.ls(place, detail=False) if self._store.exists(place) else []
-        found = {
-            path: _NAME.fullmatch(Path(path).stem) for path in paths if path.endswith(COMPLETE)
-        }
-        steps = sorted((int(named[1]), named[0], path) for path, named in found.items() if named)
-        return {name: self._store.cat_file(path).decode() for _, name, path in steps}
+        place, found = f"{self._root}/{kind}", []
+        for path in self._store.ls(place, detail=False) if self._store.exists(place) else ():
+            named = _NAME.fullmatch(path.removesuffix(COMPLETE).rpartition("/")[2])
+            if named and path.endswith(COMPLETE):
+                found.append((int(named[1]), named[0], path))
+        return {name: self._store.cat_file(path).decode() for _, name, path in sorted(found)}
 
     def _forget(self, path: str) -> None:
         for each in (f"{path}{COMPLETE}", path):

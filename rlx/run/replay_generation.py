@@ -59,12 +59,9 @@ class Generation:
 
     def __init__(self, recorded: Recorded, plan: Plan, most: int, say: Callable[[str], None]):
         config = recorded.config(plan.last)
-        for key, value, only in (
-            ("fleet.engine", config.fleet.engine, "jax"),
-            ("rollout.workflow", config.rollout.workflow, RLVR_NAME),
-        ):
-            if value != only:
-                what = f"{key}={value}: --generation makes samples again for {only} only"
+        for section, name, only in (("fleet", "engine", "jax"), ("rollout", "workflow", RLVR_NAME)):
+            if (value := config[section][name]) != only:
+                what = f"{section}.{name}={value}: --generation makes samples again for {only} only"
                 raise UserError(f"{what}; leave it out")
         # `most` samples of a step are made again; `say` takes a line for the user.
         self._recorded, self._plan, self._most, self._say = recorded, plan, most, say

@@ -1,12 +1,17 @@
 """Feed a run's recorded batches to its trainer again, and compare metrics and weights bit for bit.
 
 journal ─▶ batches ─▶ update, from the nearest checkpoint ─▶ metrics.jsonl, sums of the weights
+
+A bundle is a zip file of what replays some steps elsewhere. It unpacks to a directory like a run's.
 """
 
+import itertools
 import json
 import os
 import tempfile
 import time
+import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +25,7 @@ from rlx.algorithms.advantages import running_baselines
 from rlx.base import Group, UserError
 from rlx.config import check, default, leaves
 from rlx.fleet import adapter
-from rlx.journal import history, journal
+from rlx.journal import history, journal, records
 from rlx.model import directory
 from rlx.model.tensors import write_directory
 from rlx.observe import environment
@@ -49,16 +54,13 @@ class Recorded:
         self.batches = history.batches(journal.read(workdir / "journal"))
         self._starts = {s["start"]: s for s in read_jsonl(workdir / STARTS) if "start" in s}
         if not self.batches.groups or not self._starts:
-            raise UserError(
-                f"{workdir} has no journal with batches; give the --workdir of a run whose "
-                "journal.keep was above 0, or a bundle"
-            )
+            remedy = "give the --workdir of a run whose journal.keep was above 0, or a bundle"
+            raise UserError(f"{workdir} has no journal with batches; {remedy}")
 
     def start(self, step: int) -> Mapping[str, Any]:
         """Return the entry of starts.jsonl that made a step; the last one if that is unknown."""
-        return self._starts.get(
-            self.metrics.get(step, {}).get("start"), self._starts[max(self._starts)]
-        )
+        number = self.metrics.get(step, {}).get("start")
+        return self._starts.get(number, self._starts[max(self._starts)])
 
     def config(self, step: int, changed: Changed | None = None) -> ConfigDict:
         """Return the settings of a step."""
@@ -92,10 +94,7 @@ class Plan(NamedTuple):
 
 
 def plan(recorded: Recorded, first: int = 0, last: int = 0, generation: bool = False) -> Plan:
-    """Return how to replay steps `first` to `last`; 0: as far as the records reach.
-
-    UserError if the journal or the checkpoints do not reach these steps.
-    """
+    """Return how to replay steps, 0 as far as the records reach; UserError if they do not."""
     there = {step + 1 for step in recorded.batches.groups}
     last = last or max(there & recorded.metrics.keys(), default=0)
     found = checkpoint.checkpoints(recorded.workdir / "checkpoints")
@@ -107,11 +106,9 @@ def plan(recorded: Recorded, first: int = 0, last: int = 0, generation: bool = F
         oldest = max(0, first - 1 - recorded.config(last).rollout.max_staleness)
         begins = [step for step in begins if step <= oldest] or [min(begins)]
     if not begins:
-        raise UserError(
-            f"cannot replay steps {first or 1} to {last}: the journal has steps {min(there)} to "
-            f"{max(there)}, and checkpoints are after steps {[*known][1:]}; give other steps with "
-            "--from and --until"
-        )
+        has = f"the journal has steps {min(there)} to {max(there)}"
+        what = f"cannot replay steps {first or 1} to {last}: {has}, and checkpoints are after steps"
+        raise UserError(f"{what} {[*known][1:]}; give other steps with --from and --until")
     return Plan(known[max(begins)], max(begins), first or max(begins) + 1, last)
 
 
@@ -133,8 +130,7 @@ def replay(
         with trainers.join_processes(config, Event()) as hosts:
             if hosts.index:
                 return trainers.follow(config, hosts)[1]
-            model = recorded.model(config)
-            inputs = Inputs()
+            model, inputs = recorded.model(config), Inputs()
             inputs.train, inputs.model_dir = TrainOptions.of(config), model
             library.check_devices(inputs)
 
@@ -143,9 +139,9 @@ def replay(
                 own = {"path": str(model), "image_dir": str(recorded.workdir / "images")}
                 return conductor.driver(hosts, partial(library.make, *options), **own)
 
-            begun, differing, compared, same = time.monotonic(), 0, [0, 0], True
-            say(f"replaying steps {plan.begin + 1} to {plan.last} from "
-                f"{plan.origin or f'the first weights in {model}'}")  # fmt: skip
+            begun, differing, compared, same = time.monotonic(), 0, Counter[str](), True
+            origin = plan.origin or f"the first weights in {model}"
+            say(f"replaying steps {plan.begin + 1} to {plan.last} from {origin}")
             for step, update, state, metrics in _steps(recorded, plan, changed, make, model):
                 same = after(step, update, state) and same
                 if out and step > plan.begin:
@@ -153,7 +149,7 @@ def replay(
                 if step < plan.first:
                     continue
                 record, sums = recorded.metrics.get(step), recorded.batches.weights.get(step)
-                compared = [compared[0] + bool(record), compared[1] + bool(sums)]
+                compared.update(steps=bool(record), versions=bool(sums))
                 if found := difference(metrics, record or {}, sums, update, state):
                     differing += 1
                     say(f"step {step} differs: {found}") if differing == 1 else None
@@ -163,10 +159,12 @@ def replay(
             trained = sum(recorded.metrics.get(s, {}).get("step_seconds", 0.0) for s in steps)
             took = f"in {time.monotonic() - begun:.1f} s; the run took {trained:.1f} s for them"
             if differing:
-                say(f"{differing} of {compared[0]} steps differ, {took}")
+                say(f"{differing} of {compared['steps']} steps differ, {took}")
             else:
-                say(f"the metrics of {compared[0]} steps and the weights of {compared[1]} versions "
-                    f"are bitwise those of the run, {took}")  # fmt: skip
+                both = (
+                    f"{compared['steps']} steps and the weights of {compared['versions']} versions"
+                )
+                say(f"the metrics of {both} are bitwise those of the run, {took}")
             if differing or not same:
                 why = [f"{key} is {value}" for key, value in changed.items()]
                 why += filter(None, [elsewhere(there, update.devices)])
@@ -204,13 +202,10 @@ def _steps(
 
 
 def difference(
-    made: Mapping[str, Any],  # metrics of the update
-    record: Mapping[str, Any],  # line of metrics.jsonl
-    sums: Mapping[str, Any] | None,  # the journal's record of the weights, if it has one
-    update: Update,
-    state: State,
-) -> str:
-    """Return how a replayed step differs from its record; "" if it does not."""
+    made: Mapping[str, Any], record: Mapping[str, Any], sums: Mapping[str, Any] | None,
+    update: Update, state: State,
+) -> str:  # fmt: skip
+    """Return how metrics differ from a line of metrics.jsonl, or weights from the journal's."""
     found = [
         f"{name} {record[name]} → {value}"
         for name, value in jsonable(made).items()
@@ -270,3 +265,62 @@ def changes(config: ConfigDict, settings: list[str]) -> dict[str, Any]:
         made, _ = flags.parse(["rlx.replay", as_flag(config, Path(place)), *settings])
     before, now = dict(leaves(as_json(config))), dict(leaves(made))
     return {key: now[key] for key, value in leaves(as_json(made)) if before.get(key) != value}
+
+
+def write_bundle(path: Path, recorded: Recorded, plan: Plan) -> None:
+    """Write the bundle of a plan's steps; UserError if it cannot be written."""
+    workdir, config = recorded.workdir, recorded.config(plan.begin + 1)
+    files = {name: workdir / name for name in ("config.json", STARTS, "metrics.jsonl")}
+    files |= _below(workdir / "code", "code") | _below(recorded.model(config), INITIAL)
+    for step in range(plan.begin + 1, plan.last + 1):
+        shown = [t.images for group in recorded.groups(step) for t in group.trajectories]
+        files |= {
+            f"images/{name}": workdir / "images" / name for name in {*itertools.chain(*shown)}
+        }
+    if plan.origin:
+        files |= _below(plan.origin, f"checkpoints/{plan.origin.name}")
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with zipfile.ZipFile(scratch, "w", strict_timestamps=False) as file:
+            for name, source in files.items():
+                file.write(source, name)
+            file.writestr(f"journal/{0:020d}.records", b"".join(_records(recorded, plan)))
+        scratch.replace(path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {error.strerror}; give another --bundle") from error
+
+
+def _below(place: Path, name: str) -> dict[str, Path]:
+    found = sorted(path for path in place.rglob("*") if path.is_file())
+    return {f"{name}/{path.relative_to(place)}": path for path in found}
+
+
+def _records(recorded: Recorded, plan: Plan) -> Iterator[bytes]:
+    number, tried = itertools.count(), recorded.batches.attempts
+    for step in range(plan.begin, plan.last):
+        groups = [place.read() for place in recorded.batches.groups[step]]
+        ids = [record.fields["group_id"] for record in groups]
+        events = [(record.kind, record.fields, record.packed) for record in groups]
+        events += [("admit", {"group_id": g, "attempt": tried.get(g, 0)}, b"") for g in ids]
+        events.append(("take", {"step": step, "groups": ids}, b""))
+        if step + 1 in recorded.batches.weights:
+            events.append(("weights", recorded.batches.weights[step + 1], b""))
+        for kind, fields, packed in events:
+            yield records.encode(next(number), kind, fields, packed)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Path]:
+    """Yield the directory of a run, or of an unpacked bundle; UserError if it is damaged."""
+    if path.is_dir():
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="rlx-replay-") as place:
+        try:
+            with zipfile.ZipFile(path) as file:
+                file.extractall(place)  # checks every CRC-32
+        except (OSError, zipfile.BadZipFile) as error:
+            what = f"{path} is neither the directory of a run nor a whole bundle ({error})"
+            raise UserError(f"{what}; get it again") from error
+        yield Path(place)

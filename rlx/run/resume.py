@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from rlx.base import UserError
+from rlx.base import UserError, refuse
 from rlx.journal.history import Recovered
 from rlx.observe.environment import SAME
 from rlx.observe.metrics import RECORDS, STARTS, forget
@@ -44,10 +44,8 @@ def prepare_workdir(config: ConfigDict, workdir: Path) -> list[str]:
     wrong = [name for name in _DIRECTORIES if (workdir / name).is_file()]
     wrong += [name for name in RECORDS if (workdir / name).is_dir()]
     for name in wrong:
-        raise UserError(
-            f"{workdir / name} is a file where a directory should be, or the reverse; move it "
-            "away, or give another --workdir"
-        )
+        what = f"{workdir / name} is a file where a directory should be, or the reverse"
+        raise UserError(f"{what}; move it away, or give another --workdir")
     for name in ("hf", "adapter", INITIAL):
         atomic_directory.sweep(workdir / name)
     for directory in (workdir, workdir / "rollouts"):
@@ -58,26 +56,24 @@ def prepare_workdir(config: ConfigDict, workdir: Path) -> list[str]:
     found = checkpoint.checkpoints(workdir / "checkpoints")
     off = config.checkpoint.recover_mode == "off"
     messages = []
-    if off and any(checkpoint.verify(path) is None for path in found):
-        raise UserError(
-            f"{workdir} holds another run, with a checkpoint to resume, and "
-            "checkpoint.recover_mode=off; remove that to resume it, or give a fresh --workdir"
-        )
     resumed = bool(found) and not off
+    other = (changed or not before) and (workdir / "metrics.jsonl").exists()
+    refuse((
+        (off and any(checkpoint.verify(path) is None for path in found),
+         f"{workdir} holds another run, with a checkpoint to resume, and "
+         "checkpoint.recover_mode=off; remove that to resume it, or give a fresh --workdir"),
+        (other and not resumed,
+         f"{workdir} holds another run ({(changed or ['of an unknown config'])[0]}) and no "
+         "checkpoint to resume; give a fresh --workdir, or its config to start again"),
+    ))  # fmt: skip
     if not resumed and (found or any((workdir / name).exists() for name in RECORDS)):
-        if (changed or not before) and (workdir / "metrics.jsonl").exists():
-            raise UserError(
-                f"{workdir} holds another run ({(changed or ['of an unknown config'])[0]}) and no "
-                "checkpoint to resume; give a fresh --workdir, or its config to start again"
-            )
-        step = last_step(workdir).get("step", 0)
+        step = read_last(workdir / "metrics.jsonl").get("step", 0)
         forget(workdir, 0)
         shutil.rmtree(workdir / "tensorboard", ignore_errors=True)
         for name in (*RECORDS, "skipped.jsonl", "timeline.json", "report.html", BOARD_ID):
             (workdir / name).unlink(missing_ok=True)
-        messages.append(
-            f"starting again: the last attempt ended after step {step} without a checkpoint"
-        )
+        ended = f"the last attempt ended after step {step} without a checkpoint"
+        messages.append(f"starting again: {ended}")
         for path in found:  # all are damaged
             path.rename(path.with_name(f"damaged-{path.name}"))
             messages.append(f"{path} is damaged and is kept as damaged-{path.name}")
@@ -98,11 +94,6 @@ def finished(config: ConfigDict, workdir: Path) -> int:
     return done if auto and done >= config.total_steps and done in kept else 0
 
 
-def last_step(workdir: Path) -> Mapping[str, Any]:
-    """Return the last readable record of metrics.jsonl; {} without one."""
-    return read_last(workdir / "metrics.jsonl")
-
-
 def continuation(found: Recovered, last: Mapping[str, Any], kept: Mapping[str, int]) -> str:
     """Return the steps and prompts that a run repeats, and the samples that it continues.
 
@@ -118,12 +109,10 @@ def continuation(found: Recovered, last: Mapping[str, Any], kept: Mapping[str, i
         had += f"; continued: {kept['tokens']} tokens of {kept['samples']} samples"
     if kept["repeated_tokens"]:
         had += f"; {kept['repeated_tokens']} tokens are made again"
+    repeated = f"repeated: {steps} step{'s' * (steps != 1)}, {prompts} prompt{'s' * (prompts != 1)}"
     if not (steps or prompts or kept["repeated_tokens"]):
-        return f"resuming after step {step}; nothing is repeated{had}"
-    return (
-        f"resuming after step {step}; repeated: {steps} step{'s' * (steps != 1)}, "
-        f"{prompts} prompt{'s' * (prompts != 1)}{had}"
-    )
+        repeated = "nothing is repeated"
+    return f"resuming after step {step}; {repeated}{had}"
 
 
 def setting_changes(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Iterator[str]:
@@ -143,16 +132,14 @@ def _rate(config: Mapping[str, Any], update: int) -> float:
 
 def machine_warning(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return a warning if a run resumes on another machine or layout; else ""."""
-    changed = [text for text in differences(before, now) if text.split(" ")[0] in SAME]
-    return (
-        f"another machine or layout, so results will differ in the last bits: {'; '.join(changed)}"
-        * bool(changed)
-    )
+    changed = "; ".join(t for t in differences(before, now) if t.split(" ")[0] in SAME)
+    what = "another machine or layout, so results will differ in the last bits"
+    return f"{what}: {changed}" * bool(changed)
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """Yield `key old → new` for each key with different values."""
-    old, new = dict(leaves(before)), dict(leaves(now))
-    for key in old:
-        if key in new and old[key] != new[key]:
-            yield f"{key} {old[key]} → {new[key]}"
+    new = dict(leaves(now))
+    for key, old in leaves(before):
+        if key in new and old != new[key]:
+            yield f"{key} {old} → {new[key]}"

@@ -68,16 +68,12 @@ class RunOptions:
             patience=Patience(rollout.max_attempts, rollout.max_failure_rate,
                               outage=rollout.outage_seconds),
             limits=read_options(Timeouts, fleet, request=rollout.request_timeout_seconds),
-            servers={
-                **asdict(read_options(EngineOptions, fleet, max_model_len=context, sleep="off")),
-                "engine": fleet.engine,
+            servers=asdict(read_options(EngineOptions, fleet, max_model_len=context, sleep="off"))
+            | {
+                "engine": fleet.engine, "seed": config.seed, "publish_dir": fleet.publish_dir,
                 "dtype": config.model.publish_dtype.replace(AUTO, "float32"),
-                "seed": config.seed,
-                "publish_dir": fleet.publish_dir,
-                "ready_timeout": fleet.ready_seconds,
-                "answer_timeout": fleet.kill_seconds,
-                "max_restarts": fleet.max_restarts,
-                "traces": config.observe.traces,
+                "ready_timeout": fleet.ready_seconds, "answer_timeout": fleet.kill_seconds,
+                "max_restarts": fleet.max_restarts, "traces": config.observe.traces,
             },
             teacher=ScorerOptions.of_teacher(config),
             reward_model=ScorerOptions.of_reward_model(config),
@@ -86,16 +82,13 @@ class RunOptions:
 
 def check_reward(config: ConfigDict) -> dict[str, float]:
     """Return name → weight of the run's rewards; none where its workflow has no use for them."""
-    weights = rewards.weights_of(config.reward.name, config.reward.terms)
-    for name in (rewards.MODEL, rewards.JUDGE):
-        weights.pop(name, None)
-    if not named_workflow.uses_rewards(config.rollout.workflow, "rollout.workflow"):
+    given = rewards.weights_of(config.reward.name, config.reward.terms)
+    weights = {k: v for k, v in given.items() if k not in (rewards.MODEL, rewards.JUDGE)}
+    if not named_workflow.uses_rewards(workflow := config.rollout.workflow, "rollout.workflow"):
         if config.reward.terms and weights:
-            raise UserError(
-                f"reward.terms has {', '.join(weights)}, and rollout.workflow="
-                f"{config.rollout.workflow} gives rewards by itself; leave "
-                "out all but model and judge"
-            )
+            why = f"rollout.workflow={workflow} gives rewards by itself"
+            what = f"reward.terms has {', '.join(weights)}, and {why}"
+            raise UserError(f"{what}; leave out all but model and judge")
         return {}
     for name in weights:
         rewards.resolve(name)
@@ -114,10 +107,9 @@ def judge_of(config: ConfigDict) -> tuple[Judge, float] | None:
     options = read_options(JudgeOptions, config.reward.judge)
     weight = rewards.weights_of(config.reward.name, config.reward.terms).get(rewards.JUDGE)
     if (weight is None) == bool(options.models):
-        raise UserError(
-            "reward.judge.models and the reward 'judge' need each other; name a model, and set "
-            "reward.name=judge or add ('judge', 1.0) to reward.terms"
-        )
+        what = "reward.judge.models and the reward 'judge' need each other"
+        remedy = "name a model, and set reward.name=judge or add ('judge', 1.0) to reward.terms"
+        raise UserError(f"{what}; {remedy}")
     return None if weight is None else (Judge(options), weight)
 
 
@@ -150,16 +142,8 @@ def sizes_of(config: ConfigDict, model: ModelConfig) -> RunSizes:
     """Return what decides how much memory a run of `model` needs; raises as `TrainOptions.of`."""
     fleet, options, train = config.fleet, RunOptions.of(config), TrainOptions.of(config)
     return read_options(
-        RunSizes,
-        config.data,
-        config.sampling,
-        config.rollout,
-        fleet,
-        config.checkpoint,
-        model=model,
-        train=train,
-        has_fleet=options.served,
+        RunSizes, config.data, config.sampling, config.rollout, fleet, config.checkpoint,
+        model=model, train=train, has_fleet=options.served, max_model_len=options.context,
         num_servers=0 if fleet.addresses else fleet.num_servers,
-        max_model_len=options.context,
         publish_dtype=train.publish_dtype,
-    )
+    )  # fmt: skip

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -12,6 +13,7 @@ from ml_collections import ConfigDict
 
 from rlx.agents import loading
 from rlx.cli import user_code
+from rlx.config import leaves
 from rlx.doctor import machine, packages
 from rlx.doctor.findings import Finding, attempt
 from rlx.fleet.addresses import read_addresses
@@ -35,29 +37,23 @@ def findings(config: ConfigDict | None, workdir: Path) -> Iterator[Finding]:
         started.append(config.fleet.engine)
     if config and config.teacher.path and not config.teacher.addresses:
         started.append(config.teacher.engine or config.fleet.engine)
-    yield from packages.check(needed=("vllm",) if "vllm" in started else ())
+    yield from packages.check(needed=tuple({"vllm"} & {*started}))
     devices = machine.devices()
     yield from machine.check(workdir, devices)
     if config is None:
         return
     if config.allocation_mode:
-        row, made = attempt(
-            "config", "allocation", partial(_allocate, config, devices), itemgetter(2)
-        )
+        allocated = partial(_allocate, config, devices)
+        row, made = attempt("config", "allocation", allocated, itemgetter(2))
         yield row
         config, devices, _ = made or (config, devices, "")
     place = partial(Cluster.of, os.environ, **config.cluster)
     row, one = attempt("config", "cluster", place, lambda c: f"{c}; {c.source}".rstrip("; "))
     if one is None or one.count > 1:
         yield row
-    sections = {
-        "fleet": config.fleet,
-        "teacher": config.teacher,
-        "reward.model": config.reward.model,
-    }
-    for key, section in sections.items():
-        name = f"{key}.addresses"
-        row, found = attempt("machine", name, partial(read_addresses, section.addresses), str)
+    given = {name: value for name, value in leaves(config) if name.endswith(".addresses")}
+    for name, addresses in given.items():
+        row, found = attempt("machine", name, partial(read_addresses, addresses), str)
         if found is None:
             yield row
         for address in found or ():
@@ -82,9 +78,9 @@ def _allocate(
     shares = share(config, gpus(), config.cluster.processes)
     if shares is None:
         return config, devices, f"{config.allocation_mode}; no GPU here"
-    owners = [(f"server {i}", ids) for i, ids in enumerate(shares.servers)]
-    owners.append(("trainer", shares.trainer))
-    shown = "; ".join(f"{who}: GPU {', '.join(ids)}" for who, ids in owners)
+    owners = {f"server {i}": ids for i, ids in enumerate(shares.servers)}
+    owners["trainer"] = shares.trainer
+    shown = "; ".join(f"{who}: GPU {', '.join(ids)}" for who, ids in owners.items())
     if not isinstance(devices, str):
         devices = dataclasses.replace(devices, count=len(shares.trainer))
     return config, devices, f"{config.allocation_mode}; {shown}"
@@ -110,11 +106,8 @@ def _load(key: str, entry: str) -> str:
     """Return `mine.py:score (FILE, line N)` for the object that `entry` names."""
     if key == "observe.writers":
         Hooks(named := writers.load([entry]))
-        found = named[0][1]
-    else:
-        found = user_code.find(key, entry)
+    found = named[0][1] if key == "observe.writers" else user_code.find(key, entry)
     thing = found if inspect.isroutine(found) or inspect.isclass(found) else type(found)
-    try:
+    with suppress(OSError, TypeError):  # made by code, not by a file
         return f"{entry} ({inspect.getfile(thing)}, line {inspect.getsourcelines(thing)[1]})"
-    except (OSError, TypeError):  # made by code, not by a file
-        return entry
+    return entry

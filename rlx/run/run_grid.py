@@ -42,10 +42,7 @@ Slot = tuple[Sequence[int], Sequence[str]]  # cores and GPUs of one run at a tim
 
 
 def grid(axes: Sequence[str], count: int = 0) -> dict[str, list[str]]:
-    """Return name → flags of each combination of `axes`, KEY=V1,V2 each; of a random `count`.
-
-    UserError for another form, or a value twice.
-    """
+    """Return name → flags of each combination of KEY=V1,V2, of a random `count`; or UserError."""
     choices = []
     for axis in axes:
         key, _, values = axis.partition("=")
@@ -53,19 +50,17 @@ def grid(axes: Sequence[str], count: int = 0) -> dict[str, list[str]]:
             raise UserError(f"{axis!r} is no axis of a sweep; write KEY=VALUE,VALUE, as seed=0,1,2")
         choices.append([f"{key}={value}" for value in re.split(r",(?![^(]*\))", values)])
     pairs = [*itertools.product(*choices)]
-    names = [re.sub(r"[^\w.+=,-]+", "_", ",".join(pair)) for pair in pairs]
-    if len({*names}) < len(names):
+    found = {re.sub(r"[^\w.+=,-]+", "_", ",".join(pair)): pair for pair in pairs}
+    if len(found) < len(pairs):
         raise UserError(f"{' '.join(axes)} has a value twice; leave one out")
     chosen = sorted(random.Random(0).sample(range(len(pairs)), min(count, len(pairs))))
-    kept = chosen or range(len(pairs))
-    return {names[i]: [f"--config.{pair}" for pair in pairs[i]] for i in kept}
+    names = [*found]
+    kept = [names[i] for i in chosen] or names
+    return {name: [f"--config.{pair}" for pair in found[name]] for name in kept}
 
 
 def slots(jobs: int, config: ConfigDict) -> list[Slot]:
-    """Return equal shares of this process's cores and GPUs; UserError for fewer GPUs than jobs.
-
-    Commands whose runs compute elsewhere need no share.
-    """
+    """Return equal shares of this process's cores and GPUs, all if runs compute elsewhere."""
     cores, cards = sorted(os.sched_getaffinity(0)), gpus()
     if jobs > 0 and config.scheduler.type != "local":
         return [(cores, ())] * jobs
@@ -81,13 +76,10 @@ def _share(items: Sequence, i: int, count: int) -> Sequence:
 
 def unfinished(runs: Mapping[str, Sequence[str]], workdir: Path) -> dict[str, Sequence[str]]:
     """Return the runs that are not finished in `workdir`/NAME; UserError for a wrong setting."""
-    left = {}
-    for name, given in runs.items():
-        config = config_of(given)
+    configs = {name: config_of(given) for name, given in runs.items()}
+    for config in configs.values():
         check(config)
-        if not resume.finished(config, workdir / name):
-            left[name] = given
-    return left
+    return {n: runs[n] for n, c in configs.items() if not resume.finished(c, workdir / n)}
 
 
 def halve(
@@ -125,10 +117,9 @@ def run_all(
 ) -> int:  # fmt: skip
     """Run all in `workdir`/NAME, one for each slot at a time; return an exit status.
 
-    The first Ctrl-C lets each run finish its step and save, the second ends it at once. With
-    `steps` each run is stopped so after that many.
+    Ctrl-C, or its number of `steps`, lets a run save and end; a second Ctrl-C ends it at once.
     """
-    status, stop, until = 0, Event(), steps or {}
+    status, stop, until = 0, Event(), {**(steps or {})}
     todo = deque(n for n in runs if n not in until or steps_in(workdir / n) < until[n])
     running: dict[subprocess.Popen[bytes], tuple[str, Slot]] = {}
     with interrupts(stop.set):
@@ -138,13 +129,14 @@ def run_all(
                     name, slot = todo.popleft(), free.pop()
                     say(f"{name}: starts, {len(todo)} wait")
                     running[_start(runs[name], workdir / name, slot)] = name, slot
-                if stop.is_set() and status != INTERRUPTED:
-                    status = INTERRUPTED
-                    _interrupt(running)
+                stopped = stop.is_set() and status != INTERRUPTED
+                status = INTERRUPTED if stopped else status
                 for process, (name, _) in running.items():
-                    if name in until and steps_in(workdir / name) >= until[name]:
+                    over = name in until and steps_in(workdir / name) >= until[name]
+                    if over or stopped:
                         process.send_signal(signal.SIGINT)
-                        until = {k: v for k, v in until.items() if k != name}
+                    if over:
+                        del until[name]
                 for process in [each for each in running if each.poll() is not None]:
                     name, slot = running.pop(process)
                     free.append(slot)
@@ -153,7 +145,8 @@ def run_all(
                     status = status or FAILED * failed
                 time.sleep(_LOOK_SECONDS)
         finally:
-            _interrupt(running)
+            for process in running:
+                process.send_signal(signal.SIGINT)
             for process in running:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_LAST_SECONDS)
@@ -176,11 +169,6 @@ def _start(given: Sequence[str], workdir: Path, slot: Slot) -> subprocess.Popen[
             )  # fmt: skip
     finally:
         os.sched_setaffinity(0, own)
-
-
-def _interrupt(running: Mapping[subprocess.Popen[bytes], object]) -> None:
-    for process in running:
-        process.send_signal(signal.SIGINT)
 
 
 def _end(workdir: Path, status: int) -> str:

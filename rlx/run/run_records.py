@@ -28,16 +28,13 @@ def step_record(
 ) -> dict[str, Any]:
     """Return one line of metrics.jsonl."""
     own = {
-        "step": step,
-        "global_step": step,
-        "step_seconds": step_seconds,
+        "step": step, "global_step": step, "step_seconds": step_seconds,
         "generated_tokens_per_second": generated_tokens / step_seconds,
         "consumed_tokens_per_second": metrics["n_valid_tokens"] / step_seconds,
         **values,
-    }
+    }  # fmt: skip
     record = {**own, **metrics, **own}  # a user's statistic cannot replace these
-    left_out = () if data == "rollouts" else OF_ROLLOUTS
-    return {name: value for name, value in record.items() if name not in left_out}
+    return {k: v for k, v in record.items() if data == "rollouts" or k not in OF_ROLLOUTS}
 
 
 def fruitless(record: Mapping[str, Any], minibatches: int) -> str:
@@ -53,34 +50,25 @@ def transcripts(step: int, groups: Sequence[Group], count: int) -> list[dict[str
     """Return `count` trajectories of a batch, evenly from the best reward to the worst."""
     found = [(group, t) for group in groups for t in group.trajectories]
     ranked = sorted(found, key=lambda pair: (-pair[1].reward, pair[1].trajectory_id))
-    if count < 1 or not ranked:
-        return []
     last = len(ranked) - 1
-    chosen = {round(i * last / max(1, count - 1)) for i in range(count)}
+    chosen = {round(i * last / max(1, count - 1)) for i in range(count) if ranked}
     return [_transcript(step, *ranked[i]) for i in sorted(chosen)]
 
 
-def _transcript(step: int, group: Group, trajectory: Trajectory) -> dict[str, Any]:
-    sampled = trajectory.versions >= 0
-    turns: dict[str, Any] = {}
-    if trajectory.said and trajectory.turn_ids is not None:
-        counts = np.unique(trajectory.turn_ids[sampled], return_counts=True)[1].tolist()
+def _transcript(step: int, group: Group, t: Trajectory) -> dict[str, Any]:
+    sampled = t.versions >= 0
+    more: dict[str, Any] = {"images": list(t.images)} if t.images else {}
+    if t.said and t.turn_ids is not None:
+        counts = np.unique(t.turn_ids[sampled], return_counts=True)[1].tolist()
         # begin and end of each turn in the completion's text, and its tokens
-        turns["turns"] = [[*span, n] for span, n in zip(trajectory.said, counts, strict=False)]
+        more["turns"] = [[*span, n] for span, n in zip(t.said, counts, strict=False)]
     return {
-        "step": step,
-        "group_id": group.group_id,
-        "trajectory_id": trajectory.trajectory_id,
-        "prompt": trajectory.prompt,
-        "completion": trajectory.completion,
-        **({"images": list(trajectory.images)} if trajectory.images else {}),
-        **turns,
-        "reward": trajectory.reward,
-        "stop_reason": trajectory.stop_reason,
-        "answer": group.row.get("answer"),
-        "versions": trajectory.versions[sampled].tolist(),
-        "logprobs": [round(x, 4) for x in trajectory.behaviour_logprobs[sampled].tolist()],
-    }
+        "step": step, "group_id": group.group_id, "trajectory_id": t.trajectory_id,
+        "prompt": t.prompt, "completion": t.completion, **more,
+        "reward": t.reward, "stop_reason": t.stop_reason, "answer": group.row.get("answer"),
+        "versions": t.versions[sampled].tolist(),
+        "logprobs": [round(x, 4) for x in t.behaviour_logprobs[sampled].tolist()],
+    }  # fmt: skip
 
 
 def busy_seconds(spans: Sequence[Iterable[tuple[str, int, int]]]) -> float:

@@ -29,8 +29,7 @@ class Saves:
 
     def __init__(self, parts: Parts, step: int, phase: Callable[..., AbstractContextManager[None]]):
         """Take a run's parts and first step; `phase(name, step=…)` times a save."""
-        # The step of the last complete checkpoint, the last position of each kind of
-        # `frequency.KINDS`, and writer threads, which the owner shuts down.
+        # Of the last complete checkpoint, and of the last of each kind; the owner ends `disk`.
         self.step, self.last, self.disk = step, {**parts.last}, ThreadPoolExecutor(4, "disk")
         self._parts, self._phase, self._every = parts, phase, every_of(parts.config)
         self._checkpoint: list[Future] = []  # files being written
@@ -54,23 +53,17 @@ class Saves:
             self.last["checkpoint"] = now
             if not self._hf or self._hf.done():
                 self._exported = self.last["export"]
+            host = {
+                "step": now.step, "elapsed_seconds": parts.elapsed(),
+                "positions": to_host(now, {**self.last, "export": self._exported}),
+                "executor": parts.executor.state(), "config": as_json(config),
+                "model": parts.update.model.to_hf(), "lora_base": parts.export.base.hex(),
+            }  # fmt: skip
             finish = checkpoint.begin(
-                parts.workdir / "checkpoints",
-                now.step,
-                partial(parts.update.save, state=state),
-                parts.update.state_bytes,
-                {
-                    "step": now.step,
-                    "elapsed_seconds": parts.elapsed(),
-                    "positions": to_host(now, {**self.last, "export": self._exported}),
-                    "executor": parts.executor.state(),
-                    "config": as_json(config),
-                    "model": parts.update.model.to_hf(),
-                    "lora_base": parts.export.base.hex(),
-                },
-                keep=config.checkpoint.keep,
+                parts.workdir / "checkpoints", now.step, partial(parts.update.save, state=state),
+                parts.update.state_bytes, host, keep=config.checkpoint.keep,
                 beside=memory.exported(parts.sizes),
-            )
+            )  # fmt: skip
             saved = self.disk.submit(self._write, finish)
             published = parts.export.save(parts.workdir, state, self.disk.submit, saved)
             self._checkpoint = [saved, *published]

@@ -20,10 +20,10 @@ from rlx.launch.processes import Demand, Process, processes
 from rlx.launch.run_secrets import CERTIFICATE, KEY
 from rlx.model.directory import resolve
 from rlx.run.inputs import INITIAL
-from rlx.run.resume import last_step
 from rlx.run.room_options import RunOptions
 from rlx.run.trainers import PARENT
 from rlx.system import exit_reason
+from rlx.system.jsonl import read_last
 from rlx.system.signals import interrupts
 
 DONE, FAILED = 0, 1  # exit statuses
@@ -57,15 +57,14 @@ def retry(attempt: Callable[[], Ended], config: ConfigDict, workdir: Path) -> En
 
 def steps_in(workdir: Path) -> int:
     """Return the last recorded step in a run's directory."""
-    return last_step(workdir).get("step", 0)
+    return read_last(workdir / "metrics.jsonl").get("step", 0)
 
 
 def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: bool) -> int:
     """Start a run in other processes and wait for its end; return rlx.main's exit status.
 
-    `config` has passed `apply_allocation` and `check`; `workdir` is seen by all hosts; `flags` are
-    the user's, of rlx.main. With `dry_run` only write and show the processes to start. UserError if
-    the run cannot start or has failed; none of its processes is left.
+    `config` is allocated and checked, all hosts see `workdir`, `flags` are the user's. `dry_run`
+    only writes and shows what starts. UserError if the run fails; no process is left.
     """
     if config.scheduler.type == "local":
         return _launch_here(config, workdir)
@@ -93,7 +92,7 @@ def _launch_here(config: ConfigDict, workdir: Path) -> int:
                 try:
                     status = process.wait()
                 except KeyboardInterrupt:  # the second time
-                    process.send_signal(signal.SIGINT)
+                    ask()
                     status = process.wait()
         finally:
             process.kill()
@@ -122,61 +121,44 @@ def processes_of(
     `directory`/ADDRESSES before trainer 0 starts.
     """
     parsed = allocation.parse(config.allocation_mode) if config.allocation_mode else None
-    given = bool(config.fleet.addresses)
     demand = Demand(
-        servers=0 if given else config.fleet.num_servers,
-        trainers=max(1, config.cluster.processes),
-        trainer=config.trainer,
-        allocation=parsed,
-    )
+        servers=0 if config.fleet.addresses else config.fleet.num_servers,
+        trainers=max(1, config.cluster.processes), trainer=config.trainer, allocation=parsed,
+    )  # fmt: skip
     if config.model.random_init:
         model = workdir / INITIAL
     elif not model:
         found = resolve(config.model.path, weights=weights).resolve()
         # Without weights here a server downloads them: a dry run's script can be submitted.
         model = found if weights or list(found.glob("*.safetensors")) else config.model.path
-    server = {k: v for k, v in RunOptions.of(config).servers.items() if k not in _LOCAL_OPTIONS} | {
-        "model": model,
-        "tls_cert": directory / CERTIFICATE,
-        "tls_key": directory / KEY,
-    }
-    own: dict[str, object] = {
-        "scheduler.type": "local", "scheduler.retries": 0, "allocation_mode": "",
-    }  # fmt: skip
-    own |= allocation.settings(parsed) if parsed else {}
+    server = {k: v for k, v in RunOptions.of(config).servers.items() if k not in _LOCAL_OPTIONS}
+    certificate, key = directory / CERTIFICATE, directory / KEY
+    server |= {"model": model, "tls_cert": certificate, "tls_key": key}
+    own: dict[str, object] = {"scheduler.type": "local", "scheduler.retries": 0}
+    own |= {"allocation_mode": "", **(allocation.settings(parsed) if parsed else {})}
     if demand.servers:
         own |= {
-            "fleet.addresses": (f"@{directory / ADDRESSES}",),
-            "fleet.tls.ca": directory / CERTIFICATE,
+            "fleet.addresses": (f"@{directory / ADDRESSES}",), "fleet.tls.ca": certificate,
             "fleet.connect_seconds": max(config.fleet.connect_seconds, _LOAD_SECONDS),
-        }
+        }  # fmt: skip
         if config.observe.metrics_port:  # beyond loopback, whoever calls a server has a certificate
-            server["tls_client_ca"] = own["fleet.tls.cert"] = directory / CERTIFICATE
-            own["fleet.tls.key"] = directory / KEY
+            server["tls_client_ca"] = own["fleet.tls.cert"] = certificate
+            own["fleet.tls.key"] = key
         if config.fleet.publish == "path":
             if config.fleet.publish_dir == default().fleet.publish_dir:
                 own["fleet.publish"] = "stream"  # other hosts cannot read this one's memory
             else:
                 server["weight_root"] = Path(config.fleet.publish_dir).absolute()
+    settings = (f"--config.{name}={value}" for name, value in own.items())
+    options = (f"--{name.replace('_', '-')}={value}" for name, value in server.items())
     plan = processes(
-        demand,
-        hosts,
-        trainer=(
-            python, "-m", "rlx.main", *flags, f"--workdir={workdir.absolute()}",
-            *(f"--config.{key}={value}" for key, value in own.items()),
-        ),
-        server=(
-            python, "-m", "rlx.serve",
-            *(f"--{name.replace('_', '-')}={value}" for name, value in server.items()),
-        ),
-        port=port,
-        seed=config.seed,
-        metrics_port=config.observe.metrics_port,
+        demand, hosts, port=port, seed=config.seed, metrics_port=config.observe.metrics_port,
+        trainer=(python, "-m", "rlx.main", *flags, f"--workdir={workdir.absolute()}", *settings),
+        server=(python, "-m", "rlx.serve", *options),
     )  # fmt: skip
     host, usual, listen = plan[0].host, default(), dict[str, object]()
     if config.online.host == usual.online.host and not config.online.tls_cert:
-        listen = {"online.host": host, "online.tls_cert": directory / CERTIFICATE,
-                  "online.tls_key": directory / KEY}  # fmt: skip
+        listen = {"online.host": host, "online.tls_cert": certificate, "online.tls_key": key}
     if "tls_client_ca" in server and config.observe.metrics_host == usual.observe.metrics_host:
         listen["observe.metrics_host"] = host
     own_flags = [f"--config.{key}={value}" for key, value in listen.items()]

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -63,15 +63,13 @@ def eval_options(config: ConfigDict, values: Any) -> Asked:
     n_samples = number("n_samples", int, 32)
     workflow, kwargs = loading.workflow_of(values, config.rollout)
     return Asked(
-        n_samples=n_samples,
-        temperature=number("temperature", float, 0.6),
+        n_samples=n_samples, temperature=number("temperature", float, 0.6),
         top_p=number("top_p", float, 0.95),
         pass_at=number("pass_at", numbers, (8, 16)) if n_samples else (),
         maj_at=number("maj_at", numbers, ()) if n_samples else (),
-        workflow=workflow,
-        workflow_kwargs=kwargs,
+        workflow=workflow, workflow_kwargs=kwargs,
         images=RowImages(ImageStore(), config.data.image_key, config.data.image_hosts),
-    )
+    )  # fmt: skip
 
 
 def score_models(
@@ -82,10 +80,9 @@ def score_models(
     out: Path,
     show: Show,  # called with the progress of each set
 ) -> list[dict[str, Any]]:
-    """Generate the samples that `out` lacks, grade them, and write the table.
+    """Generate the samples that `out` lacks, grade them, write and return rows of results.json.
 
-    Returns rows of results.json: model, dataset, columns of the table, failed. UserError if `out`
-    holds another evaluation, or a server, prompt or grader cannot work.
+    UserError if `out` holds another evaluation, or a server, prompt or grader cannot work.
     """
     statistics.check_samples(asked.n_samples, asked.pass_at, asked.maj_at)
     options, template = RunOptions.of(config), config.data.chat_template
@@ -93,22 +90,18 @@ def score_models(
         raise UserError("fleet.num_servers=0 without fleet.addresses; give one of them")
     token = wire.take_token(os.environ)
     with _locked(out):
-        settings = sample_files.settings(
-            asked,
-            {name: str(path.absolute()) for name, path in models.items()},
-            {found.name: [found.source, len(rows)] for found, rows in sets},
-            {
-                "max_gen_tokens": options.sampling.max_new_tokens,
-                "system_prompt": config.data.system_prompt,
-                "seed": config.seed,
-                **({"chat_template": template} if template else {}),
-            },
-            out,
-        )
-        scored = {
-            name: _Model(config, options, asked, directory_of(path, out / name), out / name)
-            for name, path in models.items()
-        }
+        own = {
+            "max_gen_tokens": options.sampling.max_new_tokens,
+            "system_prompt": config.data.system_prompt, "seed": config.seed,
+            **({"chat_template": template} if template else {}),
+        }  # fmt: skip
+        paths = {name: str(path.absolute()) for name, path in models.items()}
+        sources = {found.name: [found.source, len(rows)] for found, rows in sets}
+        settings = sample_files.settings(asked, paths, sources, own, out)
+        scored = dict[str, _Model]()
+        for name, path in models.items():
+            place = directory_of(path, out / name)
+            scored[name] = _Model(config, options, asked, place, out / name)
         for model in scored.values():
             model.check()
         write_atomically(out / "settings.json", json.dumps(settings, indent=2).encode())
@@ -183,12 +176,10 @@ class _Model:
         data = self.config.data
         tokenizer = load_tokenizer(self.directory, data.system_prompt, data.chat_template)
         return Prompts(
-            tokenizer,
-            system_prompt=data.system_prompt,
-            max_prompt_tokens=data.max_prompt_tokens,
+            tokenizer, system_prompt=data.system_prompt, max_prompt_tokens=data.max_prompt_tokens,
             max_model_len=load_config(self.directory).max_position,
             images=image_prompts(self.directory, tokenizer, self.asked.images.store),
-        )
+        )  # fmt: skip
 
     def set_of(self, found: Benchmark, rows: Sequence[Mapping[str, Any]]) -> _Set | None:
         """Return a set that lacks samples, or None; raise UserError if a question is too long."""
@@ -226,14 +217,9 @@ class _Model:
     def ask(
         self, servers: LocalServers | RunningServers, one: _Set, show: Callable[[int, int], None]
     ) -> None:
-        """Generate and keep every missing sample of a set; a row that keeps failing scores 0.
-
-        Raises the first failure that concerns all rows, after the other samples are written.
-        """
-        options, asked = self.options, self.asked
-        fleet = servers.fleet(
-            limits=options.limits, on_message=_say, image=self.asked.images.store.get
-        )
+        """Keep all missing samples of a set, then raise the first failure of all rows."""
+        options, asked, images = self.options, self.asked, self.asked.images.store
+        fleet = servers.fleet(limits=options.limits, on_message=_say, image=images.get)
 
         async def connect() -> Fleet:
             try:
@@ -246,46 +232,37 @@ class _Model:
             return fleet
 
         def submit(each: SampleRange):
-            greedy = each.first == GREEDY
-            sampling = Sampling(
-                temperature=0.0 if greedy else asked.temperature,
-                top_p=1.0 if greedy else asked.top_p,
-                max_new_tokens=options.sampling.max_new_tokens,
-                stop=options.sampling.stop,
-            )
-            row, seed = one.rows[each.index], group_seed(self.config.seed, each.index, each.first)
+            greedy, index = each.first == GREEDY, each.index
+            temperature, top_p = (0.0, 1.0) if greedy else (asked.temperature, asked.top_p)
+            most, stop = options.sampling.max_new_tokens, options.sampling.stop
             return evaluator.submit(
-                row, n=each.count, sampling=sampling, group_id=each.index, seed=seed
-            )
+                one.rows[index], n=each.count, group_id=index,
+                sampling=Sampling(temperature, top_p, max_new_tokens=most, stop=stop),
+                seed=group_seed(self.config.seed, index, each.first),
+            )  # fmt: skip
 
+        slots = self.config.fleet.slots * max(1, self.config.fleet.num_servers)
         evaluator = Evaluator(
-            connect,
-            one.workflow,
-            concurrency=self.config.rollout.max_concurrent_rollouts
-            or self.config.fleet.slots * max(1, self.config.fleet.num_servers),
-            patience=options.patience,
-            timeout=options.limits.request,
-            say=_say,
-        )
+            connect, one.workflow, patience=options.patience, timeout=options.limits.request,
+            concurrency=self.config.rollout.max_concurrent_rollouts or slots, say=_say,
+        )  # fmt: skip
         done, wanted, ended = 0, sum(each.count for each in one.samples), None
-        if one.pool:
-            one.pool.start()  # its workers import libraries while the first answers are generated
-        try:
-            with evaluator:
-                show(0, wanted)
-                futures = {submit(each): each for each in one.samples}
-                for future in as_completed(futures):
-                    each, error = futures[future], future.exception()
-                    if error and not isinstance(error, Skipped):
-                        ended = ended or error
-                        continue
-                    group = error.reason if isinstance(error, Skipped) else future.result()
-                    tokenizer = self.prompts.tokenizer
-                    sample_files.keep(one.path, each, one.rows[each.index], group, tokenizer)
-                    done += each.count
-                    show(done, wanted)
-                if ended:
-                    raise ended
-        finally:
+        with ExitStack() as stack:
             if one.pool:
-                one.pool.close()
+                stack.callback(one.pool.close)
+                one.pool.start()  # its workers import libraries meanwhile
+            stack.enter_context(evaluator)
+            show(0, wanted)
+            futures = {submit(each): each for each in one.samples}
+            for future in as_completed(futures):
+                each, error = futures[future], future.exception()
+                if error and not isinstance(error, Skipped):
+                    ended = ended or error
+                    continue
+                group = error.reason if isinstance(error, Skipped) else future.result()
+                tokenizer = self.prompts.tokenizer
+                sample_files.keep(one.path, each, one.rows[each.index], group, tokenizer)
+                done += each.count
+                show(done, wanted)
+            if ended:
+                raise ended

@@ -8,7 +8,7 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,6 @@ def add_flags(p: command.Parser, port: int) -> None:
     p.add_argument("--tls-key", default="", help="PEM file: its key")
 
 
-def guards(a: Namespace) -> tuple[tuple[str, ...], Tls | None]:
-    """Return the API keys and TLS of the flags; UserError for files that cannot be read."""
-    return read_keys(a.keys), server_tls(a.tls_cert, a.tls_key, "")
-
-
 @contextmanager
 def fleet_of(
     a: Namespace, model: Path, image: Callable[[str], bytes] | None = None, **local: Any
@@ -64,68 +59,52 @@ def fleet_of(
         yield servers.fleet(image=image)
 
 
-def read_keys(path: str) -> tuple[str, ...]:
-    """Return the API keys in a file, one per line; () for no file, UserError for no keys in it."""
-    if not path:
-        return ()
-    with explained(f"cannot read --keys={path}", "give a text file"):
-        keys = tuple(filter(None, map(str.strip, Path(path).read_text().splitlines())))
-    if not keys:
-        raise UserError(f"--keys={path} has no key; write one per line")
-    return keys
+def guards(a: Namespace, others: bool = False) -> tuple[tuple[str, ...], Tls | None]:
+    """Return the API keys, one in each line of a file, and TLS of the flags.
+
+    UserError for a host beyond this machine without TLS and keys, if there are no `others`.
+    """
+    keys = tuple[str, ...]()
+    if a.keys:
+        with explained(f"cannot read --keys={a.keys}", "give a text file"):
+            keys = tuple(filter(None, map(str.strip, Path(a.keys).read_text().splitlines())))
+        if not keys:
+            raise UserError(f"--keys={a.keys} has no key; write one per line")
+    tls = server_tls(a.tls_cert, a.tls_key, "")
+    if not ((keys or others) and tls) and not fleet_tls.is_loopback(a.host):
+        remedy = "give --keys=FILE, --tls-cert and --tls-key, or listen at 127.0.0.1"
+        raise UserError(f"--host={a.host} listens beyond this machine; {remedy}")
+    return keys, tls
 
 
-def require_guarded(host: str, guarded: bool) -> None:
-    """Raise UserError for a host beyond this machine, unless keys and TLS guard it."""
-    if not guarded and not fleet_tls.is_loopback(host):
-        raise UserError(
-            f"--host={host} listens beyond this machine; give --keys=FILE, --tls-cert and "
-            "--tls-key, or listen at 127.0.0.1"
-        )
+async def serve_gateway(
+    a: Namespace, fleet: Fleet, served: Served, name: str, keys: tuple[str, ...], tls: Tls | None,
+    by_admin: OnlineOptions | None,
+) -> None:  # fmt: skip
+    """Connect `fleet`, answer until SIGINT or SIGTERM; UserError if a server or port fails.
 
-
-@dataclass(frozen=True, slots=True)
-class GatewayServer:
-    """A gateway's address, API keys and TLS; UserError for a public host without keys and TLS."""
-
-    host: str
-    port: int
-    keys: tuple[str, ...]  # with a session each; without keys and `online`, all clients share one
-    tls: Tls | None
-    tool_format: str = ""  # see `tool_calls.Reader`
-    online: OnlineOptions | None = None  # options of sessions that an admin makes
-    directory: str = "rlx-sessions"  # of their database
-
-    def __post_init__(self) -> None:
-        require_guarded(self.host, bool((self.keys or self.online) and self.tls))
-
-    async def serve(self, fleet: Fleet, served: Served, name: str) -> None:
-        """Connect `fleet`, answer until SIGINT or SIGTERM; UserError if a server or port fails."""
-        make, online = gateway_class(), None
-        async with AsyncExitStack() as stack:
-            stack.push_async_callback(fleet.close)
-            await fleet.connect()
-            most = Sampling(max_new_tokens=fleet.context)
-            if self.online:
-                online = OnlineSessions(Path(self.directory), self.online, most)
-            gateway = make(
-                fleet, served.tokenizer, name=name, tool_format=self.tool_format, host=self.host,
-                port=self.port, tls=self.tls, online=online, images=served.images,
-            )  # fmt: skip
-            stack.push_async_callback(gateway.stop)
-            untrained = replace(most, unscored=True)
-            for key in self.keys or (() if online else ("",)):
-                gateway.sessions.open(untrained, key, endless=True)
-            await gateway.start()
-            await until_signal(gateway.base_url())
+    Each key has a session. Without keys and sessions made `by_admin`, all clients share one.
+    """
+    make, online = gateway_class(), None
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(fleet.close)
+        await fleet.connect()
+        most = Sampling(max_new_tokens=fleet.context)
+        if by_admin:
+            online = OnlineSessions(Path(a.sessions), by_admin, most)
+        gateway = make(
+            fleet, served.tokenizer, name=name, tool_format=a.tool_format, host=a.host,
+            port=a.port, tls=tls, online=online, images=served.images,
+        )  # fmt: skip
+        stack.push_async_callback(gateway.stop)
+        for key in keys or (() if online else ("",)):
+            gateway.sessions.open(replace(most, unscored=True), key, endless=True)
+        await gateway.start()
+        await until_signal(gateway.base_url())
 
 
 async def answer(make: Callable[[Any], Any], host: str, port: int, tls: Tls | None) -> None:
-    """Serve an aiohttp application until SIGINT or SIGTERM; UserError if the port is taken.
-
-    Args:
-      make: makes the application, of its outermost middleware.
-    """
+    """Serve an aiohttp application, made of its outermost middleware, until SIGINT or SIGTERM."""
     from rlx.agents.http_listener import HttpListener
 
     listener = HttpListener()

@@ -74,8 +74,8 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
         if job is None or job.state == "COMPLETED":
             return Ended(DONE)
         if job.state == "CANCELLED" or followed.cancelled:
-            say(f"job {number} was cancelled after step {steps_in(workdir)}; to resume, use "
-                f"--workdir={workdir} again")  # fmt: skip
+            what = f"job {number} was cancelled after step {steps_in(workdir)}"
+            say(f"{what}; to resume, use --workdir={workdir} again")
             return Ended(INTERRUPTED)
         failed = slurm.failed_nodes(job.nodes)
         excluded.extend(failed)
@@ -119,6 +119,7 @@ def _write(
         "exclude": exclude,
     }  # fmt: skip
     options = ["--exclusive", "--mem=0", *(f"--{k}={v}" for k, v in wanted.items() if v)]
+    options += s.options
     mounts = ",".join((f"{workdir}:{workdir}", f"{Path.cwd()}:{Path.cwd()}", *s.mounts))
     apptainer = f"apptainer exec --nv --bind {shlex.quote(mounts)} {shlex.quote(s.image)}"
     pyxis = f"--container-image={shlex.quote(s.image)} --container-mounts={shlex.quote(mounts)}"
@@ -127,32 +128,22 @@ def _write(
     template = Path(s.template) if s.template else slurm.TEMPLATE
     with explained(f"cannot read scheduler.template={template}", "give a text file"):
         text = template.read_text()
-    same = f'{shlex.quote(python)} -m rlx.doctor --cluster --workdir="$root" || exit 67'
-    directives = [f"#SBATCH {shlex.quote(option)}" for option in (*options, *s.options)]
-    script = slurm.render(
-        text,
-        {
-            "directives": "\n".join(directives),
-            "root": shlex.quote(str(attempt.parent)),
-            "attempt": shlex.quote(str(attempt)),
-            "home": shlex.quote(HOME),
-            "id": token_hex(8),
-            "python": shlex.quote(python),
-            "restarts": str(config.fleet.max_restarts),
-            "grace": str(s.grace_seconds),
-            "pre_commands": "\n  ".join(s.pre_commands),
-            "processes": "\n".join(tasks),
-            "addresses": slurm.quoted(addresses(plan), places) or "''",
-            "server_names": " ".join(names["server"]),
-            # All nodes use the same image, and the trainer's processes compare its code.
-            "check": same if s.container == "none" else "",
-            "first": names["trainer"][0],
-            "trainer_names": " ".join(names["trainer"]),
-            "container": {"none": "", "apptainer": apptainer, "pyxis": ""}[s.container],
-            "srun": {"none": "", "apptainer": "", "pyxis": pyxis}[s.container],
-        },
-        str(template),
-    )
+    plain = {"root": attempt.parent, "attempt": attempt, "home": HOME, "python": python}
+    values = {name: shlex.quote(str(word)) for name, word in plain.items()} | {
+        "directives": "\n".join(f"#SBATCH {shlex.quote(option)}" for option in options),
+        "id": token_hex(8), "restarts": str(config.fleet.max_restarts),
+        "grace": str(s.grace_seconds), "pre_commands": "\n  ".join(s.pre_commands),
+        "processes": "\n".join(tasks),
+        "addresses": slurm.quoted(addresses(plan), places) or "''",
+        "server_names": " ".join(names["server"]), "first": names["trainer"][0],
+        "trainer_names": " ".join(names["trainer"]), "check": "",
+        "container": apptainer * (s.container == "apptainer"),
+        "srun": pyxis * (s.container == "pyxis"),
+    }  # fmt: skip
+    if s.container == "none":  # else all have one image, and the trainer's processes compare code
+        check = '-m rlx.doctor --cluster --workdir="$root" || exit 67'
+        values["check"] = f"{values['python']} {check}"
+    script = slurm.render(text, values, str(template))
     make_directory(attempt)
     (attempt / "job.sh").write_text(script)
     (attempt / "config.json").write_text(json.dumps(as_json(config), indent=2, sort_keys=True))
@@ -161,10 +152,9 @@ def _write(
 
 def _why(number: str, job: Job, workdir: Path, attempt: Path, failed: Sequence[str]) -> str:
     if job.status == slurm.UNSHARED and not _logs(attempt):
-        return (
-            f"job {number} did not start: its first node ({job.nodes.split(',')[0]}) cannot see "
-            f"{workdir}; put --workdir on a disk that all nodes share"
-        )
+        what = f"its first node ({job.nodes.split(',')[0]}) cannot see {workdir}"
+        remedy = "put --workdir on a disk that all nodes share"
+        return f"job {number} did not start: {what}; {remedy}"
     logs = [log.read_text(errors="replace").splitlines() for log in _logs(attempt)]
     wrong = (line for lines in logs for line in lines if line.startswith(("error: ", "✗ ")))
     message = next(wrong, "").removeprefix("error: ") or last_words(logs[0] if logs else ())
@@ -195,7 +185,7 @@ class _JobMonitor:
         """Return the ended job; None if the user leaves it running."""
         last, silent = Job(""), 0
         try:
-            with interrupts(self._stop):
+            with interrupts(lambda: setattr(self, "_asked", True)):
                 while True:
                     job = slurm.job(self._number)
                     self._show()
@@ -211,16 +201,14 @@ class _JobMonitor:
                             slurm.start_now(self._number)
                             failed = slurm.failed_nodes(last.nodes)
                             lost = f" as {', '.join(failed)} failed" * bool(failed)
-                            say(f"job {self._number} is back in Slurm's queue{lost}; resuming "
-                                "from the last checkpoint")  # fmt: skip
+                            back = f"job {self._number} is back in Slurm's queue{lost}"
+                            say(f"{back}; resuming from the last checkpoint")
                         if str(job) != str(last):
                             say(f"job {self._number} {job}")
                         elif job.reason in slurm.NEVER and not job.restarts:
                             slurm.cancel(self._number)
-                            raise UserError(
-                                f"job {self._number} cannot start ({job.reason}): "
-                                f"{slurm.NEVER[job.reason]}"
-                            )
+                            why = f"({job.reason}): {slurm.NEVER[job.reason]}"
+                            raise UserError(f"job {self._number} cannot start {why}")
                         new = job.nodes if job.state == "RUNNING" else last.nodes or job.nodes
                         last = dataclasses.replace(job, nodes=new)  # Slurm removes lost nodes
                         if job.ended:
@@ -230,15 +218,10 @@ class _JobMonitor:
             slurm.cancel(self._number)
             raise
 
-    def _stop(self) -> None:
-        self._asked = True
-
     def _cancel(self) -> bool:
         """Ask the job to save and end; return False if the user leaves it running."""
-        answer = "c"
-        if self._ask:
-            answer = self._ask(f"\ncancel job {self._number}, or leave it running? [c/l] ")
-        if answer.strip().lower().startswith("l"):
+        question = f"\ncancel job {self._number}, or leave it running? [c/l] "
+        if self._ask and self._ask(question).strip().lower().startswith("l"):
             return False
         self.cancelled = True
         say("the job saves its step and ends; press Ctrl-C again to end it at once")

@@ -17,17 +17,6 @@ from rlx.system.image_store import ImageStore
 QUESTION = "What is 12 + 30?"  # for the check of a chat template
 
 
-def _template(given: str, tokenizer: Any) -> str:
-    """Return the chat template in a file, or for "none" one that renders the raw texts."""
-    if given == "none":
-        # Raw prompts begin with the token that the tokenizer puts before every text.
-        begins = tokenizer.bos_token_id in tokenizer("a")["input_ids"][:1]
-        return "{{ bos_token }}" * begins + RAW
-    remedy = "give a Jinja file, or none for raw prompts"
-    with explained(f"cannot read data.chat_template={given}", remedy):
-        return Path(given).read_text()
-
-
 def load_tokenizer(model_dir: Path, system_prompt: str = "", chat_template: str = "") -> Any:
     """Return the directory's tokenizer, whose chat template renders a question; or UserError."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -39,16 +28,20 @@ def load_tokenizer(model_dir: Path, system_prompt: str = "", chat_template: str 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
     except Exception as error:  # broken files raise errors of any type
-        raise UserError(
-            f"the tokenizer in {model_dir} cannot be read ({words(error)}); replace its files"
-        ) from error
-    if chat_template:  # a file, or "none" for raw prompts
-        tokenizer.chat_template = _template(chat_template, tokenizer)
+        what = f"the tokenizer in {model_dir} cannot be read ({words(error)})"
+        raise UserError(f"{what}; replace its files") from error
+    if chat_template == "none":  # raw texts, after the token that the tokenizer puts before all
+        begins = tokenizer.bos_token_id in tokenizer("a")["input_ids"][:1]
+        tokenizer.chat_template = "{{ bos_token }}" * begins + RAW
+    elif chat_template:
+        remedy = "give a Jinja file, or none for raw prompts"
+        with explained(f"cannot read data.chat_template={chat_template}", remedy):
+            tokenizer.chat_template = Path(chat_template).read_text()
     if not tokenizer.chat_template:
-        raise UserError(
-            f"the tokenizer in {model_dir} has no chat template; use an instruct model, or set "
-            "data.chat_template to none (raw prompts) or to a file"
+        remedy = (
+            "use an instruct model, or set data.chat_template to none (raw prompts) or to a file"
         )
+        raise UserError(f"the tokenizer in {model_dir} has no chat template; {remedy}")
     place = f"data.chat_template={chat_template}" if chat_template else f"of {model_dir}"
     what, why = f"the chat template ({place})", "use an instruct model's, or correct it"
     try:

@@ -40,8 +40,7 @@ def join(hosts: Hosts) -> None:
     sharding.join(hosts.service, hosts.index, hosts.count, hosts.cluster.join)
 
 
-def leave() -> None:
-    sharding.leave()
+leave = sharding.leave
 
 
 def devices() -> Devices:

@@ -55,12 +55,12 @@ def targets(parts: Any) -> list[dict[str, Any]]:
     found = [("trainer", "policy", bracketed(own.metrics_host, own.metrics_port))]
     for model, fleet in getattr(parts, "fleets", {}).items():
         found += [("server", model, address) for address in fleet.scraped()]
-    return [
-        {"targets": [address], "labels": {
-            "job": "rlx", "run": run, "role": role, "model": model,
-            "__scheme__": "http" if is_loopback(split_address(address)[0]) else "https"}}
-        for role, model, address in found
-    ]  # fmt: skip
+    listed = []
+    for role, model, address in found:
+        scheme = "http" if is_loopback(split_address(address)[0]) else "https"
+        labels = {"job": "rlx", "run": run, "role": role, "model": model, "__scheme__": scheme}
+        listed.append({"targets": [address], "labels": labels})
+    return listed
 
 
 @contextmanager

@@ -90,7 +90,8 @@ def join_processes(config: ConfigDict, stop: Event) -> Iterator[Hosts]:
     except BaseException as error:
         hosts.close(str(error) if isinstance(error, UserError) else words(error))
         if hosts.count > 1:  # the library would wait at exit for ended processes
-            atexit.register(_leave, INTERRUPTED if isinstance(error, KeyboardInterrupt) else 2)
+            atexit.register(os._exit, INTERRUPTED if isinstance(error, KeyboardInterrupt) else 2)
+            atexit.register(sys.stdout.flush)  # called before it
         raise
     hosts.close()
     if hosts.count > 1:
@@ -99,10 +100,9 @@ def join_processes(config: ConfigDict, stop: Event) -> Iterator[Hosts]:
 
 @contextmanager
 def spawn_local_ranks(config: ConfigDict) -> Iterator[ConfigDict]:
-    """Start the other local processes of trainer=torch, and end them after the block.
+    """Start the other local processes of trainer=torch unless the cluster is described already.
 
-    Does nothing if the config or environment already describes the cluster. The processes end with
-    this one, which reports their failures.
+    They end with the block and with this process, which reports their failures.
     """
     # Not torchrun: it hides exit statuses, adds a traceback of 40 lines, and leaves its processes
     # behind when it is killed.
@@ -143,17 +143,10 @@ def _forward_stderr(other: subprocess.Popen[bytes], name: str, address: str, don
     last = ""
     assert other.stderr
     with other.stderr:
-        for line in other.stderr:
-            text = line.decode(errors="replace")
-            last = text.strip() or last
-            if not text.startswith("error: "):  # process 0 reports it
-                sys.stderr.write(text)
-                sys.stderr.flush()
+        for line in (each.decode(errors="replace") for each in other.stderr):
+            last = line.strip() or last
+            if not line.startswith("error: "):  # process 0 reports it
+                print(line, end="", file=sys.stderr, flush=True)
     if (status := other.wait()) and not done.is_set():
         why = f"{name} ended {exit_reason.words(status, 0)}"
         report_end(address, ": ".join(filter(None, (why, last.removeprefix("error: ")))), done)
-
-
-def _leave(status: int) -> None:
-    sys.stdout.flush()
-    os._exit(status)

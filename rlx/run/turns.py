@@ -49,10 +49,8 @@ class DeviceTurn:
 def follow(turn: DeviceTurn, event: str, level: int = CACHE) -> DeviceTurn:
     """Return the turn after an event; raise OutOfTurn where it must not happen.
 
-    Args:
-      event: batch (the trainer needs the device), asleep, published (the servers have the weights),
-        rested (the trainer has given up the device) or woken.
-      level: of the sleep that `batch` begins.
+    The trainer needs the device for a `batch`, and a sleep of `level` begins. Others are asleep,
+    published (servers have the weights), rested (the trainer gives up the device) and woken.
     """
     phase = _TABLE.get((turn.phase, event))
     if phase is None or (event == "rested" and turn.blank):
@@ -64,10 +62,7 @@ def follow(turn: DeviceTurn, event: str, level: int = CACHE) -> DeviceTurn:
 
 
 def in_turns(config: ConfigDict, processes: int, devices: Devices) -> bool:
-    """Return whether a trainer of these processes and devices takes turns with its servers.
-
-    UserError where it cannot.
-    """
+    """Return whether trainer and servers take turns on one device; UserError where they cannot."""
     if (sleep := config.fleet.sleep) == SLEEPS[0]:
         return False
     refuse((
@@ -82,19 +77,13 @@ def in_turns(config: ConfigDict, processes: int, devices: Devices) -> bool:
 
 
 def rests(state_bytes: int, devices: Devices, gpu_memory: float) -> bool:
-    """Return whether a trainer's state has to leave its GPUs while the servers generate.
-
-    Of its devices' memory, 0 if unknown, the servers have the share `gpu_memory`.
-    """
+    """Return whether a train state has to leave its GPUs, where servers have a share of memory."""
     room = (1 - (gpu_memory or SHARED_MEMORY)) * devices.memory * devices.count
     return devices.platform == "gpu" and state_bytes > room
 
 
 class Turns:
-    """Takes the device from the servers, and gives it back.
-
-    `rest` moves a train state to the host's memory; None: it stays.
-    """
+    """Takes the device from the servers, and gives it back; `rest` moves a train state away."""
 
     def __init__(self, fleet: Fleet, loop: LoopThread, rest: Callable[[State], State] | None):
         self.turn = DeviceTurn()
@@ -109,10 +98,7 @@ class Turns:
         self.turn = follow(self.turn, "asleep")
 
     def give(self, state: State, published: bool) -> State:
-        """Wake the servers when the trainer has computed `state`; return it where it rests.
-
-        `published` says whether the servers have taken its weights meanwhile.
-        """
+        """Wake the servers, with new weights if `published`; return `state` where it rests."""
         if self.turn.phase == "generate":
             return state
         if published:

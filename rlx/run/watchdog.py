@@ -54,10 +54,7 @@ class Quiet(NamedTuple):
 def look(
     state: Mapping[str, Quiet], now: float, signs: Mapping[str, Sign], least: Mapping[str, float]
 ) -> tuple[dict[str, Quiet], list[str]]:
-    """Return the state after a look at all signs, and a line for each late one.
-
-    At `now`, in monotonic seconds, a sign that is quiet for its `least` seconds is not late.
-    """
+    """Return the state at `now` and a line for each sign late, never before `least` seconds."""
     after, lines = {}, []
     for name, sign in signs.items():
         begun = sign.since or now
@@ -77,14 +74,13 @@ def look(
 @contextmanager
 def watchdog(workdir: Path) -> Iterator[Callable[[Any], None]]:
     """Watch this thread during the block; yield a function that adds the parts of a run."""
-    held: list[Any] = []
-    path, opened = workdir / "stacks.txt", list[TextIO]()
+    held, opened, path = list[Any](), list[TextIO](), workdir / "stacks.txt"
     ended, own = threading.Event(), threading.get_ident()
 
     def watch() -> None:
         state: dict[str, Quiet] = {}
-        woken = last = time.monotonic()
-        written = -_STATUS
+        written, woken = -_STATUS, time.monotonic()
+        last = woken
         while not ended.wait(_TICK):
             now = time.monotonic()
             if not opened and workdir.is_dir():
@@ -109,8 +105,7 @@ def watchdog(workdir: Path) -> Iterator[Callable[[Any], None]]:
                 text = f"{line}; {path} has the stacks of all threads"
                 (held[0].progress.message if held else say)(text)
 
-    thread = threading.Thread(target=watch, name="watchdog", daemon=True)
-    thread.start()
+    (thread := threading.Thread(target=watch, name="watchdog", daemon=True)).start()
     try:
         yield held.append
     finally:
@@ -147,22 +142,18 @@ def _signs(main: int, parts: Any, woken: float) -> dict[str, Sign]:
     counts = executor.counters()
     if attempts := executor.under_way():
         task, row, begun = attempts[0]
-        waits = _waits_at(task)
+        waits, moved = _waits_at(task), 0
+        about: Hashable = row, begun, 0
         words = f"the rollout of {row} is not done, it is at {place_of(waits)}"
-        moved = (
-            0 if counts["accepted"] else getattr(parts.fleet, "tokens", 0)
-        )  # until the first is accepted
-        waiting = not counts["accepted"] and "/fleet/" in place_of(
-            waits[-1:]
-        )  # a server may compile
-        about = None if waiting else (row, begun, moved)
+        if not counts["accepted"]:  # a server may compile
+            moved = getattr(parts.fleet, "tokens", 0)
+            about = None if "/fleet/" in place_of(waits[-1:]) else (row, begun, moved)
         found["rollout"] = Sign(about, lambda: words, 0.0 if moved else max(begun, woken))
     step, phase, since = parts.progress.doing()
     busy = 0 if step else int(time.process_time() / _BUSY)
     queues = ", ".join(f"{counts[name]} {name}" for name in ("running", "buffered", "failed"))
-    found["step"] = Sign(
-        (step, busy), lambda: f"no step after {step}; {phase} since {since:.0f} s; {queues}"
-    )
+    doing = f"no step after {step}; {phase} since {since:.0f} s; {queues}"
+    found["step"] = Sign((step, busy), lambda: doing)
     return found
 
 

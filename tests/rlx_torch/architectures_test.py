@@ -13,7 +13,7 @@ from rlx.config import default
 from rlx.model import directory, hf
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
-from rlx.run.model_checks import check_context
+from rlx.run.inputs import check_context
 from rlx.run.room_options import RunOptions
 from rlx.train.update import JaxUpdate
 from rlx_torch import packed_model

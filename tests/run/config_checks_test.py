@@ -18,7 +18,7 @@ from rlx.model import hf
 from rlx.rollout.workflows import Prompts
 from rlx.run import config_checks, loop, run_checks
 from rlx.run.room_options import sizes_of
-from rlx.run.tokenizer_files import _template, load_tokenizer
+from rlx.run.tokenizer_files import load_tokenizer
 
 GB = 10**9
 
@@ -158,8 +158,11 @@ def test_a_base_model_takes_raw_prompts_or_a_template_of_one_s_own(base_model, c
         load_tokenizer(base_model)
     tokenizer = load_tokenizer(base_model, "So: ", "none")
     assert Prompts(tokenizer, system_prompt="So: ").text({"question": "1+1=?"}) == "So: 1+1=?"
-    tokenizer.bos_token = "x"
-    assert "bos_token" not in _template("none", tokenizer), "it puts nothing before a text"
+    settings = base_model / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "bos_token": "x"}))
+    tokenizer = load_tokenizer(base_model, "", "none")
+    assert tokenizer.bos_token == "x"
+    assert "bos_token" not in tokenizer.chat_template, "it puts nothing before a text"
     file = tmp_path / "mine.jinja"
     file.write_text("Q: {{ messages[0].content }} A:")
     assert Prompts(load_tokenizer(base_model, "", str(file))).text({"question": "1"}) == "Q: 1 A:"

@@ -18,7 +18,8 @@ import rlx
 from rlx.base import UserError
 from rlx.config import check, default
 from rlx.model import decoder, hf
-from rlx.run import export, inputs, loop, replay_run
+from rlx.run import export, inputs, replay_run
+from rlx.run.saves import Saves
 from rlx.train import checkpoint
 from rlx.train.step_metrics import Metrics
 from rlx.train.update import JaxUpdate
@@ -185,15 +186,14 @@ def test_an_export_that_was_cut_off_is_made_of_the_checkpoint_that_it_belongs_to
 ):
     c = config("sft", steps=5)
     c.checkpoint.first_step, c.checkpoint.every_steps, c.export.every_steps = 0, 2, 2
-    begin = loop._Loop._export
 
-    def fail(self):
-        raise RuntimeError(f"killed at step {self.step}")
+    def fail(self, state, now):
+        raise RuntimeError(f"killed at step {now.step}")
 
-    monkeypatch.setattr(loop._Loop, "_export", fail)
-    with pytest.raises(RuntimeError, match="killed at step 2"):
-        rlx.run(c, tmp_path)
-    monkeypatch.setattr(loop._Loop, "_export", begin)
+    with monkeypatch.context() as patched:
+        patched.setattr(Saves, "export", fail)
+        with pytest.raises(RuntimeError, match="killed at step 2"):
+            rlx.run(c, tmp_path)
     run(c, tmp_path)
     assert sorted(os.listdir(tmp_path / "exports")) == [
         "epoch1epochstep0globalstep2", "epoch2epochstep1globalstep4",

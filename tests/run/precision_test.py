@@ -9,8 +9,8 @@ from rlx.doctor import machine
 from rlx.doctor.gpu_cards import peak_flops
 from rlx.doctor.machine import Devices
 from rlx.model import hf
-from rlx.run import config_checks, jax_trainer, precision
-from rlx.run.precision import Precision, choose, decide
+from rlx.run import config_checks, fitting, jax_trainer
+from rlx.run.fitting import Precision, choose_dtype, decide_dtypes
 from rlx.train.train_options import TrainOptions
 
 HOPPER = Devices("gpu", "NVIDIA H100 80GB HBM3", 4, capability="9.0")
@@ -42,7 +42,7 @@ def cpu(monkeypatch):
         def timed(run):  # a busy machine's clock would lie
             return seconds[run()] + busy[run()], seconds[run()]
 
-        monkeypatch.setattr(precision, "_timed", timed)
+        monkeypatch.setattr(fitting, "_timed", timed)
         monkeypatch.setattr(machine, "cpu_flags", lambda: f"flags : fpu {flags}")
         monkeypatch.setattr(jax_trainer, "product", product)
         return asked
@@ -61,12 +61,12 @@ def cpu(monkeypatch):
     ],
 )
 def test_bfloat16_has_to_be_native_and_half_as_fast_again(native, float32, bfloat16, wanted):
-    assert choose(native, float32, bfloat16) == wanted
+    assert choose_dtype(native, float32, bfloat16) == wanted
 
 
 def test_a_cpu_is_measured_at_the_runs_shapes(config, model, cpu):
     asked = cpu("amx_bf16", float32=0.008, bfloat16=0.002)
-    found = decide(config, model, Devices())
+    found = decide_dtypes(config, model, Devices())
     assert found.dtypes == BOTH
     times = "products in bfloat16 are 4.0 times as fast as in float32"
     assert found.message == f"model.compute_dtype=auto is bfloat16: {times}"
@@ -75,7 +75,7 @@ def test_a_cpu_is_measured_at_the_runs_shapes(config, model, cpu):
     assert 16 < tokens <= config.train.max_tokens_per_microbatch
     flops = 2 * tokens * model.model_dim * model.mlp_dim
     assert found.peak == flops / 0.002
-    assert decide(config, model, Devices(count=2), processes=2).peak == 2 * found.peak
+    assert decide_dtypes(config, model, Devices(count=2), processes=2).peak == 2 * found.peak
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_cpu_where_it_does_not_pay_stays_in_float32(
     flags, seconds, words, measured, config, model, cpu
 ):
     asked = cpu(flags, float32=0.003, bfloat16=seconds)
-    found = decide(config, model, Devices())
+    found = decide_dtypes(config, model, Devices())
     assert found.dtypes == {"compute_dtype": "float32", "publish_dtype": "float32"}
     assert words in found.message
     assert [dtype for dtype, _ in asked] == measured
@@ -97,14 +97,14 @@ def test_a_cpu_where_it_does_not_pay_stays_in_float32(
 
 def test_other_processes_do_not_change_the_choice(config, model, cpu):
     cpu("amx_bf16", {"float32": 0.001, "bfloat16": 0.009}, float32=0.008, bfloat16=0.002)
-    assert decide(config, model, Devices()).dtypes == BOTH
+    assert decide_dtypes(config, model, Devices()).dtypes == BOTH
 
 
 def test_gpus_are_not_measured_and_old_ones_compute_in_float32(config, model, cpu):
     asked = cpu("")
-    found = decide(config, model, HOPPER)
+    found = decide_dtypes(config, model, HOPPER)
     assert (found.dtypes, found.devices, found.peak) == (BOTH, 4, 4 * 989e12)
-    old = decide(config, model, Devices("gpu", "Tesla T4", capability="7.5"))
+    old = decide_dtypes(config, model, Devices("gpu", "Tesla T4", capability="7.5"))
     assert (old.dtypes["compute_dtype"], old.peak) == ("float32", 0.0)
     assert peak_flops("NVIDIA A100-SXM4-40GB", "float32") == 156e12
     assert peak_flops("NVIDIA H200", "bfloat16") == 989e12
@@ -113,13 +113,13 @@ def test_gpus_are_not_measured_and_old_ones_compute_in_float32(config, model, cp
 
 def test_a_named_dtype_and_that_of_a_begun_run_are_kept(config, model, cpu):
     asked = cpu("amx_bf16", float32=0.001, bfloat16=0.002)
-    kept = decide(config, model, Devices(), "bfloat16")
+    kept = decide_dtypes(config, model, Devices(), "bfloat16")
     assert (kept.dtypes, kept.message) == (
         BOTH, "model.compute_dtype=auto is bfloat16: as the run began",
     )  # fmt: skip
     config.model.compute_dtype = "bfloat16"
     config.model.publish_dtype = "float32"
-    named = decide(config, model, Devices(), "float32")
+    named = decide_dtypes(config, model, Devices(), "float32")
     assert named.dtypes == {"compute_dtype": "bfloat16", "publish_dtype": "float32"}
     assert named.message == ""
     assert [dtype for dtype, _ in asked] == ["bfloat16"] * 2
@@ -139,7 +139,7 @@ def test_a_real_product_is_timed_in_both_dtypes(trainer, config, model, monkeypa
         pytest.importorskip("torch")
     config.trainer = trainer
     monkeypatch.setattr(machine, "cpu_flags", lambda: "amx_bf16")
-    found = decide(config, model, Devices())
+    found = decide_dtypes(config, model, Devices())
     assert "times as fast" in found.message
     assert 1e8 < found.peak < 1e14
 
@@ -183,7 +183,7 @@ def test_a_run_keeps_what_it_began_with_until_a_flag_says_otherwise(
     data, workdir = tmp_path / "rows.jsonl", tmp_path / "run"
     data.write_text('{"question": "1 + 1 =", "completion": "it is 2"}\n' * 4)
     monkeypatch.setattr(machine, "cpu_flags", lambda: "amx_bf16")
-    monkeypatch.setattr(precision, "GAIN", 0.0)
+    monkeypatch.setattr(fitting, "GAIN", 0.0)
     record, first = start(1)
     assert first["config"]["model"]["compute_dtype"] == "bfloat16"
     assert "auto is bfloat16: products in bfloat16 are" in first["environment"]["precision"]

@@ -13,7 +13,7 @@ import pytest
 
 from rlx.base import UserError
 from rlx.config import default, leaves
-from rlx.run import bundle, replay_run
+from rlx.run import replay_run
 from rlx.run.replay_run import Recorded
 from rlx.run.room_options import as_json
 from tests.fixtures.commands import RLX_MAIN, without_torch
@@ -123,7 +123,7 @@ def test_a_run_without_a_journal_and_steps_that_are_not_there_are_one_line(tmp_p
     with pytest.raises(UserError, match="has no journal with batches; give the --workdir"):
         Recorded(tmp_path)
     (tmp_path / "file").write_bytes(b"PK nothing")
-    with pytest.raises(UserError, match="nor a whole bundle"), bundle.opened(tmp_path / "file"):
+    with pytest.raises(UserError, match="nor a whole bundle"), replay_run.opened(tmp_path / "file"):
         pass
 
 
