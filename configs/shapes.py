@@ -30,7 +30,7 @@ def get_config():
     c.train.max_tokens_per_microbatch = 2048
     c.train.row_buckets = (64,)
     c.train.vision = "trained"
-    c.optimizer.learning_rate = 2e-4
+    c.optimizer.learning_rate = 5e-5
     c.optimizer.b2 = 0.99
     c.fleet.engine = "vllm"
     c.fleet.slots = 64

@@ -14,7 +14,7 @@ from configs import shapes
 def get_config():
     """The run described above."""
     c = shapes.get_config()
-    c.total_steps = 1200
+    c.total_steps = 2000
     c.model.path = "rlx:shapes"
     c.algorithm.preset = "sft"
     c.rollout.batch_prompts = 64

@@ -73,7 +73,8 @@ def record_check(rows: list[Finding], area: str, name: str) -> Iterator[Callable
         return
     except Exception as error:
         row = problem(area, name, error)
-        rows += [row] * (row.found not in {row.found for row in rows})
+        if row.found not in {row.found for row in rows}:
+            rows.append(row)
     rows += made
 
 
@@ -165,6 +166,6 @@ def check_capacity(sizes: RunSizes, workdir: Path, devices: machine.Devices) -> 
 def judge_disk(state: int, exported: int, keep: int, free: int) -> Finding:
     """Return the row of disk space for `keep` + 1 checkpoints and the HF export."""
     needed, what = memory.checkpoints(state, exported, keep)
-    remedy = "free some, give another --workdir, or lower checkpoint.keep" * (needed > free)
-    level = "problem" if remedy else "ok"
+    remedy = "free some, give another --workdir, or lower checkpoint.keep"
+    level, remedy = ("problem", remedy) if needed > free else ("ok", "")
     return Finding("memory", "disk", level, f"{what}; {size(free)} free", remedy)
