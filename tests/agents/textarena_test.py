@@ -5,7 +5,6 @@ import importlib.util
 import re
 import sys
 
-import httpx
 import pytest
 
 from rlx.agents.agent_options import AgentOptions
@@ -98,6 +97,7 @@ def test_an_episode_is_one_trajectory_with_the_reward_of_the_game(shared):
 
 @needed
 def test_a_game_that_fails_is_one_line(monkeypatch):
+    httpx = pytest.importorskip("httpx")
     answer = {
         "id": "1", "object": "chat.completion", "created": 0, "model": "default",
         "choices": [{
