@@ -595,7 +595,7 @@ def test_requests_go_on_after_a_sleep(changing, original, changed, model, freed)
 
     async def scenario(prompt, path, version):
         out = {}
-        task = long_group(changing, prompt, out)
+        task = long_group(changing, prompt, out, n=48)  # 12 run, the others wait
         await until(changing, out, 40)
         await changing.stub.Pause(pb.PauseRequest(freed=freed), timeout=60)
         waiting = asyncio.create_task(changing.collect(prompt_of(24), max_new_tokens=4))
@@ -623,12 +623,13 @@ def test_requests_go_on_after_a_sleep(changing, original, changed, model, freed)
         path = changed(factor=0.8**version)
         scored[version] = with_weights(model, path)
         before, out = changing.do(scenario(prompt, path, version))
-        if max(before.values()) < LONG:
+        slept = [index for index, tokens in before.items() if tokens < LONG]
+        if slept:
             break
         assert version < 4, "four groups ended before their pause"
-    for sample in out.values():
+    for index, sample in out.items():
         versions = np.array(sample.versions)
-        assert set(sample.versions) == {version - 1, version}
+        assert index not in slept or {*sample.versions} == {version - 1, version}
         assert (np.diff(versions) >= 0).all()
         for each in (version - 1, version):
             wanted, here = teacher(scored[each], prompt, sample.tokens), versions == each
