@@ -328,7 +328,10 @@ def with_environment(config: ConfigDict) -> ConfigDict:
 
 
 def check(config: ConfigDict, *, trains: bool = True) -> None:
-    """Raise UserError for the first thing that cannot work, or not be trained where it `trains`."""
+    """Raise UserError for the first thing in `config` that cannot work.
+
+    Without `trains` the trainer's budgets do not matter, because nothing will be trained.
+    """
     if not config.model.path:
         raise UserError("model.path is empty; give an HF directory or hub name")
     values = dict(leaves(config))

@@ -41,7 +41,10 @@ class HttpListener:
 
     @web.middleware
     async def watch(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Record a connection's end of work and authorization; must be the outermost middleware."""
+        """Record when a request's connection became idle and whether it was authorized.
+
+        It must be the outermost middleware of the application.
+        """
         connection, authorized = request.protocol, False
         self._requests[connection], self._since[connection] = request, (True, time.monotonic())
         try:

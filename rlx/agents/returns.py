@@ -11,7 +11,10 @@ _WANTED = "return a float, or {completion id: float}"
 
 
 def mistake(value: Any, ids: Collection[str]) -> str:
-    """Return why a value is no finite number, nor one for each of some completion `ids`; or ""."""
+    """Return one line about what is wrong with a returned value, or "".
+
+    It should be a finite number, or map `ids` of the run's completions to finite numbers.
+    """
     for name, part in getattr(value, "parts", {}).items():
         if wrong := _of_number(part, f"{name} of the returned reward is"):
             return wrong

@@ -198,7 +198,10 @@ class Sessions:
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def open(self, defaults: Sampling, key: str | None = None, **options: Any) -> Session:
-        """Open a session with these attributes; key None: a new one, "": for all unknown keys."""
+        """Open a session; `options` are attributes of Session.
+
+        The key is a new one for None; "" stands for all keys without a session.
+        """
         key = "rlx-" + secrets.token_urlsafe(24) if key is None else key
         session = self._open[key] = Session(key, defaults, **options)
         return session

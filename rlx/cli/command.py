@@ -34,7 +34,10 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; python -m {self.prog} --help lists the flags")
 
     def add_options(self, room: type, *names: str) -> None:
-        """Add flags of a dataclass's options, or those of `names`, without their ranges."""
+        """Add a flag for each option of a dataclass, or for those of `names` where some are given.
+
+        Whoever uses the option checks its range.
+        """
         for name, field in options_of(room).items():
             doc, values = field.metadata["doc"], field.metadata["values"]
             if not names or name in names:

@@ -31,7 +31,10 @@ class GpuShares(NamedTuple):
 def apply_allocation(
     config: ConfigDict, trains: bool = True, workdir: Path | None = None
 ) -> ConfigDict:
-    """Return `config` with the keys of its `allocation_mode`; auto: the run's, or the fastest."""
+    """Return `config` with the keys that its `allocation_mode` sets; UserError if they clash.
+
+    `auto` is what the run in `workdir` began with, or the fastest plan for the GPUs here.
+    """
     if not (text := config.allocation_mode):
         return config
     config = config.copy_and_resolve_references()

@@ -20,6 +20,7 @@ from rlx.model.model_config import ModelConfig
 from rlx.run import fitting
 from rlx.run.inputs import Missing, prepare
 from rlx.run.plan_run import judge_idle
+from rlx.run.precision import decide_dtypes
 from rlx.run.room_options import sizes_of
 from rlx.system import available_memory
 
@@ -34,7 +35,7 @@ def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterat
     bad, model = {row.name for row in problems(rows)}, vars(inputs).get("model_config")
     if model and "values" not in bad:
         config = config.copy_and_resolve_references()
-        judged = partial(fitting.decide_dtypes, config, model, devices)
+        judged = partial(decide_dtypes, config, model, devices)
         row, precision = attempt("config", "dtype", judged, attrgetter("message"))
         config.model.update(precision.dtypes if precision else {})
         if row.found:

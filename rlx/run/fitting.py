@@ -1,11 +1,8 @@
-"""Choose by a run's devices what a train step recomputes, its microbatches, and its dtype.
+"""Choose what a train step recomputes, and how large its microbatches are, by a GPU's memory.
 
-A choice is made once for a run, before its trainer is built, and config.json keeps it. Parameters,
-sums, norms, logits and the optimizer are float32 with either dtype.
+A choice is made once for a run, before its trainer is built, and config.json keeps it.
 """
 
-import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -15,13 +12,10 @@ from ml_collections import ConfigDict
 
 from rlx.cli.text import size
 from rlx.doctor import memory
-from rlx.doctor.gpu_cards import peak_flops
 from rlx.doctor.machine import Devices
 from rlx.doctor.memory import RunSizes
 from rlx.model import remat
 from rlx.model.mesh import mesh_axes
-from rlx.model.model_config import ModelConfig
-from rlx.run import trainers
 from rlx.train.train_options import AUTO
 
 LARGEST = 65_536  # tokens of a device; more than that hides nothing further
@@ -31,8 +25,6 @@ SHARE = 0.93  # of the memory; the rest is for two buckets of a publish, and for
 KINDS = {"jax": tuple(remat.KEPT), "torch": ("none", "full")}
 REMAT, TOKENS = "model.remat", "train.max_tokens_per_microbatch"
 Planned = Callable[[RunSizes], float]  # a run → bytes that an update needs on each device
-GAIN = 1.5  # how much faster bfloat16 must be to be worth its rounding
-_REPEATS, _SECONDS, _FLOPS = 10, 0.3, 5e8  # at most, of a probe and of its products
 
 
 class Fit(NamedTuple):
@@ -85,63 +77,3 @@ def choose(
     """
     kind = next((kind for kind in kinds if fits(kind, tokens[0])), kinds[-1])
     return kind, next((n for n in tokens[:0:-1] if fits(kind, n)), tokens[0])
-
-
-class Precision(NamedTuple):
-    """The dtypes of a run, and its devices."""
-
-    dtypes: dict[str, Any]  # key of `config.model` → float32 | bfloat16
-    message: str  # why `auto` is this dtype; "": the config names it
-    devices: int  # number, in all processes
-    peak: float  # FLOP/s of all together; 0: unknown
-
-    def speed(self, metrics: Mapping[str, Any], seconds: float) -> dict[str, float]:
-        """Return the metrics of an update that took `seconds`, by its tokens and FLOPs."""
-        rate = metrics["n_tokens"] / seconds / self.devices
-        known = {"mfu": metrics["model_flops"] / seconds / self.peak} if self.peak else {}
-        return {"update_seconds": seconds, "tokens_per_second_per_device": rate, **known}
-
-
-def decide_dtypes(
-    config: ConfigDict, model: ModelConfig, devices: Devices, begun: str = "", processes: int = 1
-) -> Precision:
-    """Return the dtypes that `auto` means; on a CPU measure products for up to half a second."""
-    wanted = config.model.compute_dtype  # `begun` is the dtype with which the run began, or ""
-    known, native = wanted.replace(AUTO, begun.replace(AUTO, "")), devices.has_bfloat16
-    width, inner = model.model_dim, model.expert_dim or model.mlp_dim
-    fewer = max(16, int(_FLOPS / (2 * width * inner)))
-    shape = min(config.train.max_tokens_per_microbatch or fewer, fewer), width, inner
-    seconds = {"float32": 0.0, "bfloat16": 0.0}
-    work = dict(seconds)  # of processor time, which other processes lengthen less
-    if devices.platform == "cpu":
-        product, tried = trainers.library(config).product, [*seconds][: 1 + native]
-        runs = [(dtype, product(shape, dtype)) for dtype in ([known] if known else tried)]
-        end = time.monotonic() + _SECONDS
-        for n, (dtype, run) in enumerate(runs * _REPEATS):  # in turns; the first ones compile
-            if n < 4 * len(runs) or time.monotonic() < end:
-                for least, taken in zip((seconds, work), _timed(run), strict=True):
-                    least[dtype] = min(least[dtype] or taken, taken)
-    dtype = known or choose_dtype(native, **work)
-    peak = devices.count * peak_flops(devices.kind, dtype)  # devices of all `processes`
-    if seconds[dtype]:
-        peak = processes * 2 * math.prod(shape) / seconds[dtype]
-    why = "as the run began" if known else f"bfloat16 is {'' if native else 'not '}native here"
-    if all(work.values()):
-        gain = work["float32"] / work["bfloat16"]
-        why = f"products in bfloat16 are {gain:.1f} times as fast as in float32"
-    message = f"model.compute_dtype=auto is {dtype}: {why}" * (wanted == AUTO)
-    keys = "compute_dtype", "publish_dtype"
-    dtypes = {key: config.model[key].replace(AUTO, dtype) for key in keys}
-    return Precision(dtypes, message, devices.count, peak)
-
-
-def _timed(run: Callable[[], Any]) -> tuple[float, float]:
-    """Return the seconds of a call, and those of processor time in all threads."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    run()
-    return time.perf_counter() - wall, time.process_time() - cpu
-
-
-def choose_dtype(native: bool, float32: float, bfloat16: float) -> str:
-    """Return the dtype by native bfloat16 and a product's processor seconds in each; 0: unknown."""
-    return "bfloat16" if native and float32 >= GAIN * bfloat16 else "float32"

@@ -53,9 +53,9 @@ from rlx.rollout.executor import Executor
 from rlx.rollout.teacher_scores import JudgeRewarded, TeacherScored
 from rlx.run import fitting, flags, resume, trainers
 from rlx.run.export import Export, require_base
-from rlx.run.fitting import Precision, decide_dtypes
 from rlx.run.frequency import Position, from_host
 from rlx.run.inputs import INITIAL, Inputs
+from rlx.run.precision import Precision, decide_dtypes
 from rlx.run.room_options import RunOptions, as_json, joining_of, limits_of, sizes_of
 from rlx.run.turns import CACHE, Turns, in_turns, rests
 from rlx.system import available_memory
@@ -357,7 +357,10 @@ def disk_warning(sizes: RunSizes, workdir: Path) -> str:
 def publish_dir(
     config: ConfigDict, sizes: RunSizes, workdir: Path, say: Callable[[str], None]
 ) -> str:
-    """Return `fleet.publish_dir`, or `workdir` if it is full and that will do; or UserError."""
+    """Return the directory of published weights: `fleet.publish_dir`, or `workdir` if that is full.
+
+    UserError if neither has space, or running servers can read `fleet.publish_dir` only.
+    """
     fleet, needed = config.fleet, memory.in_publish_dir(sizes)
     try:
         free = shutil.disk_usage(fleet.publish_dir).free

@@ -94,7 +94,10 @@ class Plan(NamedTuple):
 
 
 def plan(recorded: Recorded, first: int = 0, last: int = 0, generation: bool = False) -> Plan:
-    """Return how to replay steps, 0 as far as the records reach; UserError if they do not."""
+    """Return how to replay steps `first` to `last`; 0: as far as the records reach.
+
+    UserError if the journal or the checkpoints do not reach these steps.
+    """
     there = {step + 1 for step in recorded.batches.groups}
     last = last or max(there & recorded.metrics.keys(), default=0)
     found = checkpoint.checkpoints(recorded.workdir / "checkpoints")

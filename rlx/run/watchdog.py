@@ -54,7 +54,10 @@ class Quiet(NamedTuple):
 def look(
     state: Mapping[str, Quiet], now: float, signs: Mapping[str, Sign], least: Mapping[str, float]
 ) -> tuple[dict[str, Quiet], list[str]]:
-    """Return the state at `now` and a line for each sign late, never before `least` seconds."""
+    """Return the state after a look at all signs, and a line for each late one.
+
+    At `now`, in monotonic seconds, a sign that is quiet for its `least` seconds is not late.
+    """
     after, lines = {}, []
     for name, sign in signs.items():
         begun = sign.since or now

@@ -45,7 +45,10 @@ def readable() -> list[str]:
 
 
 class Layers:
-    """One of LEVELS: zygotes make it, keepers `enter` it, programs are in `confine`; or OSError."""
+    """One of LEVELS: the zygote makes it, keepers `enter` it, programs are in `confine`.
+
+    Each step raises OSError, with a reason, if this machine does not support the level.
+    """
 
     def __init__(self, level: str):
         self._level, self._landlock = level, 0

@@ -46,7 +46,7 @@ def encode(obj: Mapping[str, Any]) -> bytes:
 
 
 def append_jsonl(path: str | os.PathLike, obj: Mapping[str, Any]) -> None:
-    """Append a line to a file, made if missing; UserError, and no change, if it cannot be."""
+    """Append a line to a file, made if missing; if that fails, UserError and an unchanged file."""
     line = encode(obj)
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -74,7 +74,7 @@ def test_nobody_is_reached_without_a_fanout():
 
 
 def replies(servers, fanout, dead):
-    """What `Incoming.results` collects when the dead servers answer nothing."""
+    """Return the results of all servers, as a trainer gets them when the dead ones say nothing."""
     found = []
     for head, *below in relay.parts(servers, fanout):
         if head.address in dead:

@@ -13,9 +13,9 @@ from rlx import config as config_lib
 from rlx.base import DiskFull, UserError
 from rlx.fleet.client import Fleet
 from rlx.mismatch.gate import Verdict
-from rlx.run.fitting import Precision
 from rlx.run.frequency import KINDS, Every, Position
 from rlx.run.loop import FRUITLESS, _Loop
+from rlx.run.precision import Precision
 
 DISAGREE = UserError("gate: engine and trainer disagree")
 

@@ -9,8 +9,8 @@ from rlx.doctor import machine
 from rlx.doctor.gpu_cards import peak_flops
 from rlx.doctor.machine import Devices
 from rlx.model import hf
-from rlx.run import config_checks, fitting, jax_trainer
-from rlx.run.fitting import Precision, choose_dtype, decide_dtypes
+from rlx.run import config_checks, jax_trainer, precision
+from rlx.run.precision import Precision, choose_dtype, decide_dtypes
 from rlx.train.train_options import TrainOptions
 
 HOPPER = Devices("gpu", "NVIDIA H100 80GB HBM3", 4, capability="9.0")
@@ -42,7 +42,7 @@ def cpu(monkeypatch):
         def timed(run):  # a busy machine's clock would lie
             return seconds[run()] + busy[run()], seconds[run()]
 
-        monkeypatch.setattr(fitting, "_timed", timed)
+        monkeypatch.setattr(precision, "_timed", timed)
         monkeypatch.setattr(machine, "cpu_flags", lambda: f"flags : fpu {flags}")
         monkeypatch.setattr(jax_trainer, "product", product)
         return asked
@@ -183,7 +183,7 @@ def test_a_run_keeps_what_it_began_with_until_a_flag_says_otherwise(
     data, workdir = tmp_path / "rows.jsonl", tmp_path / "run"
     data.write_text('{"question": "1 + 1 =", "completion": "it is 2"}\n' * 4)
     monkeypatch.setattr(machine, "cpu_flags", lambda: "amx_bf16")
-    monkeypatch.setattr(fitting, "GAIN", 0.0)
+    monkeypatch.setattr(precision, "GAIN", 0.0)
     record, first = start(1)
     assert first["config"]["model"]["compute_dtype"] == "bfloat16"
     assert "auto is bfloat16: products in bfloat16 are" in first["environment"]["precision"]
