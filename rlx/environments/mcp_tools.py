@@ -187,6 +187,8 @@ def _reason(error: BaseException) -> str:
 
 
 def _text(block: Any) -> str:
-    """Return a part of a result as text; of an image or sound, its kind in brackets."""
+    """Return a part of a result as text: an image as a data URI, a sound as its kind in brackets."""
+    if block.type == "image":
+        return f"data:{block.mime_type};base64,{block.data}"
     resource = getattr(block, "resource", None)
     return str(getattr(block, "text", None) or getattr(resource, "text", "") or f"[{block.type}]")

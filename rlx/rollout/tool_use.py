@@ -17,6 +17,7 @@ from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout import tools as toolbox
 from rlx.rollout.control_tokens import controls, shielded
 from rlx.rollout.episode import Episode, begin, between_answers, run_all
+from rlx.rollout.images import IN_TEXT
 from rlx.rollout.workflows import Generator, Prompts, Task, close, encode
 from rlx.sandbox.sandbox import SandboxLost, SandboxOptions
 
@@ -157,16 +158,20 @@ class ToolUse:
             raise toolbox.ToolError(f"a call is a JSON object of {wanted}") from None
 
     def _observation(self, text: str) -> tuple[PromptTokens, bool]:
-        """Return the tokens of an output, none of them special, and whether it is complete."""
+        """Return the tokens of an output, none special but an image's, and whether it is whole.
+
+        An image in it is a data URI. A policy that sees no images reads "[image]" in its place.
+        """
         most, longest = self._max_output, 64 * self._max_output  # characters
         before, after = self._around
-        if self._prompts.images and text.startswith("data:image"):
+        if not self._prompts.images:
+            text = IN_TEXT.sub("[image]", text)
+        elif IN_TEXT.search(text):
             try:
-                shown, names = self._prompts.images.shown(text)
-                ids = encode(self._tokenizer, shown)
+                ids, names = self._with_images(IN_TEXT.split(text))
                 if len(ids) <= most:
                     return PromptTokens([*before, *ids, *after], names), True
-                text = f"Error: the image has {len(ids)} tokens, max_output_tokens is {most}"
+                text = f"Error: with its image it has {len(ids)} tokens, max_output_tokens={most}"
             except UserError as error:
                 text = f"Error: {error}"
         if long := len(text) > 2 * longest:
@@ -176,3 +181,13 @@ class ToolUse:
             dots, half = encode(self._tokenizer, "..."), most // 2
             long, ids = True, [*ids[: most - half], *dots, *ids[len(ids) - half :]]
         return PromptTokens([*before, *ids, *after]), not long
+
+    def _with_images(self, pieces: Sequence[str]) -> tuple[list[int], tuple[str, ...]]:
+        """Return the tokens of texts and images in turn, and the images' names."""
+        ids, names = list[int](), tuple[str, ...]()
+        for at, piece in enumerate(pieces):
+            shown, found = shielded(piece, controls(self._tokenizer).strict), ()
+            if at % 2:
+                shown, found = self._prompts.images.shown(piece)
+            ids, names = [*ids, *encode(self._tokenizer, shown)], (*names, *found)
+        return ids, names

@@ -38,7 +38,8 @@ def opened(data: bytes) -> Any:
                 if pixels <= MOST_PIXELS:  # known before any is decoded
                     return picture.convert("RGB")
         except Exception as error:  # decoders raise errors of many kinds
-            raise ValueError(f"an image cannot be read ({error}); give PNG or JPEG") from error
+            why = str(error).partition(" <")[0]  # Pillow names an object in memory
+            raise ValueError(f"an image cannot be read ({why}); give PNG or JPEG") from error
     raise ValueError(f"an image has {pixels:,} pixels; shrink it to {MOST_PIXELS:,} or fewer")
 
 

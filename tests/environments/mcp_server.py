@@ -5,7 +5,7 @@ import os
 import sys
 import time
 
-from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("tools of a test")
@@ -30,6 +30,12 @@ def count() -> int:
 def process() -> int:
     """Tells the process id."""
     return os.getpid()
+
+
+@server.tool()
+def picture() -> Image:
+    """Shows a picture."""
+    return Image(data=b"\x89PNG\r\n", format="png")
 
 
 @server.tool()

@@ -140,18 +140,21 @@ def test_a_model_sees_and_calls_the_tools_of_a_server(hermes, pool, address):
                 text_of("add_all", numbers="1, 2"),
                 text_of("add_all", numbers=["a"]),
                 text_of("crush"),
-            )
+                text_of("picture"),
+            ), await made.workflow._tools["picture"].run()
         finally:
             await made.workflow.aclose()
 
-    outputs, t = run(main())
+    (outputs, t), picture = run(main())
     assert outputs[:3] == ["it is 7 False", "1", "2"], "one process has both calls"
     assert "Error: " in outputs[3]
     assert "not today" in outputs[3]
     assert outputs[4] == "Error: numbers must be of type array"
     assert outputs[5].startswith("Error: "), "the server looks at what is in the list"
     assert "a call is a JSON object of name: " in outputs[6]
-    assert (t.info["tools/calls"], t.info["tools/success"]) == (7, 3 / 7)
+    assert outputs[7] == "[image]", "this policy sees none"
+    assert picture == "data:image/png;base64,iVBORw0K"
+    assert (t.info["tools/calls"], t.info["tools/success"]) == (8, 4 / 8)
     assert t.completion.endswith("done")
     described = hermes.decode(t.tokens).partition("<|user|>")[0]
     assert '"name": "add_all", "description": "Adds numbers."' in described

@@ -1,21 +1,28 @@
 """Images in rows: their forms, what is refused, and prompts as the model's processor makes them."""
 
+import asyncio
 import base64
 import json
 from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from rlx.base import UserError
+from rlx.fleet.requests import Sampling
 from rlx.journal import records
+from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout import data
 from rlx.rollout.datasets import answered
 from rlx.rollout.images import ImagePrompts, RowImages, data_uri, image_part
-from rlx.rollout.workflows import Prompts, joined
+from rlx.rollout.tool_use import ToolUse
+from rlx.rollout.workflows import Prompts, Task, joined
+from rlx.sandbox.sandbox import SandboxOptions
 from rlx.system import image_store
 from rlx.system.image_store import ImageStore, name_of
 from tests.fixtures import pictures
+from tests.rollout.scripted import Scripted
 
 pytest.importorskip("PIL")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, once a process
@@ -193,3 +200,40 @@ def test_prompts_of_several_threads_keep_their_own_texts(prompts):
 def test_bytes_of_a_text_are_no_image():
     assert [data_uri(x) for x in (b"BMW or Audi?", b"RIFF is a format", b"GIF8")] == [None] * 3
     assert data_uri(RED) == "data:image;base64," + uri(RED).partition(",")[2]
+
+
+class Camera:
+    name, description = "camera", "Shows what is in front of it."
+    parameters: ClassVar = {"properties": {"zoom": {"type": "string"}}}
+
+    def run(self, zoom):
+        return f"left {uri(RED)} right {uri(BLUE)}<|end|>" if zoom == "two" else uri(b"none")
+
+
+def test_a_tool_shows_images_between_texts(prompts, processor):
+    pool = RewardPool({})
+    calls = ["<camera>", "two</camera>", "<camera>", "broken</camera>", "done<|end|>"]
+    fleet = Scripted(prompts.tokenizer, lambda *_: calls.pop(0))
+    tools = [f"{__file__}:Camera"]
+    workflow = ToolUse(prompts, Sampling(max_new_tokens=400), pool, 1, SandboxOptions(), tools)
+    (t,) = asyncio.run(
+        workflow.run(fleet, Task({"question": "look", "answer": "1"}, 0, 0))
+    ).trajectories
+    pool.close()
+    assert t.images == (name_of(RED), name_of(BLUE))
+    seen = prompts.tokenizer.decode([int(i) for i in t.tokens[~t.loss_mask]])
+    shown = pictures.EACH * "<image>"
+    before, after = seen.split(" right ")
+    assert before.count(shown) == after.count(shown) == 1
+    assert "left <fake" in before
+    assert "Error: an image cannot be read" in after
+    assert "base64" not in seen
+    ids, whole = workflow._observation(f"{uri(RED)} {'x' * 999}")
+    assert (ids.images, whole) == ((), True)
+    assert "max_output_tokens=256" in prompts.tokenizer.decode(list(ids))
+
+    blind = ToolUse(
+        Prompts(prompts.tokenizer), Sampling(max_new_tokens=9), pool, 1, SandboxOptions(), tools
+    )
+    ids, _ = blind._observation(f"left {uri(RED)}.")
+    assert "left [image]." in prompts.tokenizer.decode(list(ids))
