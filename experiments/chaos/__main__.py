@@ -1,6 +1,6 @@
 """Disturb a training run, or simulate disturbed runs; --help lists the flags.
 
-    python -m experiments.chaos --faults=200 --seed=1 --out=DIR
+    python -m experiments.chaos --faults=200 --together=4 --seed=1 --out=DIR
     python -m experiments.chaos --faults=0 --steps=150 --seed=2 --out=DIR    # undisturbed
     python -m experiments.chaos --simulate=10000
 
@@ -34,7 +34,9 @@ def table(rows: list[tuple[str, float, str]]) -> str:
     return "\n".join(lines)
 
 
-def disturb(out: Path, faults: int, seed: int, seconds: float = math.inf, steps: int = 0) -> dict:
+def disturb(
+    out: Path, faults: int, seed: int, seconds: float = math.inf, steps: int = 0, together: int = 1
+) -> dict:
     """Run a campaign in an empty directory and judge it; return its record."""
     begun = time.monotonic()
     run = campaign.Campaign(out, seed, lambda text: print(text, flush=True))
@@ -43,7 +45,7 @@ def disturb(out: Path, faults: int, seed: int, seconds: float = math.inf, steps:
     )
     try:
         try:
-            run.run(faults, seconds, steps)
+            run.run(faults, seconds, steps, together)
         finally:
             run.close()
         record = {"seconds": time.monotonic() - begun, "steps": run.step()[1], "rows": run.rows}
@@ -68,6 +70,7 @@ def main() -> int:
     p.add_argument("--faults", type=int, default=10)
     p.add_argument("--seconds", type=float, default=math.inf, help="begin no fault after this")
     p.add_argument("--steps", type=int, default=0, help="go on until this step")
+    p.add_argument("--together", type=int, default=1, help="faults before the run may recover")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--out", default="", help="new directory; default: a temporary one")
     p.add_argument("--simulate", type=int, default=0, help="schedules to simulate instead")
@@ -78,7 +81,7 @@ def main() -> int:
         return int(bool(found))
     out = Path(a.out or tempfile.mkdtemp(prefix="rlx-chaos-")).absolute()
     out.mkdir(exist_ok=True)
-    record = disturb(out, a.faults, a.seed, a.seconds, a.steps)
+    record = disturb(out, a.faults, a.seed, a.seconds, a.steps, a.together)
     (out / "chaos.json").write_text(json.dumps(record, indent=1))
     print(table(record.pop("rows")), json.dumps(record), sep="\n\n")
     return int(not record["good"])

@@ -233,11 +233,16 @@ class Campaign:
 
     # The campaign.
 
-    def disturb(self, kind: str) -> None:
-        """Do what `kind` names, and wait until the run has made two more steps."""
+    def disturb(self, kinds: list[str]) -> None:
+        """Do what `kinds` name, one right after another; wait until two more steps are made.
+
+        Those that end the trainer come last, so that the others meet a run that works.
+        """
         begun, before, process = time.monotonic(), self.step(), self.trainer
-        ends, fault = FAULTS[kind]
-        fault(self)
+        kinds = sorted(kinds, key=lambda kind: FAULTS[kind][0])
+        for kind in kinds:
+            FAULTS[kind][1](self)
+        ends = FAULTS[kinds[-1]][0]
         seen = {self.step()} if self.trainer.poll() is None else set()
 
         def recovered() -> bool:
@@ -253,24 +258,28 @@ class Campaign:
             wrong = f"the trainer ended: {self.last_error()}"
         if not good:
             self.kill()
-        self.rows.append((kind, seconds, wrong))
-        self._say(f"{len(self.rows):4} {kind:24} {seconds:6.1f} s  step {self.step()[1]} {wrong}")
+        self.rows += [(kind, seconds, wrong) for kind in kinds]
+        names = ", ".join(kinds)
+        self._say(f"{len(self.rows):4} {names:24} {seconds:6.1f} s  step {self.step()[1]} {wrong}")
 
     def last_error(self) -> str:
         """Return the last error in the trainer's log."""
         lines = (self.root / "trainer.log").read_text(errors="replace").splitlines()
         return ([line for line in lines if "error" in line.lower()] or lines or [""])[-1][:300]
 
-    def run(self, faults: int, seconds: float, steps: int) -> None:
-        """Disturb the run `faults` times within `seconds`; end it by SIGTERM after `steps`."""
+    def run(self, faults: int, seconds: float, steps: int, together: int = 1) -> None:
+        """Disturb the run by `faults`, `together` at a time, within `seconds`.
+
+        After `steps` steps SIGTERM ends it.
+        """
         wait_until(lambda: self.step()[1] > 1 or self.trainer.poll() is not None, LIMIT)
         if self.step()[1] < 2:
             raise RuntimeError(f"the run does not start: {self.last_error()}")
         end, kinds = time.monotonic() + seconds, list[str]()
         while len(self.rows) < faults and time.monotonic() < end:
             known = [kind for kind in FAULTS if kind != "disk full" or self.mounted]
-            kinds = kinds or self.draw.sample(known, len(known))
-            self.disturb(kinds.pop())
+            kinds = kinds if len(kinds) >= together else self.draw.sample(known, len(known))
+            self.disturb([kinds.pop() for _ in range(min(together, faults - len(self.rows)))])
             time.sleep(self.draw.uniform(0.0, 0.5))
         wait_until(lambda: self.look() or self.step()[1] >= steps, math.inf)
         self.trainer.terminate()
