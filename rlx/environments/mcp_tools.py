@@ -187,7 +187,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _text(block: Any) -> str:
-    """Return a part of a result as text: an image as a data URI, a sound as its kind in brackets."""
+    """Return a part of a result as text; of an image its data URI, of sound `[audio]`."""
     if block.type == "image":
         return f"data:{block.mime_type};base64,{block.data}"
     resource = getattr(block, "resource", None)
