@@ -75,8 +75,8 @@ def prepare_workdir(config: ConfigDict, workdir: Path) -> list[str]:
         ended = f"the last attempt ended after step {step} without a checkpoint"
         messages.append(f"starting again: {ended}")
         for path in found:  # all are damaged
-            path.rename(path.with_name(f"damaged-{path.name}"))
-            messages.append(f"{path} is damaged and is kept as damaged-{path.name}")
+            kept = checkpoint.set_aside(path)
+            messages.append(f"{path} is damaged and is kept as {kept.name}")
     if not resumed and (off or changed or not before):
         shutil.rmtree(workdir / "journal", ignore_errors=True)
     if not (resumed and before):  # a resumed run keeps the config of its first steps

@@ -132,8 +132,15 @@ def restore_latest(
         return None
     for later in checkpoints(directory):
         if step_of(later) > step_of(path):  # damaged: it is none of those that a save keeps
-            later.rename(later.with_name(f"damaged-{later.name}"))
+            set_aside(later)
     return Restored(read_state(path), read_host(path))
+
+
+def set_aside(damaged: Path) -> Path:
+    """Rename a checkpoint to damaged-NAME, in place of an older one of its step; return that."""
+    aside = damaged.with_name(f"damaged-{damaged.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    return damaged.rename(aside)
 
 
 def _newest_whole(directory: str | Path, say: Callable[[str], None] | None = None) -> Path | None:
