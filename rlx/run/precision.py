@@ -4,6 +4,7 @@ Parameters, sums, norms, logits and the optimizer are float32 with either dtype.
 """
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -44,20 +45,19 @@ def decide_dtypes(
     width, inner = model.model_dim, model.expert_dim or model.mlp_dim
     fewer = max(16, int(_FLOPS / (2 * width * inner)))
     shape = min(config.train.max_tokens_per_microbatch or fewer, fewer), width, inner
-    seconds = {"float32": 0.0, "bfloat16": 0.0}
-    work = dict(seconds)  # of processor time, which other processes lengthen less
+    work = {"float32": 0.0, "bfloat16": 0.0}  # seconds of processor time in all threads
     if devices.platform == "cpu":
-        product, tried = trainers.library(config).product, [*seconds][: 1 + native]
+        product, tried = trainers.library(config).product, [*work][: 1 + native]
         runs = [(dtype, product(shape, dtype)) for dtype in ([known] if known else tried)]
         end = time.monotonic() + _SECONDS
         for n, (dtype, run) in enumerate(runs * _REPEATS):  # in turns; the first ones compile
             if n < 4 * len(runs) or time.monotonic() < end:
-                for least, taken in zip((seconds, work), _timed(run), strict=True):
-                    least[dtype] = min(least[dtype] or taken, taken)
+                taken = _timed(run)
+                work[dtype] = min(work[dtype] or taken, taken)
     dtype = known or choose_dtype(native, **work)
     peak = devices.count * peak_flops(devices.kind, dtype)  # devices of all `processes`
-    if seconds[dtype]:
-        peak = processes * 2 * math.prod(shape) / seconds[dtype]
+    if work[dtype]:  # not by the clock: servers start meanwhile
+        peak = processes * len(os.sched_getaffinity(0)) * 2 * math.prod(shape) / work[dtype]
     why = "as the run began" if known else f"bfloat16 is {'' if native else 'not '}native here"
     if all(work.values()):
         gain = work["float32"] / work["bfloat16"]
@@ -68,11 +68,11 @@ def decide_dtypes(
     return Precision(dtypes, message, devices.count, peak)
 
 
-def _timed(run: Callable[[], Any]) -> tuple[float, float]:
-    """Return the seconds of a call, and those of processor time in all threads."""
-    wall, cpu = time.perf_counter(), time.process_time()
+def _timed(run: Callable[[], Any]) -> float:
+    """Return a call's seconds of processor time, which other processes lengthen less."""
+    begun = time.process_time()
     run()
-    return time.perf_counter() - wall, time.process_time() - cpu
+    return time.process_time() - begun
 
 
 def choose_dtype(native: bool, float32: float, bfloat16: float) -> str:

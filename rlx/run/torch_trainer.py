@@ -1,6 +1,5 @@
 """The PyTorch trainer: the functions of `rlx.run.trainers.TrainerLibrary`, without JAX."""
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -59,8 +58,8 @@ def planned(sizes: RunSizes) -> float:
 
 
 def product(shape: tuple[int, int, int], dtype: str) -> Callable[[], Any]:
-    """Return a function that multiplies [T, D] by [D, F] on the CPU."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)))  # more than cores would wait for each other
+    """Return a function that multiplies [T, D] by [D, F] in one thread on the CPU."""
+    torch.set_num_threads(1)  # several would spin while others compute; the update sets its own
     x, weight = (torch.ones(each, dtype=getattr(torch, dtype)) for each in (shape[:2], shape[1:]))
     return lambda: x @ weight
 
