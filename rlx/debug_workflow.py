@@ -33,7 +33,7 @@ FLAGS = {
 
 def main() -> int:
     """Run the debugger as the flags say, write its report, and return the exit status."""
-    config, values = flags.parse(sys.argv, config_needed=False, switches=None, **FLAGS)
+    config, values = flags.parse(sys.argv, config_needed=False, switches={}, **FLAGS)
     agent, kwargs = loading.workflow_of(values, config.rollout if config else values)
     if ":" not in agent or not values.base_url:
         raise UserError("give --workflow=FILE.py:CLASS and --base_url=http://HOST:PORT/v1")

@@ -31,7 +31,7 @@ FLAGS = {
 
 def main() -> int:
     """Parse the command line, ask the questions, print the table."""
-    config, values = flags.parse(sys.argv, config_needed=True, switches=None, **FLAGS)
+    config, values = flags.parse(sys.argv, config_needed=True, switches={}, **FLAGS)
     from rlx.agents import named_workflow
 
     # A mistake in it is reported before what takes seconds to import.

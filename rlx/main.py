@@ -9,8 +9,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from ml_collections import config_flags
-
 from rlx.base import UserError
 from rlx.cli import command
 from rlx.config import check
@@ -37,11 +35,10 @@ def main() -> int:
         from rlx.run.run_checks import findings
 
         return status(show(findings(config, workdir)))
-    given = values.workdir, config_flags.get_config_filename(values["config"])
     first = True
     with suppress(UserError):  # the keys of processes that are started below, or a mistake
         first = not Cluster.of(os.environ, **config.cluster).index
-    with chosen_workdir(*given, first) as workdir:
+    with chosen_workdir(values.workdir, values.config, first) as workdir:
         config = apply_allocation(config, workdir=workdir)
         check(config)  # before JAX, which takes a moment to import
         from rlx.run import loop, scheduler, trainers

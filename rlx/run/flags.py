@@ -6,19 +6,22 @@ a YAML file of AReaL, and `allocation_mode` one of its allocations.
 
 import ast
 import re
+import runpy
 import sys
 import tempfile
 import traceback
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from rlx.base import UserError, nearest
-from rlx.cli.command import say
+from rlx.cli.command import Parser, say
 from rlx.cli.key_names import embedded, meant, unknown_key
 from rlx.config import OPTIONS, leaves, with_environment
 from rlx.launch import allocation
@@ -32,9 +35,9 @@ def parse(
     argv: list[str],  # as sys.argv
     *,
     config_needed: bool = True,  # whether it is a mistake to give no config
-    switches: Mapping[str, str] | None = None,  # name → help of flags without a value
+    switches: Mapping[str, str] = MappingProxyType({}),  # name → help of flags without a value
     **strings: str,  # name → help of further flags; each defaults to ""
-) -> tuple[Any, flags.FlagValues]:
+) -> tuple[Any, Namespace]:
     """Read `argv` (program name first) into a config and the values of extra string flags.
 
     The config, with overrides, is None where none was given and none is needed. Or UserError.
@@ -44,10 +47,83 @@ def parse(
             from rlx.areal import areal_yaml
 
             argv = areal_yaml.with_python(argv, Path(directory))
-        config, values = _read(argv, config_needed, switches or {}, strings)
-    if config:
-        with_environment(config)
-    if config and config.get("allocation_mode") not in (None, "", AUTO):
+        # Other commands write --dry-run; both are right.
+        argv = [re.sub("^--(?!config)[^=]+", lambda m: f"--{m[0][2:].replace('-', '_')}", argument)
+                for argument in _joined(argv)]  # fmt: skip
+        overrides = [a for a in argv if a.startswith("--config.")]
+        plain = [a for a in argv[1:] if a not in overrides]
+        values, rest = _parser(argv[0], switches, strings).parse_known_args(plain)
+        if asked := config_needed or values.config or overrides:
+            _check_file(values.config, plain)
+        _check_flags(plain, ("config", *strings, *switches))
+        config = overridden(_load(values.config), overrides) if asked else None
+    if rest:
+        key = meant(rest[0].partition("=")[0].lstrip("+"), OPTIONS) if "=" in rest[0] else ""
+        hint = f"did you mean --config.{key}=…?" if key else "flags start with --, see --help"
+        raise UserError(f"unexpected argument {rest[0]!r}; {hint}")
+    return config, values
+
+
+def _parser(program: str, switches: Mapping[str, str], strings: Mapping[str, str]) -> Parser:
+    """Return the parser of a command's own flags; its --help leads to the config's keys."""
+    path = Path(program)
+    name = path.parent.name if path.name == "__main__.py" else path.name.removesuffix(".py")
+    name = f"rlx.{name.removeprefix('rlx.')}"
+    keys = "`rlx keys` lists every KEY, `rlx configs` each rlx:NAME"
+    usage = f"python -m {name} --config=FILE[:ARG] [--config.KEY=VALUE …] [--traceback]"
+    parser = Parser(name, usage=usage, epilog=keys, allow_abbrev=False)
+    file = "FILE[:ARG], or rlx:NAME[:ARG]"
+    parser.add_argument("--config", nargs="?", default="", const="", help=file)
+    for flag, text in strings.items():
+        parser.add_argument(f"--{flag}", default="", help=text.replace("%", "%%"))
+    for flag, text in switches.items():
+        parser.add_argument(f"--{flag}", action="store_true", help=text)
+    return parser
+
+
+def _load(given: str) -> ConfigDict:
+    """Return what get_config of FILE[:ARG] returns; UserError with the line of a mistake in it."""
+    name, *arguments = given.split(":", 1)
+    file = Path(name)
+    try:
+        with _neighbours(file):
+            make = runpy.run_path(name).get("get_config")
+            made = make(*arguments) if callable(make) else None
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{_place(error, file)}: {_mistake(error)}") from error
+    if not callable(make):
+        what = "define get_config(), which returns a ConfigDict"
+        raise UserError(f"{file} has no function get_config; {what}")
+    if not isinstance(made, ConfigDict):
+        what = f"returns {type(made).__name__.removesuffix('Type')}"
+        raise UserError(f"get_config() of {file} {what}; let it return a ConfigDict")
+    return made
+
+
+def overridden(config: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
+    """Return `config` after flags `--config.KEY=VALUE`, and what its values stand for."""
+    known, argv = dict(leaves(config)), ["rlx"]
+    for override in overrides:
+        key, equals, text = override.removeprefix("--config.").partition("=")
+        if not equals:
+            raise UserError(f"{override} has no value; write {override}=VALUE")
+        if key not in known:
+            raise unknown_key(key, known)
+        text = "0" if text == AUTO and key in _ZERO_IS_AUTO else text
+        _check_value(key, text, known[key])
+        text = _as_tuple(text) if isinstance(known[key], tuple) else text
+        argv.append(f"--config.{key}={text}")
+    values = flags.FlagValues()
+    try:
+        config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv)
+        values(argv)
+    except (flags.Error, TypeError, ValueError) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise UserError(" ".join(dict.fromkeys((lines[0], lines[-1])))) from error
+    with_environment(config)
+    if config.get("allocation_mode") not in (None, "", AUTO):
         try:
             allocation.parse(config.allocation_mode)
         except UserError:
@@ -56,55 +132,7 @@ def parse(
             config.allocation_mode, changes = areal_allocation.translate(config.allocation_mode)
             for change in changes:
                 say(f"allocation_mode: {change}", sys.stderr)
-    return config, values
-
-
-def _read(
-    argv: list[str], config_needed: bool, switches: Mapping[str, str], strings: Mapping[str, str]
-) -> tuple[Any, flags.FlagValues]:
-    # Other commands write --dry-run; both are right.
-    argv = [re.sub("^--(?!config)[^=]+", lambda m: f"--{m[0][2:].replace('-', '_')}", argument)
-            for argument in _joined(argv)]  # fmt: skip
-    config_file = next((a.split("=", 1)[1] for a in argv if a.startswith("--config=")), "")
-    plain = [a for a in argv if not a.startswith("--config.")]
-    overrides = [a for a in argv if a.startswith("--config.")]
-    asked, helps = config_needed or config_file or overrides, {"--help", "-h"} & {*argv}
-    if asked and not helps:
-        _check_file(config_file, argv[1:])
-    _check_flags(plain, ("config", *strings, *switches))
-    for override in overrides:
-        if "=" not in override:
-            raise UserError(f"{override} has no value; write {override}=VALUE")
-    values = _flags(strings, switches, plain)
-    if helps:
-        path = Path(argv[0])
-        name = path.parent.name if path.name == "__main__.py" else path.name.removesuffix(".py")
-        print(f"usage: python -m rlx.{name.removeprefix('rlx.')} --config=FILE[:ARG] "
-              f"[--config.KEY=VALUE …] [--traceback]\n{values}\n\n"
-              "`rlx keys` lists every KEY, `rlx configs` each rlx:NAME")  # fmt: skip
-        raise SystemExit(0)
-    rest = _parse(values, plain)[1:]
-    if rest:
-        key = meant(rest[0].partition("=")[0].lstrip("+"), OPTIONS) if "=" in rest[0] else ""
-        hint = f"did you mean --config.{key}=…?" if key else "flags start with --, see --help"
-        raise UserError(f"unexpected argument {rest[0]!r}; {hint}")
-    if not asked:
-        return None, values
-    if not isinstance(made := values["config"].value, ConfigDict):
-        what = f"returns {type(made).__name__.removesuffix('Type')}"
-        raise UserError(f"get_config() of {config_file} {what}; let it return a ConfigDict")
-    known = dict(leaves(made))
-    for override in overrides:
-        key, _, text = override.removeprefix("--config.").partition("=")
-        if key not in known:
-            raise unknown_key(key, known)
-        text = "0" if text == AUTO and key in _ZERO_IS_AUTO else text
-        _check_value(key, text, known[key])
-        text = _as_tuple(text) if isinstance(known[key], tuple) else text
-        argv[argv.index(override)] = f"--config.{key}={text}"
-    values = _flags(strings, switches, argv)
-    _parse(values, argv)
-    return values["config"].value, values
+    return config
 
 
 def _check_value(key: str, text: str, default: Any) -> Any:
@@ -160,42 +188,6 @@ def _as_tuple(text: str) -> str:
     return text
 
 
-def _flags(
-    strings: Mapping[str, str], switches: Mapping[str, str], argv: list[str]
-) -> flags.FlagValues:
-    values = flags.FlagValues()
-    config_flags.DEFINE_config_file(
-        "config", None, "FILE[:ARG], rlx:NAME", flag_values=values, lock_config=True, sys_argv=argv
-    )
-    for name, text in strings.items():
-        flags.DEFINE_string(name, "", text, flag_values=values)
-    for name, text in switches.items():
-        flags.DEFINE_bool(name, False, text, flag_values=values)
-    return values
-
-
-def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
-    try:
-        with _neighbours(argv):
-            return values(argv)
-    except UserError:
-        raise
-    except Exception as error:
-        chain: list[BaseException] = [error]
-        while context := chain[0].__context__:  # the flag libraries wrap what was raised
-            chain.insert(0, context)
-        for inner in chain:
-            if place := _place(inner, argv):
-                raise UserError(f"{place}: {_mistake(inner)}") from error
-        if re.search("attribute 'get_config'|is not callable", str(error)):
-            what = "define get_config(), which returns a ConfigDict"
-            raise UserError(f"{config_file(argv)} has no function get_config; {what}") from error
-        if not isinstance(error, flags.Error | OSError | TypeError | ValueError):
-            raise
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        raise UserError(lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}") from error
-
-
 def _mistake(error: BaseException) -> str:
     """Return what is wrong in a config file, with the key that was meant."""
     text, frame = " ".join(str(error).split()), traceback.extract_tb(error.__traceback__)[-1]
@@ -212,14 +204,13 @@ def _mistake(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}; mend the config, --traceback shows more"
 
 
-def _place(error: BaseException, argv: list[str]) -> str:
-    """Return `FILE:LINE` of the config that an exception came through; empty where it did not."""
-    file = config_file(argv)
+def _place(error: BaseException, file: Path) -> str:
+    """Return `FILE:LINE` of the config that an exception came through; FILE where it did not."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f.lineno for f in frames if Path(f.filename).absolute() == file.absolute()]
-    return f"{file}:{lines[-1]}" if lines else ""
+    return f"{file}:{lines[-1]}" if lines else f"{file}"
 
 
 def config_file(argv: list[str]) -> Path:
@@ -229,9 +220,9 @@ def config_file(argv: list[str]) -> Path:
 
 
 @contextmanager
-def _neighbours(argv: list[str]) -> Iterator[None]:
+def _neighbours(file: Path) -> Iterator[None]:
     """Let DIR/configs/x.py import `configs.y`, its neighbour or one of rlx, wherever it is run."""
-    root, own = str(config_file(argv).absolute().parent.parent), str(embedded())
+    root, own = str(file.absolute().parent.parent), str(embedded())
     last = [own] if own not in sys.path else []
     sys.path[:] = [root, *sys.path, *last]
     try:
@@ -241,9 +232,9 @@ def _neighbours(argv: list[str]) -> Iterator[None]:
             sys.path.remove(path)
 
 
-def _check_flags(arguments: list[str], names: Sequence[str]) -> None:
+def _check_flags(arguments: Sequence[str], names: Sequence[str]) -> None:
     """Raise UserError for a flag that is none of `names`, where it is clear which was meant."""
-    for argument in arguments[1:]:
+    for argument in arguments:
         name = argument.lstrip("-").partition("=")[0]
         if argument[:2] != "--" or {name, name.removeprefix("no")} & {*names, "help", "helpfull"}:
             continue

@@ -264,10 +264,9 @@ def as_flag(config: ConfigDict, place: Path) -> str:
 
 def changes(config: ConfigDict, settings: list[str]) -> dict[str, Any]:
     """Return key → value of what flags `--config.KEY=VALUE` change in a config."""
-    with tempfile.TemporaryDirectory() as place:
-        made, _ = flags.parse(["rlx.replay", as_flag(config, Path(place)), *settings])
-    before, now = dict(leaves(as_json(config))), dict(leaves(made))
-    return {key: now[key] for key, value in leaves(as_json(made)) if before.get(key) != value}
+    made = flags.overridden(config_of(before := as_json(config)), settings)
+    old, now = dict(leaves(before)), dict(leaves(made))
+    return {key: now[key] for key, value in leaves(as_json(made)) if old.get(key) != value}
 
 
 def write_bundle(path: Path, recorded: Recorded, plan: Plan) -> None:
