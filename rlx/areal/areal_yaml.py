@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -263,25 +263,19 @@ def convert(path: str, overrides: Iterable[str]) -> tuple[str, list[str]]:
     return python(modern(leaves), _line(Path(path).name))
 
 
-def with_python(argv: Sequence[str], directory: Path) -> list[str]:
-    """Return a command line with a Python file in place of --config=FILE.yaml[:OVERRIDES].
+def config_of(path: str, overrides: str = "") -> Any:
+    """Return the config of a file, after overrides that are quoted as in a shell.
 
-    Writes the file into `directory` and prints the keys that rlx has not to stderr.
+    Prints the keys that rlx has not to stderr.
     """
-    argv = list(argv)
-    for n, argument in enumerate(argv):
-        found = re.fullmatch(r"(--config=)?([^=]+\.ya?ml)(?::(.*))?", argument)
-        if not found or not (found[1] or argv[n - 1] == "--config"):
-            continue
-        try:
-            overrides = shlex.split(found[3] or "")
-        except ValueError as error:
-            hint = "quote as a shell would"
-            raise UserError(f"{found[3]!r} overrides nothing ({error}); {hint}") from None
-        text, lost = convert(found[2], overrides)
-        made = directory / f"{Path(found[2]).stem}.py"
-        made.write_text(text)
-        argv[n] = f"{found[1] or ''}{made}"
-        for line in lost:
-            command.say(f"{found[2]}: {line}", sys.stderr)
-    return argv
+    try:
+        given = shlex.split(overrides)
+    except ValueError as error:
+        hint = "quote as a shell would"
+        raise UserError(f"{overrides!r} overrides nothing ({error}); {hint}") from None
+    text, lost = convert(path, given)
+    for line in lost:
+        command.say(f"{path}: {line}", sys.stderr)
+    names: dict[str, Any] = {}
+    exec(text, names)
+    return names["get_config"]()

@@ -275,7 +275,7 @@ class _Server:
             if early and _hand_over(early, command, self):
                 self.process = early
             else:
-                self.process = _start(
+                self.process = start_on(
                     command, self.cpus, stdin=subprocess.DEVNULL, stdout=log, env=self.env,
                     pass_fds=(self.lock,),
                 )  # fmt: skip
@@ -343,7 +343,7 @@ def _end(servers: Sequence[_Server]) -> None:
         time.sleep(0.01)
 
 
-def _start(command: Sequence[str], cpus: Sequence[int], **options: Any) -> subprocess.Popen:
+def start_on(command: Sequence[str], cpus: Sequence[int], **options: Any) -> subprocess.Popen:
     """Start a process on its cores, in its own session, so Ctrl-C does not reach it."""
     options |= {"stderr": subprocess.STDOUT, "start_new_session": True}
     ours = os.sched_getaffinity(0)
@@ -360,7 +360,7 @@ def start_early(
     """Start a JAX server that compiles, then waits for flags; it ends with this thread."""
     own = [f"--{name.replace('_', '-')}={options[name]}" for name in _EARLY]
     own += [f"--seed={seed}", f"--model={os.fspath(model)}", f"--parent-pid={os.getpid()}"]
-    return _start(
+    return start_on(
         (*COMMAND, *own, "--early"), cpus, env=_environ(len(cpus), "cpu", ""),
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
     )  # fmt: skip

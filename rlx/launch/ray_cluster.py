@@ -268,7 +268,11 @@ def join() -> Any:
         import ray
     if ray.is_initialized():
         return ray
-    _require(address)
+    given = address not in ("", "auto", "local")
+    if given and (error := refusal(address, _REACH_SECONDS)):
+        problem = f"{ADDRESS}={address}: no head of a Ray cluster listens there ({error})"
+        remedy = "give its host:port on a node of the cluster, or unset it to start one here"
+        raise UserError(f"{problem}; {remedy}")
     options: dict[str, Any] = {"address": address}
     if not address:  # loopback only; for 127.0.0.1 Ray would use the machine's public address
         options = {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.2",
@@ -285,13 +289,3 @@ def join() -> Any:
     if threading.current_thread() is threading.main_thread():  # Ray has replaced the handler
         signal.signal(signal.SIGTERM, handler)
     return ray
-
-
-def _require(address: str) -> None:
-    """Raise UserError if no cluster's head listens at a given host:port."""
-    if address in ("", "auto", "local"):
-        return
-    if error := refusal(address, _REACH_SECONDS):
-        problem = f"{ADDRESS}={address}: no head of a Ray cluster listens there ({error})"
-        remedy = "give its host:port on a node of the cluster, or unset it to start one here"
-        raise UserError(f"{problem}; {remedy}")

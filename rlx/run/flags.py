@@ -8,7 +8,6 @@ import ast
 import re
 import runpy
 import sys
-import tempfile
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from rlx.config import OPTIONS, leaves, with_environment
 from rlx.launch import allocation
 from rlx.train.train_options import AUTO
 
+_YAML = (".yaml", ".yml")
 # Numbers that a flag may also set to `auto`.
 _ZERO_IS_AUTO = ("rollout.max_concurrent_rollouts", "train.max_tokens_per_microbatch")
 
@@ -42,21 +42,16 @@ def parse(
 
     The config, with overrides, is None where none was given and none is needed. Or UserError.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        if re.search(r"\.ya?ml\b", " ".join(argv)):
-            from rlx.areal import areal_yaml
-
-            argv = areal_yaml.with_python(argv, Path(directory))
-        # Other commands write --dry-run; both are right.
-        argv = [re.sub("^--(?!config)[^=]+", lambda m: f"--{m[0][2:].replace('-', '_')}", argument)
-                for argument in _joined(argv)]  # fmt: skip
-        overrides = [a for a in argv if a.startswith("--config.")]
-        plain = [a for a in argv[1:] if a not in overrides]
-        values, rest = _parser(argv[0], switches, strings).parse_known_args(plain)
-        if asked := config_needed or values.config or overrides:
-            _check_file(values.config, plain)
-        _check_flags(plain, ("config", *strings, *switches))
-        config = overridden(_load(values.config), overrides) if asked else None
+    # Other commands write --dry-run; both are right.
+    argv = [re.sub("^--(?!config)[^=]+", lambda m: f"--{m[0][2:].replace('-', '_')}", argument)
+            for argument in _joined(argv)]  # fmt: skip
+    overrides = [a for a in argv if a.startswith("--config.")]
+    plain = [a for a in argv[1:] if a not in overrides]
+    values, rest = _parser(argv[0], switches, strings).parse_known_args(plain)
+    if asked := config_needed or values.config or overrides:
+        _check_file(values.config, plain)
+    _check_flags(plain, ("config", *strings, *switches))
+    config = overridden(_load(values.config), overrides) if asked else None
     if rest:
         key = meant(rest[0].partition("=")[0].lstrip("+"), OPTIONS) if "=" in rest[0] else ""
         hint = f"did you mean --config.{key}=…?" if key else "flags start with --, see --help"
@@ -85,6 +80,10 @@ def _load(given: str) -> ConfigDict:
     """Return what get_config of FILE[:ARG] returns; UserError with the line of a mistake in it."""
     name, *arguments = given.split(":", 1)
     file = Path(name)
+    if file.suffix in _YAML:
+        from rlx.areal import areal_yaml
+
+        return areal_yaml.config_of(name, *arguments)
     try:
         with _neighbours(file):
             make = runpy.run_path(name).get("get_config")
@@ -249,12 +248,12 @@ def _check_flags(arguments: Sequence[str], names: Sequence[str]) -> None:
 def _check_file(config_file: str, arguments: Sequence[str]) -> None:
     if not config_file:
         bare = [f"rlx:{a}" if a in shipped() else a for a in arguments if a[:1] != "-"]
-        given = [a for a in bare if a.endswith((".py", ".yaml", ".yml")) or a[:4] == "rlx:"]
+        given = [a for a in bare if a.endswith((".py", *_YAML)) or a[:4] == "rlx:"]
         raise UserError(f"no --config=FILE given; try --config={[*given, 'rlx:arithmetic'][0]}")
     path = Path(config_file.split(":", 1)[0])
     if path.is_dir():
         raise UserError(f"--config={path} is a directory; give one of its .py files")
-    if not path.is_file():
+    if not path.is_file() and path.suffix not in _YAML:
         near = nearest(path.name, (other.name for other in path.parent.glob("*.py")))
         own = "" if near else nearest(path.stem, shipped())
         near = str(path.with_name(near)) if near else own and f"rlx:{own}"

@@ -23,6 +23,7 @@ from ml_collections import ConfigDict
 from rlx.base import UserError
 from rlx.cli.command import INTERRUPTED, say
 from rlx.config import check
+from rlx.launch.local import start_on
 from rlx.observe.metrics import STARTS
 from rlx.observe.run_table import OUTPUT, score, summary
 from rlx.run import flags, resume
@@ -156,19 +157,12 @@ def run_all(
 
 def _start(given: Sequence[str], workdir: Path, slot: Slot) -> subprocess.Popen[bytes]:
     make_directory(workdir)
-    (cores, cards), own = slot, os.sched_getaffinity(0)
+    cores, cards = slot
     seen = {VISIBLE: ",".join(cards)} if cards else {}
-    os.sched_setaffinity(0, cores)  # the child inherits them
-    try:
-        with (workdir / OUTPUT).open("ab") as out:
-            # In its own session, so that this process forwards Ctrl-C.
-            return subprocess.Popen(
-                [sys.executable, "-m", "rlx.main", *given, f"--workdir={workdir}"],
-                stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
-                env={**os.environ, **seen, PARENT: str(os.getpid())},
-            )  # fmt: skip
-    finally:
-        os.sched_setaffinity(0, own)
+    command = (sys.executable, "-m", "rlx.main", *given, f"--workdir={workdir}")
+    env = {**os.environ, **seen, PARENT: str(os.getpid())}
+    with (workdir / OUTPUT).open("ab") as out:
+        return start_on(command, cores, stdin=subprocess.DEVNULL, stdout=out, env=env)
 
 
 def _end(workdir: Path, status: int) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes as ml_dtypes  # registers bfloat16 with numpy
 import numpy as np
 
-from rlx.base import UserError, install
+from rlx.base import packages_of
 from rlx.doctor import memory
 from rlx.doctor.machine import Devices
 from rlx.doctor.memory import RunSizes
@@ -21,13 +21,11 @@ from rlx.train.contract import Update
 from rlx.train.hosts import Hosts
 from rlx.train.train_options import TrainOptions
 
-try:
+with packages_of("torch", "trainer=torch needs PyTorch"):
     import torch
 
     from rlx_torch import packed_model, sharding
     from rlx_torch.update import TorchUpdate
-except ImportError as error:
-    raise UserError(f"trainer=torch needs PyTorch ({error}); {install('torch')}") from None
 
 
 def set_up() -> None:

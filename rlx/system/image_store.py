@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from rlx.base import UserError, explained, install
+from rlx.base import UserError, explained, packages_of
 
 _NAME = re.compile(r"[0-9a-f]{32}")
 MOST_BYTES, MOST_PIXELS = 16 << 20, 1 << 26  # of an image file; a message holds 32 MiB
@@ -24,10 +24,8 @@ def name_of(data: bytes) -> str:
 
 def opened(data: bytes) -> Any:
     """Return an image file's picture in Pillow's mode RGB; ValueError if damaged or too large."""
-    try:
+    with packages_of("vision", "images need Pillow"):
         from PIL import Image
-    except ImportError as error:
-        raise UserError(f"images need Pillow ({error}); {install('vision')}") from None
     if len(data) > MOST_BYTES:
         raise ValueError(f"an image has {len(data):,} bytes; shrink it to {MOST_BYTES:,} or fewer")
     with warnings.catch_warnings():
