@@ -200,36 +200,32 @@ def up(machines: Machines, shared: Path, wanted: Processes) -> None:
         problem = "--hosts is missing, and processes of srun end with its step"
         remedy = "name hosts that ssh knows, or start runs by --config.scheduler.type=slurm"
         raise UserError(f"{problem}; {remedy}")
-    running, stop = _remove_dead_addresses(shared), Event()
+    wanted_joined = _remove_dead_addresses(shared) + sum(map(len, wanted.values()))
+    stop, end = Event(), time.monotonic() + READY_SECONDS
     with interrupts(stop.set):  # so that cluster.json lists every started process
-        _up(machines, shared, wanted, stop, running)
-
-
-def _up(machines: Machines, shared: Path, wanted: Processes, stop: Event, running: int) -> None:
-    answers = machines.ask("start", {host: {"commands": c} for host, c in wanted.items()})
-    failed = {host: a for host, a in answers.items() if isinstance(a, UserError)}
-    _write(machines, shared, {
-        host: [{"name": one["name"], "log": one["log"], **began}
-               for one, began in zip(wanted[host], answer, strict=True)]
-        for host, answer in answers.items() if host not in failed
-    })  # fmt: skip
-    try:
-        for host, error in failed.items():
-            raise UserError(f"{host}: {error}")
-        count = sum(map(len, wanted.values()))
-        end, joined = time.monotonic() + READY_SECONDS, -1
-        while joined < running + count:
-            if stop.wait(LOOK_SECONDS):
-                raise KeyboardInterrupt
-            joined = len(_joined(shared))
-            for host, one, runs in _alive(*read(shared)):
-                if runs is False or time.monotonic() > end:
-                    lines = Path(one["log"]).read_text(errors="replace").splitlines()
-                    why = last_words(lines) or f"its log is {one['log']}"
-                    raise UserError(f"{host}: {one['name']} ended or is not ready ({why})")
-    except BaseException:
-        down(shared)
-        raise
+        answers = machines.ask("start", {host: {"commands": c} for host, c in wanted.items()})
+        failed = {host: a for host, a in answers.items() if isinstance(a, UserError)}
+        _write(machines, shared, {
+            host: [{"name": one["name"], "log": one["log"], **began}
+                   for one, began in zip(wanted[host], answer, strict=True)]
+            for host, answer in answers.items() if host not in failed
+        })  # fmt: skip
+        try:
+            for host, error in failed.items():
+                raise UserError(f"{host}: {error}")
+            joined = -1
+            while joined < wanted_joined:
+                if stop.wait(LOOK_SECONDS):
+                    raise KeyboardInterrupt
+                joined = len(_joined(shared))
+                for host, one, runs in _alive(*read(shared)):
+                    if runs is False or time.monotonic() > end:
+                        lines = Path(one["log"]).read_text(errors="replace").splitlines()
+                        why = last_words(lines) or f"its log is {one['log']}"
+                        raise UserError(f"{host}: {one['name']} ended or is not ready ({why})")
+        except BaseException:
+            down(shared)
+            raise
 
 
 def read(shared: Path) -> tuple[Machines, Processes]:

@@ -4,7 +4,6 @@ import base64
 import functools
 import hashlib
 import io
-import os
 import re
 import tempfile
 import warnings
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.base import UserError, explained, packages_of
+from rlx.system.jsonl import write_atomically
 
 _NAME = re.compile(r"[0-9a-f]{32}")
 MOST_BYTES, MOST_PIXELS = 16 << 20, 1 << 26  # of an image file; a message holds 32 MiB
@@ -86,12 +86,7 @@ class ImageStore:
         """Keep an image file's bytes; return its name. UserError if it cannot be written."""
         path = self._directory / name_of(data)
         if not path.exists():
-            remedy = "free some space, or use another workdir"
-            with explained(f"cannot write the image {path}", remedy):
-                self._directory.mkdir(parents=True, exist_ok=True)
-                with tempfile.NamedTemporaryFile(dir=self._directory, delete=False) as file:
-                    file.write(data)
-                os.replace(file.name, path)
+            write_atomically(path, data)
         return path.name
 
     def get(self, name: str) -> bytes:
