@@ -78,6 +78,15 @@ def unknown(kind: str, name: str, choices: Iterable[str]) -> UserError:
     return UserError(f"unknown {kind} {name!r}; choose one of {', '.join(names)}")
 
 
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of all that a config, or its JSON, has."""
+    for key in tree:
+        if hasattr(value := tree[key], "keys"):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def refuse(rules: Iterable[tuple[object, str]]) -> None:
     """Raise UserError with the message of the first rule that is broken: (is broken, message)."""
     for broken, message in rules:

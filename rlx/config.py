@@ -6,15 +6,13 @@ a room's dataclass declares. A file in `configs/` starts from `default()` and ch
 fields of `Algorithm`. `rlx keys` and the reference in the docs are made of these declarations.
 """
 
-from collections.abc import Iterator, Mapping
 from dataclasses import Field
-from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
 from rlx.agents.agent_options import AgentOptions
 from rlx.algorithms.algorithm import FIELDS, Algorithm
-from rlx.base import UserError, refuse
+from rlx.base import UserError, leaves, refuse
 from rlx.engines.engine import EngineOptions
 from rlx.fleet.requests import Sampling, Timeouts
 from rlx.model.lora_config import LoraConfig, lora_targets
@@ -428,13 +426,3 @@ def _rules(config: ConfigDict, trains: bool) -> tuple[tuple[object, str], ...]:
          f"fleet.tls.ca={fleet.tls.ca} without fleet.addresses or fleet.join: local servers listen "
          "on loopback and need no TLS; give addresses or leave fleet.tls empty"),
     )  # fmt: skip
-
-
-def leaves(tree: Mapping[str, Any] | ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of all that a config, or its JSON, has."""
-    for key in tree:
-        value = tree[key]
-        if isinstance(value, ConfigDict | Mapping):
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

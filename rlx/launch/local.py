@@ -52,9 +52,10 @@ class CpuPlan:
 
 
 def cpu_plan(
-    cores: Sequence[int], num_servers: int, threads: int = 0, sharing: bool = False
-) -> CpuPlan:
-    """Divide `cores`, ids of usable ones, between the trainer and its servers.
+    cores: Sequence[int], num_servers: int, threads: int = 0, sharing: bool = False,
+    trains: bool = True,
+) -> CpuPlan:  # fmt: skip
+    """Divide `cores`, ids of usable ones, between servers and, if it `trains`, a trainer.
 
     Each server gets `threads` cores, 0 for as many as every process, and the trainer the rest.
     With `sharing`, processes that would have one core each or less use all of them.
@@ -64,24 +65,12 @@ def cpu_plan(
     few = sharing and not threads and len(cores) <= num_servers + 1
     if num_servers == 0 or len(cores) == 1 or few:
         return CpuPlan(cores, (cores,) * num_servers)
-    each = min(threads or max(1, len(cores) // (num_servers + 1)), len(cores) - 1)
-    own = max(1, len(cores) - each * num_servers)  # 1: too few, so servers share the others
-    return CpuPlan(cores[:own], _shared(cores[own:], num_servers, each))
-
-
-def servers_plan(cores: Sequence[int], num_servers: int, threads: int = 0) -> CpuPlan:
-    """Divide `cores` between servers without a trainer; the arguments are those of `cpu_plan`."""
-    cores = tuple(cores)
-    each = min(threads or max(1, len(cores) // max(1, num_servers)), len(cores))
-    return CpuPlan(cores, _shared(cores, num_servers, each))
-
-
-def _shared(pool: tuple[int, ...], num_servers: int, each: int) -> tuple[tuple[int, ...], ...]:
-    """Return `each` cores of `pool` for every server, reused when they run out."""
-    return tuple(
-        tuple(sorted(pool[(i * each + k) % len(pool)] for k in range(each)))
-        for i in range(num_servers)
-    )
+    each = min(threads or max(1, len(cores) // (num_servers + trains)), len(cores) - trains)
+    # 1: too few, so servers share the others.
+    own = max(1, len(cores) - each * num_servers) if trains else 0
+    pool = itertools.cycle(cores[own:])
+    servers = [tuple(sorted(itertools.islice(pool, each))) for _ in range(num_servers)]
+    return CpuPlan(cores[:own], tuple(servers))
 
 
 class LocalServers:

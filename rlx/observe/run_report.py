@@ -17,7 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from rlx.base import UserError
+from rlx.base import UserError, leaves
 from rlx.cli.text import duration, number, visible
 from rlx.observe import report_learning, report_samples, report_speed
 from rlx.observe.charts import percent, shares
@@ -88,16 +88,11 @@ def _image(workdir: Path, name: str) -> str:
     return ""
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def flatten(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return (dotted key, value as text) of every leaf that is set, in order."""
-    rows = []
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            rows += flatten(value, f"{prefix}{key}.")
-        elif value is not None:
-            items = value if isinstance(value, list | tuple) else [value]
-            rows.append((f"{prefix}{key}", ", ".join(str(item) for item in items)))
-    return rows
+    found = [(key, value) for key, value in leaves(tree) if value is not None]
+    several = [(key, v if isinstance(v, list | tuple) else [v]) for key, v in found]
+    return [(key, ", ".join(map(str, items))) for key, items in several]
 
 
 def _header(run: Run) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from rlx.agents import loading, named_workflow
 from rlx.agents.named_workflow import NamedWorkflow
-from rlx.base import UserError, refuse
+from rlx.base import refuse
 from rlx.cli.command import say
 from rlx.evaluation import sample_files, statistics
 from rlx.evaluation.question_sets import Benchmark
@@ -29,7 +29,7 @@ from rlx.fleet import wire
 from rlx.fleet.client import Fleet
 from rlx.fleet.requests import Sampling
 from rlx.fleet.tls import client_tls
-from rlx.launch.local import LocalServers, RunningServers, servers_of, servers_plan
+from rlx.launch.local import LocalServers, RunningServers, cpu_plan, servers_of
 from rlx.model.directory import load_config
 from rlx.rewards.reward_pool import RewardPool
 from rlx.rewards.rewards import JUDGE
@@ -86,8 +86,6 @@ def score_models(
     """
     statistics.check_samples(asked.n_samples, asked.pass_at, asked.maj_at)
     options, template = RunOptions.of(config), config.data.chat_template
-    if not options.served:
-        raise UserError("fleet.num_servers=0 without fleet.addresses; give one of them")
     token = wire.take_token(os.environ)
     with _locked(out):
         own = {
@@ -207,7 +205,8 @@ class _Model:
         """Return servers of the model, or running ones."""
         config, fleet = self.config, self.config.fleet
         shares = allocate.share(config, allocate.gpus())
-        plan = servers_plan(sorted(os.sched_getaffinity(0)), fleet.num_servers, fleet.threads)
+        cores = sorted(os.sched_getaffinity(0))
+        plan = cpu_plan(cores, fleet.num_servers, fleet.threads, trains=False)
         return servers_of(
             fleet.addresses, self.directory, token=token, tls=client_tls(**fleet.tls),
             workdir=self.out, plan=plan, gpus=shares.servers if shares else (),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rlx.base import UserError
 from rlx.fleet.member import Timeouts
 from rlx.fleet.wire import TOKEN_VARIABLE
-from rlx.launch.local import CpuPlan, LocalServers, cpu_plan, servers_plan, start_early
+from rlx.launch.local import CpuPlan, LocalServers, cpu_plan, start_early
 from rlx.system.loop_thread import LoopThread
 from tests.fixtures.commands import ended
 
@@ -65,7 +65,7 @@ def test_processes_of_one_core_each_share_all(cores, servers, threads, shared):
     st.integers(0, 70),
 )
 def test_servers_alone_have_all_cores(cores, servers, threads):
-    plan = servers_plan(cores, servers, threads)
+    plan = cpu_plan(cores, servers, threads, trains=False)
     each = min(threads or max(1, len(cores) // servers), len(cores))
     assert [len(set(own)) for own in plan.servers] == [each] * servers
     used = [core for own in plan.servers for core in own]
