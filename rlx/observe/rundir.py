@@ -3,7 +3,6 @@
 import itertools
 import math
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,6 @@ from rlx.base import UserError
 from rlx.observe.timeline import Span, read
 from rlx.system.jsonl import has_step, read_json, read_jsonl
 
-_VERSION = re.compile(r"(.+) version (\d+)")  # in the names of servers' spans
 MAX_SAMPLE_FILES = 400  # of a longer run, the first and the last half of this many
 
 
@@ -116,11 +114,5 @@ def _samples(directory: Path) -> list[dict[str, Any]]:
 
 
 def _spans(trace: Mapping[str, Any]) -> list[Span]:
-    spans = []
-    for span in read(trace):
-        if version := _VERSION.fullmatch(span.name):
-            args = {"version": int(version[2])} | span.args
-            span = span._replace(name=version[1], args=args)
-        if span.end_ns > span.start_ns:
-            spans.append(span)
+    spans = (span for span in read(trace) if span.end_ns > span.start_ns)
     return sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))

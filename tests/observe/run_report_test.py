@@ -269,14 +269,15 @@ def test_the_charts_carry_the_runs_numbers(run):
     assert heights == pytest.approx([r["step_seconds"] for r in records], rel=1e-4)
 
 
-def test_spans_of_servers_have_their_version_in_the_name(make_run, tmp_path):
+def test_the_chart_of_publishing_goes_by_the_versions_of_spans(make_run, tmp_path):
     run = make_run(tmp_path / "run", steps=3)
     trace = {"traceEvents": [
         {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "publish"}},
         {"ph": "M", "name": "process_name", "pid": 2, "args": {"name": "server 0"}},
         {"ph": "X", "name": "publish", "pid": 1, "tid": 1, "ts": 1000, "dur": 4000,
          "args": {"version": 2}},
-        {"ph": "X", "name": "load version 2", "pid": 2, "tid": 1, "ts": 2000, "dur": 2000},
+        {"ph": "X", "name": "load", "pid": 2, "tid": 1, "ts": 2000, "dur": 2000,
+         "args": {"version": 2}},
     ]}  # fmt: skip
     (run / "timeline.json").write_text(json.dumps(trace))
     publishing = charts_of(report(run)[0])["Publishing"]
