@@ -235,7 +235,7 @@ def _check_flags(arguments: Sequence[str], names: Sequence[str]) -> None:
     """Raise UserError for a flag that is none of `names`, where it is clear which was meant."""
     for argument in arguments:
         name = argument.lstrip("-").partition("=")[0]
-        if argument[:2] != "--" or {name, name.removeprefix("no")} & {*names, "help", "helpfull"}:
+        if argument[:2] != "--" or name in (*names, "help"):
             continue
         near = nearest(name, names)
         key = f"--{near}" if near else meant(name.removeprefix("config_"), OPTIONS)
