@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from rlx.base import UserError, refuse
+from rlx.base import UserError, leaves, refuse
 from rlx.journal.history import Recovered
 from rlx.observe.environment import SAME
 from rlx.observe.metrics import RECORDS, STARTS, forget
 from rlx.observe.writers import BOARD_ID
-from rlx.run.flags import leaves
 from rlx.run.inputs import INITIAL
 from rlx.run.room_options import as_json
 from rlx.system import atomic_directory

@@ -12,8 +12,8 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from rlx.agents import loading
+from rlx.base import leaves
 from rlx.cli import user_code
-from rlx.config import leaves
 from rlx.doctor import machine, packages
 from rlx.doctor.findings import Finding, attempt
 from rlx.fleet.addresses import read_addresses

@@ -21,12 +21,11 @@ from typing import Any, Protocol
 from ml_collections import ConfigDict
 
 import rlx
-from rlx.base import UserError
+from rlx.base import UserError, leaves
 from rlx.cli.command import INTERRUPTED, say
 from rlx.cli.user_code import words
 from rlx.doctor.machine import Devices
 from rlx.doctor.memory import RunSizes
-from rlx.run.flags import leaves
 from rlx.run.inputs import Inputs
 from rlx.run.room_options import RunOptions, as_json
 from rlx.system import exit_reason
