@@ -186,8 +186,10 @@ class ToolUse:
         """Return the tokens of texts and images in turn, and the images' names."""
         ids, names = list[int](), tuple[str, ...]()
         for at, piece in enumerate(pieces):
-            shown, found = shielded(piece, controls(self._tokenizer).strict), ()
             if at % 2:
                 shown, found = self._prompts.images.shown(piece)
-            ids, names = [*ids, *encode(self._tokenizer, shown)], (*names, *found)
+                names += found
+            else:
+                shown = shielded(piece, controls(self._tokenizer).strict)
+            ids += encode(self._tokenizer, shown)
         return ids, names

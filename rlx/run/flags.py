@@ -4,12 +4,12 @@ In the place of FILE, rlx:NAME is configs/NAME.py of the files that come with rl
 a YAML file of AReaL, and `allocation_mode` one of its allocations.
 """
 
+import argparse
 import ast
 import re
 import runpy
 import sys
 import traceback
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,7 +37,7 @@ def parse(
     config_needed: bool = True,  # whether it is a mistake to give no config
     switches: Mapping[str, str] = MappingProxyType({}),  # name → help of flags without a value
     **strings: str,  # name → help of further flags; each defaults to ""
-) -> tuple[Any, Namespace]:
+) -> tuple[Any, argparse.Namespace]:
     """Read `argv` (program name first) into a config and the values of extra string flags.
 
     The config, with overrides, is None where none was given and none is needed. Or UserError.
@@ -72,8 +72,15 @@ def _parser(program: str, switches: Mapping[str, str], strings: Mapping[str, str
     for flag, text in strings.items():
         parser.add_argument(f"--{flag}", default="", help=text.replace("%", "%%"))
     for flag, text in switches.items():
-        parser.add_argument(f"--{flag}", action="store_true", help=text)
+        yes = {"nargs": "?", "const": True, "default": False, "type": _boolean}  # as absl's flags
+        parser.add_argument(f"--{flag}", **yes, metavar="true", help=text)
     return parser
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not true or false")
+    return text.lower() == "true"
 
 
 def _load(given: str) -> ConfigDict:
