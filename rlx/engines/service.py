@@ -19,7 +19,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, NoReturn
 
@@ -118,7 +118,7 @@ class RolloutService(rpc.RolloutServicer):
             if own:
                 own.add_event("first token")
 
-        async with self._refusing(request, context) as own:
+        async with self._asked(request, context) as own:
             wanted = wire.request_from(request)
             if wanted.sampling.adapter:
                 self._allowed(wanted.sampling.adapter)
@@ -133,16 +133,14 @@ class RolloutService(rpc.RolloutServicer):
                         await context.write(wire.reply_message(batch))
 
     async def AddImage(self, request, context):
-        try:
+        async with _refusing(context):
             if image_store.name_of(request.data) != request.name:
                 raise ValueError(f"the bytes of image {request.name} are damaged; send it again")
             await self.engine.add_image(request.name, request.data)
-        except (ValueError, UserError) as error:
-            await _refuse(context, _Code.INVALID_ARGUMENT, error)
-        return pb.AddImageReply()
+            return pb.AddImageReply()
 
     async def Score(self, request, context):
-        async with self._refusing(request, context):
+        async with self._asked(request, context):
             wanted = wire.score_from(request)
             if wanted.adapter:
                 self._allowed(wanted.adapter)
@@ -150,23 +148,15 @@ class RolloutService(rpc.RolloutServicer):
                 return wire.score_reply(await self.engine.score(wanted))
 
     @asynccontextmanager
-    async def _refusing(self, request, context) -> AsyncIterator[Any]:
-        """Answer errors of a Generate or Score call with a status; yield its span, or None."""
+    async def _asked(self, request, context) -> AsyncIterator[Any]:
+        """Refuse a Generate or Score call as `_refusing`; yield its span, or None."""
         trace = traces.caller(self.tracer, context.invocation_metadata())
-        try:
+        async with _refusing(context):
             # Before a restart the server may have had other weights.
             if request.instance not in ("", self._instance):
                 raise RequestError(_Code.UNAVAILABLE, "the server was restarted")
             with traces.span("engine", *trace, running=self._here) as own:
                 yield own
-        except RequestError as error:
-            await _refuse(context, error.code, error)
-        except MissingImage as error:
-            await _refuse(context, _Code.FAILED_PRECONDITION, error)
-        except (ValueError, UserError) as error:
-            await _refuse(context, _Code.INVALID_ARGUMENT, error)
-        except EngineStopped as error:  # to a client, as if the server had died
-            await _refuse(context, _Code.UNAVAILABLE, error)
 
     @contextmanager
     def _place(self, count: int) -> Iterator[None]:
@@ -186,12 +176,15 @@ class RolloutService(rpc.RolloutServicer):
 
     async def Publish(self, request_iterator, context):
         requests = _timely(aiter(request_iterator), self.stall_seconds)
-        async with aclosing(relay.Incoming(requests, context, self.tls)) as incoming:
-            reply = await self._published(incoming, context)
+        async with (
+            _refusing(context, _Code.FAILED_PRECONDITION),
+            aclosing(relay.Incoming(requests, context, self.tls)) as incoming,
+        ):
+            reply = await self._published(incoming)
             reply.relayed.extend(await incoming.results())
             return reply
 
-    async def _published(self, requests, context):
+    async def _published(self, requests: relay.Incoming) -> pb.PublishReply:
         file = None
         try:
             header = await _header(requests)
@@ -213,23 +206,16 @@ class RolloutService(rpc.RolloutServicer):
                     else:
                         way = "stream"
                         await _receive(header, requests, path)
-        except RequestError as error:
+        except BaseException as error:
             _close(file)
-            await _drain(requests)
-            await _refuse(context, error.code, error)
-        except BaseException:
-            _close(file)
+            if isinstance(error, RequestError):
+                await _drain(requests)
             raise
         # Finish the update even if the caller disconnects.
         install = asyncio.create_task(self._install(header, path, file))
         self._installs.add(install)
         install.add_done_callback(self._installs.discard)
-        try:
-            reply = await asyncio.shield(install)
-        except RequestError as error:
-            await _refuse(context, error.code, error)
-        except (ValueError, UserError) as error:
-            await _refuse(context, _Code.FAILED_PRECONDITION, error)
+        reply = await asyncio.shield(install)
         self.meters.publish_bytes.labels(way).inc(num_bytes)
         return reply
 
@@ -258,27 +244,22 @@ class RolloutService(rpc.RolloutServicer):
 
     async def Pause(self, request, context):
         seconds = request.lease_seconds or PAUSE_SECONDS
-        if not 0 < seconds <= MAX_PAUSE_SECONDS:
-            message = f"lease_seconds={seconds} is not in (0, {MAX_PAUSE_SECONDS:g}]"
-            await _refuse(context, _Code.INVALID_ARGUMENT, ValueError(message))
-        if request.freed not in pb.Freed.values():
-            message = f"freed={request.freed} is unknown; update the server's rlx"
-            await _refuse(context, _Code.INVALID_ARGUMENT, ValueError(message))
-        async with self._changing:
+        async with _refusing(context), self._changing:
+            if not 0 < seconds <= MAX_PAUSE_SECONDS:
+                raise ValueError(f"lease_seconds={seconds} is not in (0, {MAX_PAUSE_SECONDS:g}]")
+            if request.freed not in pb.Freed.values():
+                raise ValueError(f"freed={request.freed} is unknown; update the server's rlx")
             self._end_lease()
             if not request.freed:  # what was freed is in use by others, for as long as they need it
                 self._lease = asyncio.create_task(self._resume_after(seconds))
             await self.engine.pause(request.freed)
-        return pb.PauseReply()
+            return pb.PauseReply()
 
     async def Resume(self, request, context):
-        async with self._changing:
+        async with _refusing(context, _Code.FAILED_PRECONDITION), self._changing:
             self._end_lease()
-            try:
-                await self.engine.resume()
-            except ValueError as error:
-                await _refuse(context, _Code.FAILED_PRECONDITION, error)
-        return pb.ResumeReply()
+            await self.engine.resume()
+            return pb.ResumeReply()
 
     def _end_lease(self) -> None:
         if self._lease:
@@ -347,15 +328,13 @@ class RolloutService(rpc.RolloutServicer):
         if not base or (base.version, base.num_bytes, base.crc32) != wanted:
             message = f"this server does not have version {sent.base_version}, the delta's base"
             raise RequestError(_Code.ABORTED, message)
-        file = self._stage_file(sent.num_bytes)
-        try:
-            await _receive(sent, requests, file.path)
-            start_ns = self.clock()
-            crc = await asyncio.to_thread(delta.apply, base.path, file.path, path)
-        except (ValueError, OSError) as error:
-            raise RequestError(_Code.ABORTED, f"cannot apply the delta: {error}") from error
-        finally:
-            file.close()
+        with closing(self._stage_file(sent.num_bytes)) as file:
+            try:
+                await _receive(sent, requests, file.path)
+                start_ns = self.clock()
+                crc = await asyncio.to_thread(delta.apply, base.path, file.path, path)
+            except (ValueError, OSError) as error:
+                raise RequestError(_Code.ABORTED, f"cannot apply the delta: {error}") from error
         self._spans.append(("apply delta", start_ns, self.clock()))
         if crc != header.crc32:
             message = f"the delta gives a file with checksum {crc:08x}, not {header.crc32:08x}"
@@ -366,19 +345,17 @@ class RolloutService(rpc.RolloutServicer):
         sent, start_ns = header.adapter, self.clock()
         if not self._model:
             raise RequestError(_Code.FAILED_PRECONDITION, "no base for adapters; publish by stream")
-        file = self._stage_file(header.num_bytes)
-        try:
-            await asyncio.to_thread(self._model.require, sent.base)
-            await _receive(header, requests, file.path)
-            await asyncio.to_thread(self._model.write, file.path, sent.scale, sent.dtype, path)
-        except adapter.OtherBase as error:
-            raise RequestError(_Code.FAILED_PRECONDITION, str(error)) from error
-        except ValueError as error:
-            raise RequestError(_Code.INVALID_ARGUMENT, str(error)) from error
-        except (UserError, OSError) as error:
-            raise RequestError(_Code.RESOURCE_EXHAUSTED, str(error)) from error
-        finally:
-            file.close()
+        with closing(self._stage_file(header.num_bytes)) as file:
+            try:
+                await asyncio.to_thread(self._model.require, sent.base)
+                await _receive(header, requests, file.path)
+                await asyncio.to_thread(self._model.write, file.path, sent.scale, sent.dtype, path)
+            except adapter.OtherBase as error:
+                raise RequestError(_Code.FAILED_PRECONDITION, str(error)) from error
+            except ValueError as error:
+                raise RequestError(_Code.INVALID_ARGUMENT, str(error)) from error
+            except (UserError, OSError) as error:
+                raise RequestError(_Code.RESOURCE_EXHAUSTED, str(error)) from error
         self._spans.append(("add adapter", start_ns, self.clock()))
 
     def _keep(self, base: Weights | None) -> None:
@@ -567,6 +544,21 @@ def _compare(
 def _close(file: WeightFile | None) -> None:
     if file:
         file.close()
+
+
+@asynccontextmanager
+async def _refusing(context, bad: grpc.StatusCode = _Code.INVALID_ARGUMENT) -> AsyncIterator[None]:
+    """Answer errors of a call with a status, which is `bad` for a mistake of the caller."""
+    try:
+        yield
+    except RequestError as error:
+        await _refuse(context, error.code, error)
+    except MissingImage as error:
+        await _refuse(context, _Code.FAILED_PRECONDITION, error)
+    except (ValueError, UserError) as error:
+        await _refuse(context, bad, error)
+    except EngineStopped as error:  # to a client, as if the server had died
+        await _refuse(context, _Code.UNAVAILABLE, error)
 
 
 async def _refuse(context, code: grpc.StatusCode, error: Exception) -> NoReturn:
