@@ -10,15 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.base import (
-    Group,
-    Trajectory,
-    UserError,
-    images_of,
-    joined_masks,
-    seed_of,
-    with_images,
-)
+from rlx.base import Group, Trajectory, UserError, images_of, joined_masks, seed_of, with_images
 from rlx.engines.stop_strings import cut
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion

@@ -9,15 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlx.base import (
-    Group,
-    PromptTokens,
-    Trajectory,
-    UserError,
-    images_of,
-    joined_masks,
-    place,
-)
+from rlx.base import Group, PromptTokens, Trajectory, UserError, images_of, joined_masks, place
 from rlx.fleet.requests import Chunk, Sampling
 from rlx.fleet.sample import Completion
 from rlx.rewards.reward_pool import RewardCall, RewardPool
