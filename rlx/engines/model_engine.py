@@ -108,15 +108,9 @@ class ModelEngine:
         while self._spans:  # no `clear`: the engine's thread may append meanwhile
             spans.append(self._spans.popleft())
         return EngineStatus(
-            version=self._version,
-            running=running,
-            queued=queued,
-            slots=slots,
-            max_model_len=self._max_model_len,
-            tokens_generated=self._generated,
-            paused=self._paused,
-            spans=tuple(spans),
-        )
+            self._version, running, queued, slots, self._max_model_len,
+            tokens_generated=self._generated, paused=self._paused, spans=tuple(spans),
+        )  # fmt: skip
 
     def _check_alive(self) -> None:
         if self._failure:

@@ -79,8 +79,7 @@ class Fleet:
         # Directory of more servers, read continually; servers that cannot be reached, or that
         # refuse us, are reported and ignored.
         joining: Joining | None = None,
-        sleep: int
-        | None = None,  # level at which servers sleep until `set_sleep`; None: they do not
+        sleep: int | None = None,  # level of sleep until `set_sleep`; None: they do not sleep
         image: Callable[[str], bytes] | None = None,  # returns the file of a prompt's image by name
     ):
         self._sleep = sleep
@@ -97,21 +96,13 @@ class Fleet:
         self._joining, self._left_out = joining, set[str]()
 
         def member(address: str, joined: bool = False) -> Member:
+            own = joining.tls if joining and joined else tls
             return Member(
-                address,
-                limits=self._limits,
-                wanted=lambda: self._weights,
-                changed=self._balancer.changed,
-                say=self.say,
-                token=token,
-                tls=joining.tls if joining and joined else tls,
-                joined=joined,
-                silent=self._balancer.silent,
-                restart=restart,
-                kv=wire.KV_NUMBERS[kv_on_update],
+                address, limits=self._limits, wanted=lambda: self._weights, token=token, tls=own,
+                changed=self._balancer.changed, silent=self._balancer.silent, say=self.say,
+                joined=joined, restart=restart, kv=wire.KV_NUMBERS[kv_on_update], image=image,
                 sleep=lambda: self._sleep,
-                image=image,
-            )
+            )  # fmt: skip
 
         self._member = member
         self._members = self._balancer.members

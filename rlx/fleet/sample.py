@@ -76,16 +76,10 @@ class GenerateCall:
         """Return a request that continues `samples`, a part returned by `split`."""
         first = samples[0]
         return Request(
-            request_id=uuid.uuid4().hex,
-            prompt_tokens=np.concatenate([self.prompt, first.tokens()]),
-            sampling=self.sampling,
-            n=len(samples),
-            first_index=first.index,
-            prefix_len=first.length,
-            priority=self.priority,
-            unwatched=self.watch is None,
-            images=self.images,
-        )
+            uuid.uuid4().hex, np.concatenate([self.prompt, first.tokens()]), self.sampling,
+            n=len(samples), first_index=first.index, prefix_len=first.length,
+            priority=self.priority, unwatched=self.watch is None, images=self.images,
+        )  # fmt: skip
 
     def finished(self, sample: PartialSample, max_model_len: int = 0) -> bool:
         """Return whether `sample` needs no more requests; `max_model_len` is 0 if unknown."""

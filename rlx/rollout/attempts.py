@@ -39,14 +39,10 @@ class Skipped(RolloutError):
     def record(self, which: str) -> dict[str, Any]:
         """Return the line of skipped.jsonl; `which` is train or eval."""
         return {
-            "which": which,
-            "group_id": self.group_id,
-            "row": self.index,
-            "text": describe(self._row),
-            "attempts": self._attempts,
-            "error": type(self.__cause__).__name__,
-            "message": _message(self.__cause__),
-        }
+            "which": which, "group_id": self.group_id, "row": self.index,
+            "text": describe(self._row), "attempts": self._attempts,
+            "error": type(self.__cause__).__name__, "message": _message(self.__cause__),
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -328,16 +328,12 @@ class Cursor:
     def state_dict(self) -> dict[str, Any]:
         """Return a JSON-able state."""
         return {
-            "position": self.position,
-            "place": self.place,
+            "position": self.position, "place": self.place,
             "drawn": [list(pair) for pair in self._drawn.items()],
             "pools": [[row, pool] for row, pool in self._pools.items() if pool],
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "rows": len(self._rows),
-            "digest": self._digest,
-            "mix": self._mix,
-        }
+            "seed": self._seed, "shuffle": self._shuffle, "mix": self._mix,
+            "rows": len(self._rows), "digest": self._digest,
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any], allow_change: bool = False) -> str:
         """Continue from a `state`; return how the rows changed, or "".
@@ -347,12 +343,9 @@ class Cursor:
         """
         mine, changed = self.state_dict(), ""
         for key, what in (
-            ("seed", "seed"),
-            ("shuffle", "data.shuffle"),
-            ("rows", "number of rows"),
-            ("digest", "dataset's content"),
-            ("mix", "rows and weights of data.mix"),
-        ):
+            ("seed", "seed"), ("shuffle", "data.shuffle"), ("rows", "number of rows"),
+            ("digest", "dataset's content"), ("mix", "rows and weights of data.mix"),
+        ):  # fmt: skip
             if mine[key] == state.get(key, []):  # older states have no mix
                 continue
             numbers = f"{state.get(key)} before, {mine[key]} now"

@@ -278,11 +278,6 @@ def joined(
     arrays: dict[str, Any] = {k: np.concatenate(v).astype(_COLUMNS[k]) for k, v in columns.items()}
     parts = [part for seen, sampled in turns for part in (Chunk(0, seen), sampled)]
     return Trajectory(
-        **arrays,
-        **joined_masks(parts),
-        images=images_of(*(seen for seen, _ in turns)),
-        reward=reward,
-        stop_reason=turns[-1][1].stop_reason,
-        trajectory_id=trajectory_id,
-        **further,
-    )
+        **arrays, **joined_masks(parts), **further, reward=reward, trajectory_id=trajectory_id,
+        images=images_of(*(seen for seen, _ in turns)), stop_reason=turns[-1][1].stop_reason,
+    )  # fmt: skip

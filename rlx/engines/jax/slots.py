@@ -206,14 +206,8 @@ class Slots:
         room = min(sampling.max_new_tokens - request.prefix_len, self.max_model_len - len(prompt))
         minimum = sampling.min_new_tokens - request.prefix_len
         masked = 1 if sampling.return_masks and sampling.temperature > 0 else 2 * bool(guide)
-        self._numbers[slot] = (
-            prompt[-1],
-            len(prompt) - 1,
-            room,
-            max(minimum, 0),
-            sampling.top_k,
-            masked,
-        )
+        numbers = prompt[-1], len(prompt) - 1, room, max(minimum, 0), sampling.top_k, masked
+        self._numbers[slot] = numbers
         self._chances[slot] = sampling.temperature, sampling.top_p
         self._stops[slot] = -1
         self._stops[slot, : len(live.stops)] = live.stops

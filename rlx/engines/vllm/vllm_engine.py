@@ -267,36 +267,24 @@ class VllmEngine(ModelEngine):
         longest = min(sampling.max_new_tokens - request.prefix_len, room)
         guide = StructuredOutputsParams(json=sampling.guide) if sampling.guide else None
         return self._processed(
-            request.request_id,
-            request.prompt_tokens,
-            request.images,
-            sampling.adapter,
+            request.request_id, request.prompt_tokens, request.images, sampling.adapter,
             priority=-request.priority,  # vLLM serves the lowest first
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
+            temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
             max_tokens=longest,
             min_tokens=min(max(sampling.min_new_tokens - request.prefix_len, 0), longest),
             stop_token_ids=list(self._stop_tokens(sampling)),
             logprobs=None if sampling.unscored else sampling.top_logprobs,
             structured_outputs=guide,
-        )
+        )  # fmt: skip
 
     def _core_score(self, request: ScoreRequest) -> Any:
         # vLLM samples at least one token. So the last token is not in the prompt and is the only
         # one allowed; its logprob is not affected. Prompts with logprobs use no cached prefix.
         return self._processed(
-            "score",
-            request.tokens[:-1],
-            request.images,
-            request.adapter,
-            priority=0,
-            temperature=request.temperature,
-            max_tokens=1,
+            "score", request.tokens[:-1], request.images, request.adapter, priority=0,
+            temperature=request.temperature, max_tokens=1, logprobs=0, prompt_logprobs=0,
             allowed_token_ids=[int(request.tokens[-1])],
-            logprobs=0,
-            prompt_logprobs=0,
-        )
+        )  # fmt: skip
 
     def _lora(self, path: str) -> Any:
         """Return vLLM's request for an adapter, None for ""; it keeps those used of late."""
@@ -310,15 +298,9 @@ class VllmEngine(ModelEngine):
         return LoRARequest(f"{path}@{changed}", number, path) if path else None
 
     def _processed(
-        self,
-        name: str,
-        prompt: np.ndarray,
-        images: Sequence[str],
-        adapter: str,
-        *,
-        priority: int,
-        **sampling: Any,
-    ) -> Any:
+        self, name: str, prompt: np.ndarray, images: Sequence[str], adapter: str, *,
+        priority: int, **sampling: Any,
+    ) -> Any:  # fmt: skip
         from vllm import SamplingParams
         from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import RequestOutputKind
@@ -328,13 +310,9 @@ class VllmEngine(ModelEngine):
                 detokenize=False, output_kind=RequestOutputKind.DELTA, **sampling
             )
             return self.llm.input_processor.process_inputs(
-                name,
-                self._input(prompt, images),
-                params,
-                supported_tasks=self._tasks,
-                lora_request=self._lora(adapter),
-                priority=priority,
-            )
+                name, self._input(prompt, images), params, priority=priority,
+                supported_tasks=self._tasks, lora_request=self._lora(adapter),
+            )  # fmt: skip
         except (VLLMValidationError, ValueError, TypeError, OverflowError) as error:
             named = getattr(error, "parameter", None)
             named = named or ("guide" if sampling.get("structured_outputs") else "")
