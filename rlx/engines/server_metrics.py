@@ -73,11 +73,8 @@ class CallMeter(grpc.aio.ServerInterceptor):
             return None
         streams = (handler.request_streaming, handler.response_streaming)
         kind = "_".join("stream" if each else "unary" for each in streams)
-        return getattr(grpc, f"{kind}_rpc_method_handler")(
-            self._metered(name, getattr(handler, kind)),
-            handler.request_deserializer,
-            handler.response_serializer,
-        )
+        metered: Any = handler  # a named tuple
+        return metered._replace(**{kind: self._metered(name, getattr(handler, kind))})
 
     def _metered(self, name: str, behaviour: Callable) -> Callable:
         async def call(request, context):

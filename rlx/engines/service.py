@@ -405,11 +405,9 @@ async def _gathered(
     The end of the last of `n` samples is not held. `first` is called when the first chunk comes.
     """
     pending: list[Chunk] = []
-    wake, loop = asyncio.Event(), asyncio.get_running_loop()
-    timer: asyncio.TimerHandle | None = None
+    some, ended = asyncio.Event(), asyncio.Event()
 
     async def pump() -> None:
-        nonlocal timer
         left, begun = n, False
         try:
             async for chunk in stream:
@@ -417,34 +415,30 @@ async def _gathered(
                     first()
                 begun = True
                 pending.append(chunk)
+                some.set()
                 left -= chunk.stop_reason is not None
                 if not left:
-                    wake.set()
-                elif not timer:
-                    timer = loop.call_later(hold_seconds, wake.set)
+                    ended.set()
         finally:
-            wake.set()
+            some.set()
+            ended.set()
 
     task = asyncio.create_task(pump())
     try:
-        while True:
-            await wake.wait()
-            wake.clear()
-            if timer:
-                timer.cancel()
-                timer = None
-            if pending:
-                batch = pending.copy()
-                pending.clear()
+        while not task.done() or pending:
+            await some.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(hold_seconds):
+                    await ended.wait()
+            some.clear()
+            batch = pending.copy()
+            pending.clear()
+            if batch:
                 yield batch
-            if task.done() and not pending:
-                task.result()  # raises what ended the stream
-                return
+        task.result()  # raises what ended the stream
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        if timer:
-            timer.cancel()
 
 
 async def _timely(

@@ -24,20 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx.engines.jax import decode, kv_cache, sampling
+from rlx.engines.jax import decode, kv_cache, sampling, slots
 from rlx.engines.jax.serving_params import ServingParams, shapes
-from rlx.engines.jax.slots import (
-    BUDGET,
-    LENGTH,
-    MASKED,
-    MINIMUM,
-    TEMPERATURE,
-    TOKEN,
-    TOP_K,
-    TOP_P,
-    DecodeInputs,
-    idle_inputs,
-)
 from rlx.engines.kv_memory import CachePlan
 from rlx.model.model_config import ModelConfig
 from rlx.model.ops import on_cpu
@@ -196,21 +184,21 @@ class Programs:
         return min(fitting, key=lambda s: s.slots * (s.length + 256), default=full)
 
     def decode(
-        self, params: ServingParams, cache: kv_cache.Cache, shape: Shape, inputs: DecodeInputs
+        self, params: ServingParams, cache: kv_cache.Cache, shape: Shape, inputs: slots.DecodeInputs
     ) -> tuple[decode.Block, kv_cache.Cache]:
         """Make a decode call; return its block, on the host, and the cache with its tokens."""
         block, recent = self._decode(params, cache, shape, inputs)
         if self._agreed.get(shape, 0) < TRIALS:
             block, recent = self._try(params, cache, shape, inputs, block, recent)
-        slots = recent[0].keys.shape[0]
-        append = self._get(("append", slots))
-        cache = append(cache, recent, inputs.numbers[:slots, LENGTH])
+        rows = recent[0].keys.shape[0]
+        append = self._get(("append", rows))
+        cache = append(cache, recent, inputs.numbers[:rows, slots.LENGTH])
         return jax.tree.map(np.asarray, block), cache
 
-    def _decode(self, params, cache, shape: Shape, inputs: DecodeInputs):
+    def _decode(self, params, cache, shape: Shape, inputs: slots.DecodeInputs):
         return self._get(shape)(params, cache, jax.tree.map(lambda x: x[: shape.slots], inputs))
 
-    def _try(self, params, cache, shape: Shape, inputs: DecodeInputs, block, recent):
+    def _try(self, params, cache, shape: Shape, inputs: slots.DecodeInputs, block, recent):
         """Run the full program too; record whether the smaller one agrees with it."""
         full = self.full._replace(masked=shape.masked)
         full_block, full_recent = self._decode(params, cache, full, inputs)
@@ -259,7 +247,7 @@ class Programs:
         cache = jax.eval_shape(self.new_cache)
         pairs, count = _ints(plan.slots, 2), _ints()
         if isinstance(key, Shape):
-            inputs = idle_inputs(key.slots, steps)
+            inputs = slots.idle_inputs(key.slots, steps)
             if key.masked > 1:
                 bits = np.zeros((key.slots, -(-config.vocab_size // 8)), np.uint8)
                 inputs = inputs._replace(allowed=bits)
@@ -295,17 +283,17 @@ def _decode(config: ModelConfig, steps: int, shape: Shape, params, cache, inputs
 
     def choose(logits, index):
         draws = jax.lax.dynamic_index_in_dim(inputs.uniforms, index, 1, keepdims=False)
-        early = (index < numbers[:, MINIMUM])[:, None]
+        early = (index < numbers[:, slots.MINIMUM])[:, None]
         banned = jnp.where(early, inputs.stops, -1)
-        masked = numbers[:, MASKED] > 0 if shape.masked else None
+        masked = numbers[:, slots.MASKED] > 0 if shape.masked else None
         restriction = sampling.Restriction(
-            chances[:, TOP_P], numbers[:, TOP_K], banned, masked, inputs.allowed
+            chances[:, slots.TOP_P], numbers[:, slots.TOP_K], banned, masked, inputs.allowed
         )
-        return sampling.draw(logits, draws, chances[:, TEMPERATURE], restriction)
+        return sampling.draw(logits, draws, chances[:, slots.TEMPERATURE], restriction)
 
     return decode.decode(
-        params, config, cache, numbers[:, TOKEN], numbers[:, LENGTH], numbers[:, BUDGET],
-        inputs.stops, choose, steps, bool(shape.masked),
+        params, config, cache, numbers[:, slots.TOKEN], numbers[:, slots.LENGTH],
+        numbers[:, slots.BUDGET], inputs.stops, choose, steps, bool(shape.masked),
     )  # fmt: skip
 
 
