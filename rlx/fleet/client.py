@@ -350,8 +350,10 @@ class Fleet:
         """
         async with self._publishing:
             start = time.monotonic()
+            had = self._weights
+            base = had if had and any(m.has(had) for m in self._members) else None
             staging = asyncio.create_task(
-                in_thread(stage, version, source, method, self._publish_dir, self._delta_base())
+                in_thread(stage, version, source, method, self._publish_dir, base)
             )
             try:
                 weights = await asyncio.shield(staging)
@@ -518,10 +520,6 @@ class Fleet:
         finally:
             for task in hurries:
                 task.cancel()
-
-    def _delta_base(self) -> Weights | None:
-        weights = self._weights
-        return weights if weights and any(m.has(weights) for m in self._members) else None
 
     def _raise_refused(self, weights: Weights) -> None:
         for member in self._members:

@@ -176,7 +176,10 @@ class Member:
                     # Before its first token, an update by this run's killed process may end.
                     again = route and replaced == route.goal
                     if served != replaced and not again and self.waits.last > -math.inf:
-                        await self._require_no_restart()  # else it may have had its first weights
+                        before = self.status.instance
+                        await self.probe()
+                        if self.status.instance != before:  # it may have had its first weights
+                            raise Lost("restarted")
                         self._compare(served, replaced)
                     self._has, self._serves = weights, (weights.version, weights.crc32)
             except grpc.aio.AioRpcError as error:
@@ -310,12 +313,6 @@ class Member:
                 "publishes to it; give every run its own servers or its own token"
             )
             self.fail("something else publishes to it")
-
-    async def _require_no_restart(self) -> None:
-        instance = self.status.instance
-        await self.probe()
-        if self.status.instance != instance:
-            raise Lost("restarted")
 
     def _wrong_token(self) -> UserError:
         return UserError(

@@ -115,8 +115,9 @@ def restore(groups: Iterable[Group], step: int, limits: Limits) -> tuple[Buffer,
     buffer = Buffer()
     for group in sorted(groups, key=lambda g: (g.oldest_version, g.group_id), reverse=True):
         oldest = group.oldest_version if group.oldest_version >= 0 else step
+        newest = max((int(t.versions.max()) for t in group.trajectories), default=-1)
         candidate = _put(buffer, oldest, group)
-        if _newest(group) <= step and fits(candidate, step, limits):
+        if newest <= step and fits(candidate, step, limits):
             buffer = candidate
         else:
             left_over.append(group)
@@ -184,10 +185,6 @@ def _feasible(buffer: Buffer, taken: int, step: int, limits: Limits) -> bool:
         if due_live + max(0, due_finished - taken) > max(0, room):
             return False
     return True
-
-
-def _newest(group: Group) -> int:
-    return max((int(t.versions.max()) for t in group.trajectories), default=-1)
 
 
 def _check_lag(group: Group, step: int, limits: Limits) -> None:
