@@ -14,7 +14,7 @@ from pathlib import Path
 
 import grpc
 
-from rlx.base import UserError
+from rlx.base import UserError, explained
 from rlx.fleet import wire
 from rlx.system.host_port import split_address
 
@@ -119,12 +119,10 @@ def refusal(address: str, details: str) -> UserError | None:
 
 def _contents(tls: Tls) -> list[bytes | None]:
     """Return certificate, key and CA, None for ""; raise UserError for unusable files."""
-    paths = (tls.cert, tls.key, tls.ca)
-    try:
-        found = [Path(path).read_bytes() if path else None for path in paths]
-    except OSError as error:
-        path, why = error.filename, error.strerror
-        raise UserError(f"cannot read {path}: {why}; give a PEM file") from None
+    found: list[bytes | None] = []
+    for path in (tls.cert, tls.key, tls.ca):
+        with explained(f"cannot read {path}", "give a PEM file"):
+            found.append(Path(path).read_bytes() if path else None)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     wrong, remedy = f"{tls.ca} has no certificate", "give the CA's in PEM"
     try:

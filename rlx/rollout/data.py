@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlx.base import UserError, install, nearest
+from rlx.base import UserError, explained, nearest, packages_of
 from rlx.cli import user_code
 from rlx.environments import openenv_tasks, reasoning_tasks, textarena_tasks, verifiers_tasks
 from rlx.rollout import arithmetic, shapes
@@ -127,12 +127,10 @@ def _rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
     hub = _HUB_NAME.fullmatch(source) and not path.parent.is_dir()
     if hub and not path.exists() and path.suffix.lower() not in _READERS:
         return _hub_rows(source, split)
-    try:
+    with explained(f"cannot read {path}", "give a .jsonl file"):
+        if not path.exists():
+            raise UserError(f"no file {path}{_nearest(path)}")
         content = path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"no file {path}{_nearest(path)}") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; give a .jsonl file") from None
     return _READERS.get(path.suffix.lower(), _json_lines)(content, path)
 
 
@@ -195,12 +193,8 @@ def _csv(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:
 
 def _parquet(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:
     """Yield place and row of a Parquet file, by the `pyarrow` package."""
-    try:
+    with packages_of("parquet", f"reading {path}, which is not a .jsonl file, needs pyarrow"):
         from pyarrow import ArrowException, parquet
-    except ImportError:
-        raise UserError(
-            f"reading {path} needs pyarrow; {install('parquet')}, or give a .jsonl file"
-        ) from None
     n = 0
     try:
         batches = parquet.ParquetFile(io.BytesIO(content)).iter_batches()
@@ -216,13 +210,9 @@ FORMATS = tuple(_READERS)
 
 def _hub_rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
     """Yield place and row of a Hugging Face data set, by the `datasets` package."""
-    try:
+    problem = "is not the path of a .jsonl file, and reading it from the hub needs datasets"
+    with packages_of("hub", f"{source} {problem}"):
         import datasets
-    except ImportError:
-        raise UserError(
-            f"{source} is not a file, and reading it from the hub needs the datasets package; "
-            f"{install('hub')}, or give the path of a .jsonl file"
-        ) from None
     name, *options = source.split(":")
     split = options[-1] if options else split
     config = options[0] if len(options) == 2 else None

@@ -16,7 +16,7 @@ import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from rlx.base import UserError, install
+from rlx.base import packages_of
 from rlx.rollout import arithmetic
 
 COLOURS = {
@@ -83,10 +83,8 @@ def wrong_answer(row: dict[str, Any]) -> str:
 
 def picture(scene: Scene, rng: random.Random) -> bytes:
     """Return a PNG file of a scene; UserError without Pillow."""
-    try:
+    with packages_of("vision", "data.kind=shapes needs Pillow"):
         from PIL import Image, ImageDraw
-    except ImportError as error:
-        raise UserError(f"data.kind=shapes needs Pillow ({error}); {install('vision')}") from None
     image = Image.new("RGB", (2 * CELL, 2 * CELL), BACKGROUND)
     draw = ImageDraw.Draw(image)
     for cell, colour, shape in scene:
