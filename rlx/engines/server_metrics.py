@@ -73,8 +73,8 @@ class CallMeter(grpc.aio.ServerInterceptor):
             return None
         streams = (handler.request_streaming, handler.response_streaming)
         kind = "_".join("stream" if each else "unary" for each in streams)
-        metered: Any = handler  # a named tuple
-        return metered._replace(**{kind: self._metered(name, getattr(handler, kind))})
+        metered = {kind: self._metered(name, getattr(handler, kind))}
+        return handler._replace(**metered)  # a named tuple
 
     def _metered(self, name: str, behaviour: Callable) -> Callable:
         async def call(request, context):

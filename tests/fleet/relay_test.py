@@ -316,7 +316,7 @@ def test_a_damaged_chunk_is_not_passed_on(tools, tmp_path):
         async with pair(tools, tmp_path) as ((one, _), (two, server), stub):
             calls, receive = [], server._rollouts._published
 
-            async def watched(requests, context):
+            async def watched(requests):
                 calls.append(seen := [])
 
                 async def noted():
@@ -325,7 +325,7 @@ def test_a_damaged_chunk_is_not_passed_on(tools, tmp_path):
                         yield request
 
                 messages_of, requests._requests = requests._requests, noted()
-                return await receive(requests, context)
+                return await receive(requests)
 
             server._rollouts._published = watched
             below = pb.PublishRelay(below=[place(server)], fanout=1)
