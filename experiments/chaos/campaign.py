@@ -178,12 +178,15 @@ class Campaign:
     def worker(self, name: str) -> psutil.Process:
         """Return a process of the trainer's that runs rewards or agents."""
 
+        found = list[psutil.Process]()
+
         def look() -> list[psutil.Process]:
             self.look()
-            return [child for child in self.children if name in words_of(child)]
+            found[:] = [child for child in self.children if name in words_of(child)]
+            return found
 
-        wait_until(look, LIMIT)
-        return self.draw.choice(look())
+        wait_until(look, LIMIT)  # one that was killed just now is started again
+        return self.draw.choice(found)
 
     def set_proxy(self, name: str, *values: Any) -> None:
         """Give a proxy one of the values for a while, then its first one back."""

@@ -17,7 +17,7 @@ from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout import tools as toolbox
 from rlx.rollout.control_tokens import controls, shielded
 from rlx.rollout.episode import Episode, begin, between_answers, run_all
-from rlx.rollout.images import IN_TEXT
+from rlx.rollout.images import IN_TEXT, ImagePrompts
 from rlx.rollout.workflows import Generator, Prompts, Task, close, encode
 from rlx.sandbox.sandbox import SandboxLost, SandboxOptions
 
@@ -163,12 +163,12 @@ class ToolUse:
         An image in it is a data URI. A policy that sees no images reads "[image]" in its place.
         """
         most, longest = self._max_output, 64 * self._max_output  # characters
-        before, after = self._around
-        if not self._prompts.images:
+        (before, after), images = self._around, self._prompts.images
+        if images is None:
             text = IN_TEXT.sub("[image]", text)
         elif IN_TEXT.search(text):
             try:
-                ids, names = self._with_images(IN_TEXT.split(text))
+                ids, names = self._with_images(IN_TEXT.split(text), images)
                 if len(ids) <= most:
                     return PromptTokens([*before, *ids, *after], names), True
                 text = f"Error: with its image it has {len(ids)} tokens, max_output_tokens={most}"
@@ -182,12 +182,14 @@ class ToolUse:
             long, ids = True, [*ids[: most - half], *dots, *ids[len(ids) - half :]]
         return PromptTokens([*before, *ids, *after]), not long
 
-    def _with_images(self, pieces: Sequence[str]) -> tuple[list[int], tuple[str, ...]]:
+    def _with_images(
+        self, pieces: Sequence[str], images: ImagePrompts
+    ) -> tuple[list[int], tuple[str, ...]]:
         """Return the tokens of texts and images in turn, and the images' names."""
         ids, names = list[int](), tuple[str, ...]()
         for at, piece in enumerate(pieces):
             if at % 2:
-                shown, found = self._prompts.images.shown(piece)
+                shown, found = images.shown(piece)
                 names += found
             else:
                 shown = shielded(piece, controls(self._tokenizer).strict)

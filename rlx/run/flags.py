@@ -72,8 +72,9 @@ def _parser(program: str, switches: Mapping[str, str], strings: Mapping[str, str
     for flag, text in strings.items():
         parser.add_argument(f"--{flag}", default="", help=text.replace("%", "%%"))
     for flag, text in switches.items():
-        yes = {"nargs": "?", "const": True, "default": False, "type": _boolean}  # as absl's flags
-        parser.add_argument(f"--{flag}", **yes, metavar="true", help=text)
+        parser.add_argument(  # --NAME, or --NAME=true as absl's flags
+            f"--{flag}", nargs="?", const=True, default=False, type=_boolean, help=text
+        )
     return parser
 
 
