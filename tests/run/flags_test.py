@@ -154,6 +154,14 @@ def test_a_config_may_stand_behind_a_space():
     assert config.seed == 3
 
 
+@pytest.mark.parametrize(("given", "on"), [("", True), ("=true", True), ("=false", False)])
+def test_a_switch_may_have_a_value(given, on):
+    argv = ["rlx.main", "--config=rlx:arithmetic", f"--dry-run{given}"]
+    assert flags.parse(argv, switches={"dry_run": "help"})[1].dry_run is on
+    with pytest.raises(UserError, match="'no' is not true or false"):
+        flags.parse([*argv[:2], "--dry_run=no"], switches={"dry_run": "help"})
+
+
 def test_a_config_that_comes_with_rlx_is_found_from_any_directory(tmp_path, monkeypatch):
     """Also by a config of one's own, which may import those of rlx and has its own first."""
     monkeypatch.chdir(tmp_path)
