@@ -47,11 +47,6 @@ class RunSizes:
     keep: int  # number of checkpoints kept
 
     @property
-    def follows(self) -> bool:
-        """Whether the reference policy changes during training, and so is part of the state."""
-        return self.train.algorithm.needs_reference and self.train.reference_mode != "frozen"
-
-    @property
     def trained(self) -> int:
         """Number of trained parameters without a critic's."""
         if self.train.lora:
@@ -93,7 +88,7 @@ def state(sizes: RunSizes) -> Bytes:
     if train.algorithm.critic:
         valued = parameters.count(replace(sizes.model, value_head=True))
         held["critic"] = valued * (np.dtype(train.dtype).itemsize + moments)
-    if sizes.follows:
+    if train.reference_moves:
         held["reference"] = numbers * (4 if train.reference_mode == "ema" else width)
     return {name: part for name, part in held.items() if part}
 
@@ -123,7 +118,7 @@ def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
     width = np.dtype(train.dtype).itemsize
     if train.lora:
         held["frozen base"] = parameters.count(model) * width
-    elif train.algorithm.needs_reference and not sizes.follows:
+    elif train.algorithm.needs_reference and not train.reference_moves:
         held["reference"] = parameters.count(model) * width
     trained = ("parameters", "optimizer")
     out = {name: size * (own if name in trained else part) for name, size in held.items()}
@@ -164,8 +159,6 @@ def _floats(sizes: RunSizes, platform: str, axes: Mapping[str, int]) -> float:
     if kind != "none":
         kept = model.model_dim + sum(named[name] for name in remat.KEPT[kind])
     working = 2 * every
-    if rows and platform == "cpu":  # all rows times all experts of a device, see experts.py
-        working += 4 * rows * model.num_experts // axes["expert"] * (model.model_dim + mlp // rows)
     half = sizes.train.compute_dtype != "float32"
     if not (platform == "gpu" and half and kernel_fits(model.head_dim, model.attention_softcap)):
         # scores of a block of queries and one of keys, see attention.py

@@ -2,9 +2,9 @@
 
     p = softmax(x·R),   y = Σ_{e of the k largest p} w_e · down_e(silu(gate_e x) · up_e x)
 
-w is p, or p over the sum of the k. A token's k rows are sorted by expert for `ragged_dot`
-(MegaBlocks, arXiv 2211.15841), which a CPU computes as products of all rows with all experts.
-XLA does the same for a GPU, which therefore takes blocks of rows that have one expert each.
+w is p, or p over the sum of the k. A token's k rows are sorted by expert into blocks of rows that
+have one expert each (MegaBlocks, arXiv 2211.15841). XLA computes `ragged_dot`, on CPUs and GPUs, as
+products of all rows with all experts.
 
 On a mesh, the e devices of the axis `expert` gather all tokens, compute the rows of their own
 experts and scatter the sums back. They send (e − 1) · D numbers a token each way; all-to-all would
@@ -17,22 +17,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from rlx.model.mesh import EXPERT_WEIGHTS, ROWS
 from rlx.model.model_config import ModelConfig
-from rlx.model.ops import GATED, on_cpu
+from rlx.model.ops import GATED
 from rlx.model.params import MLP, Params
 from rlx.model.sharding import Layout
 
 AXIS = "expert"
 Weights = tuple[Array, ...]  # gate and up [experts here, D, F], down [experts here, F, D]
 Cut = tuple[int, ...]  # the axis of each that EXPERT_WEIGHTS cut; −1: none
-_RUNS = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
-_TRANSPOSED = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
-_PIECE = 16_384  # rows that are multiplied at one time, on a GPU
-_PER_RUN = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+_PIECE = 16_384  # rows that are multiplied at one time
 
 
 class Routing(NamedTuple):
@@ -94,89 +90,18 @@ def _local(
         jnp.sum(chances * valid, axis=0),
         jnp.sum(lax.stop_gradient(entropy) * valid),
     )
-    run = partial(_run, weights=weights, total=config.num_experts, gated=gated)
-    if cut is None:
-        return run(x, chosen, experts, first=0, cut=(-1, -1, -1)).reshape(shape), routing
-    routing = lax.psum(routing, (*ROWS, "context"))
-    x, chosen, experts = (lax.all_gather(part, AXIS, tiled=True) for part in (x, chosen, experts))
-    first = lax.axis_index(AXIS) * len(weights[0])
-    y = lax.psum_scatter(run(x, chosen, experts, first=first, cut=cut), AXIS, tiled=True)
-    return lax.psum(y, "tensor").reshape(shape), routing
-
-
-def _run(
-    x, chosen, experts, *, weights: Weights, first: Any, cut: Cut, total: int, gated: Any
-) -> Array:
-    """Return the weighted sum [N, D] over this device's experts, from `first` on, of x [N, D].
-
-    Takes weights `chosen` [N, k], experts [N, k] int32 of `total` on all devices, and `gated`, a
-    function of GATED.
-    """
-    here, k = len(weights[0]), experts.shape[1]
-    own = experts.reshape(-1) - first
-    own = jnp.where((own >= 0) & (own < here), own, here)  # of others: behind all runs
-    if not on_cpu():
-        blocks, trips = _blocks(own, here, total)
-        return _blocked(x, chosen, blocks, weights, cut, gated, trips)
-    order = jnp.argsort(own)
-    back = jnp.argsort(order)
-    sizes = jnp.sum(own[:, None] == jnp.arange(here), axis=0, dtype=jnp.int32)
-    rows = _permuted(jnp.repeat(x, k, axis=0), order, back)
-    gate, up = (
-        checkpoint_name(_grouped(rows, weight, sizes, axis), "mlp")
-        for weight, axis in zip(weights[:2], cut[:2], strict=True)
-    )
-    rows = _permuted(_grouped(gated(gate, up), weights[2], sizes, cut[2]), back, order)
-    rows = rows.reshape(-1, k, x.shape[-1])
-    y = jnp.einsum("nkd,nk->nd", rows, chosen, preferred_element_type=jnp.float32)
-    return y.astype(x.dtype)
-
-
-@jax.custom_vjp
-def _permuted(x: Array, order: Array, back: Array) -> Array:
-    """Return x[order]; its gradient is gathered by `back`, the inverse of `order`."""
-    return x[order]
-
-
-_permuted.defvjp(
-    lambda x, order, back: (x[order], back), lambda back, grad: (grad[back], None, None)
-)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _grouped(x: Array, weight: Array, sizes: Array, cut: int) -> Array:
-    """Return each run of x's rows times its own matrix, in x's dtype; rows after them are zero.
-
-    The weight's gradient keeps the weight's dtype.
-
-    Args:
-      x: [M, D]; weight: [G, D, F]; sizes: [G] int32, rows of each run, M in all at most.
-      cut: axis of the weight that EXPERT_WEIGHTS cut, −1: none. The weight is gathered for each
-        pass, and its gradient is scattered.
-    """
-    return _product(x, _whole(weight, x.dtype, cut), sizes, _RUNS)
-
-
-def _grouped_forward(x, weight, sizes, cut):
-    return _grouped(x, weight, sizes, cut), (x, weight, sizes)
-
-
-def _grouped_backward(cut, kept, grad):
-    x, weight, sizes = kept
-    grad_x = _product(grad, _whole(weight, x.dtype, cut), sizes, _TRANSPOSED)
-    grad_weight = lax.ragged_dot_general(
-        x, grad, sizes, _PER_RUN, preferred_element_type=weight.dtype
-    )
-    return grad_x, _scattered(grad_weight, cut), None
-
-
-_grouped.defvjp(_grouped_forward, _grouped_backward)
-
-
-def _product(x: Array, weight: Array, sizes: Array, how: lax.RaggedDotDimensionNumbers) -> Array:
-    runs = lax.ragged_dot_general(x, weight, sizes, how)
-    # Kernels leave rows after the last run undefined.
-    return jnp.where(jnp.arange(len(x))[:, None] < jnp.sum(sizes), runs, 0)
+    first: Any = 0  # of this device's experts
+    if cut is not None:
+        routing = lax.psum(routing, (*ROWS, "context"))
+        gathered = (lax.all_gather(part, AXIS, tiled=True) for part in (x, chosen, experts))
+        (x, chosen, experts), first = gathered, lax.axis_index(AXIS) * len(weights[0])
+    own, here = experts.reshape(-1) - first, len(weights[0])
+    own = jnp.where((own >= 0) & (own < here), own, here)  # of others: in no block
+    blocks, trips = _blocks(own, here, config.num_experts)
+    y = _blocked(x, chosen, blocks, weights, cut or (-1, -1, -1), gated, trips)
+    if cut is not None:
+        y = lax.psum(lax.psum_scatter(y, AXIS, tiled=True), "tensor")
+    return y.reshape(shape), routing
 
 
 def _whole(weight: Array, dtype: Any, cut: int) -> Array:
@@ -227,8 +152,9 @@ def _blocks(own: Array, here: int, total: int) -> tuple[Blocks, int]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _blocked(x, chosen, blocks: Blocks, weights: Weights, cut: Cut, gated: Any, trips: int):
-    """Return `_run` by blocks. The backward pass computes gate and up again, for each piece.
+    """Return the weighted sum [N, D] of the blocks' experts, of x [N, D] and `chosen` [N, k].
 
+    The backward pass computes gate and up again, for each piece. `gated` is a function of GATED;
     `trips` are those expected of the loop, for who reads the program.
     """
     return _blocked_forward(x, chosen, blocks, weights, cut, gated, trips)[0]

@@ -1,4 +1,4 @@
-"""A GPU's blocks of rows against a CPU's runs: the same sums and gradients."""
+"""Blocks of rows against every expert on every row: the same sums and gradients."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ MIXTURE = ModelConfig(
 @pytest.mark.parametrize("tokens", [7, 600])
 @pytest.mark.parametrize("skew", [0.0, 30.0])  # of the router, to one expert
 @pytest.mark.parametrize("norm", [True, False])
-def test_blocks_give_the_sums_and_the_gradients_of_runs(monkeypatch, tokens, skew, norm):
+def test_blocks_give_the_sums_and_the_gradients_of_all_rows(tokens, skew, norm):
     config = replace(MIXTURE, norm_topk_prob=norm)
     keys = jax.random.split(jax.random.key(tokens), 6)
     shapes = {"gate": (8, 16, 12), "up": (8, 16, 12), "down": (8, 12, 16)}
@@ -37,18 +37,31 @@ def test_blocks_give_the_sums_and_the_gradients_of_runs(monkeypatch, tokens, ske
     valid = jnp.arange(tokens)[None] < tokens - 2
     wanted = jax.random.normal(keys[5], x.shape)
 
-    def loss(layer, x, logits):
-        y, _ = experts.mixture(layer, config, x, logits, valid, ONE_DEVICE)
-        return jnp.sum(y * wanted), y
+    def all_rows(layer, x, logits):
+        chances = jax.nn.softmax(logits[0])
+        chosen, expert = jax.lax.top_k(chances, config.experts_per_token)
+        chosen = chosen / chosen.sum(-1, keepdims=True) if norm else chosen
+        weights = jnp.einsum("nk,nke->ne", chosen, jax.nn.one_hot(expert, config.num_experts))
+        gate, up = (
+            jnp.einsum("nd,edf->enf", x[0], layer[f"expert_{name}"]) for name in ("gate", "up")
+        )
+        every = jnp.einsum("enf,efd->end", jax.nn.silu(gate) * up, layer["expert_down"])
+        return jnp.einsum("end,ne->nd", every, weights * valid[0][:, None])[None]
 
-    def found(on_cpu):
-        monkeypatch.setattr(experts, "on_cpu", lambda: on_cpu)
+    def in_blocks(layer, x, logits):
+        return experts.mixture(layer, config, x, logits, valid, ONE_DEVICE)[0]
+
+    def found(function):
+        def loss(*given):
+            y = function(*given)
+            return jnp.sum(y * wanted), y
+
         run = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
-        return jax.jit(run)(layer, x, logits)
+        return jax.tree.leaves(jax.jit(run)(layer, x, logits))
 
-    (runs, blocks) = (jax.tree.leaves(found(on_cpu)) for on_cpu in (True, False))
-    assert len(runs) == 7
-    for a, b in zip(runs, blocks, strict=True):
+    whole, blocks = found(all_rows), found(in_blocks)
+    assert len(whole) == 7
+    for a, b in zip(whole, blocks, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5 * float(jnp.abs(a).max()))
     assert np.all(np.asarray(blocks[1])[0, -2:] == 0), "padding has no expert"
 

@@ -7,14 +7,13 @@ of all meshes of the table without one.
 
 import sys
 from dataclasses import dataclass, replace
-from unittest import mock
 
 import jax
 import numpy as np
 
 from rlx import config as config_lib
 from rlx.base import Group, Trajectory
-from rlx.model import experts, kept_tokens, sharding
+from rlx.model import kept_tokens, sharding
 from rlx.model import mesh as mesh_lib
 from rlx.model import params as parameters
 from rlx.model.model_config import TRAITS, ModelConfig
@@ -89,7 +88,6 @@ class Case:
       cut: a parameter that every mesh cuts.
       masked: whether tokens were drawn from a part of the vocabulary.
       trees: whether samples share their prompt, which is then computed once.
-      blocks: whether meshes multiply experts as GPUs do; one device does as a CPU.
     """
 
     preset: str
@@ -102,7 +100,6 @@ class Case:
     balance: float = 0.0
     masked: bool = False
     trees: bool = False
-    blocks: bool = False
     meshes: tuple[str, ...] = MESHES
 
 
@@ -119,7 +116,6 @@ CASES = {
         "replica:4,expert:2", "fsdp:2,expert:4", "fsdp:2,expert:2,tensor:2", "expert:4,context:2",
         "fsdp:4,tensor:2",
     )),
-    "blocks": Case("grpo", "expert_down", model=MIXTURE, balance=0.1, blocks=True),
 }  # fmt: skip
 METRICS = (
     "actor_loss", "grad_norm", "entropy", "behaviour_weight", "task_reward", "value_loss",
@@ -154,8 +150,7 @@ def main(name, *meshes):
     _, alone, expected = run(case, one, 2048)
     for text in meshes or case.meshes:
         print(name, text, flush=True)
-        with mock.patch.object(experts, "on_cpu", return_value=not case.blocks):
-            trainer, state, metrics = run(case, sharding.make_mesh(text), case.budget)
+        trainer, state, metrics = run(case, sharding.make_mesh(text), case.budget)
         weights = state.params["layers"][case.cut]
         assert len(weights.sharding.device_set) == 8
         assert not weights.sharding.is_fully_replicated

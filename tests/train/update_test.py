@@ -457,7 +457,6 @@ def test_metrics_wait_for_nobody_until_read(trainer, params, make_groups):
     [
         ("accumulated", "data:4,tensor:2"),
         ("experts", "fsdp:2,expert:2,tensor:2"),
-        pytest.param(("blocks", "fsdp:2,expert:2,tensor:2"), marks=pytest.mark.slow),
         *(
             pytest.param((x,), marks=pytest.mark.slow)
             for x in ("ppo", "lora", "joined", "dpo", "experts", "masks", "trees")
