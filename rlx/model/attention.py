@@ -57,12 +57,14 @@ def attention(
         how = "mask"
     if tree is not None and (how == "mask" or window):
         how = "blocks"
-    sizes, positions = cast(Array, segment_sizes), tree and tree[1]
+    sizes, positions, length = cast(Array, segment_sizes), tree and tree[1], q.shape[1]
+    size = math.ceil(length / min(math.ceil(length / QUERY_BLOCK), 16))
+    at, skips = jnp.arange(math.ceil(length / size)), layout.mesh is None
     return {
         "packed": lambda: packed_attention(q, k, v, sizes, layout, window, positions),
         "mask": lambda: _masked(q, k, v, segment_ids, window),
-        "blocks": lambda: _in_blocks(
-            q, k, v, tree or _segments(segment_ids), window, softcap, layout.mesh is None
+        "blocks": lambda: in_blocks(
+            q, k, v, tree or segments(segment_ids), at, at, size, window, softcap, skips, None
         ),
     }[how]()
 
@@ -123,43 +125,61 @@ def _masked(q: Array, k: Array, v: Array, segment_ids: Array, window: int) -> Ar
     return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation="cudnn")
 
 
-def _in_blocks(q: Array, k: Array, v: Array, tree: Any, window: int, *how: Any) -> Array:
+def in_blocks(
+    q: Array,  # [B, t, N, H], of some blocks of the rows
+    k: Array,  # k, v: [B, T, K, H], of all, or of some likewise
+    v: Array,
+    tree: tuple[Array, Array],  # ends and positions, [B, T] or [1, T], as of `attention`
+    at: Array,  # [n] int32, which of the rows' blocks q has
+    places: Array,  # [m] int32, where k, gathered over `axis`, has each of the rows' blocks
+    size: int,  # tokens of a block
+    *how: Any,  # window, softcap, skips, axis: as of `_mix`
+) -> Array:
+    """Return attention of blocks of queries, [B, t, N, H], without anything of size T²."""
     batch, length, heads, width = q.shape
-    number = min(math.ceil(length / QUERY_BLOCK), 16)
-    size = math.ceil(length / number)
 
     def cut(x: Array) -> Array:  # [B, T, …] → [blocks, B, size, …]
-        x = jnp.pad(x, ((0, 0), (0, number * size - length), *[(0, 0)] * (x.ndim - 2)))
-        return jnp.moveaxis(x.reshape(len(x), number, size, *x.shape[2:]), 1, 0)
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), *[(0, 0)] * (x.ndim - 2)))
+        return jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), 1, 0)
 
-    rows = cut(q * width**-0.5).reshape(number, batch, size, k.shape[2], -1, width)
+    rows = cut(q * width**-0.5).reshape(len(at), batch, size, k.shape[2], -1, width)
     keys, values = (jnp.moveaxis(cut(x), 3, 2) for x in (k, v))
-    where = tuple(map(cut, tree))
-    mixed = _mix(rows.transpose(0, 1, 3, 4, 2, 5), keys, values, where, window, *how)
-    mixed = mixed.transpose(1, 0, 4, 2, 3, 5).reshape(batch, number * size, heads, width)
+    where = (*map(cut, tree), at, places)
+    mixed = _mix(rows.transpose(0, 1, 3, 4, 2, 5), keys, values, where, *how)
+    mixed = mixed.transpose(1, 0, 4, 2, 3, 5).reshape(batch, -1, heads, width)
     return mixed[:, :length]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
 def _mix(
-    q: Array, k: Array, v: Array, where: Any, window: int, softcap: float, skips: bool
-) -> Array:
-    """Attend in blocks [n, B, heads, size, H]: q has [K, G] heads (and is scaled), k and v K.
+    q: Array, k: Array, v: Array, where: Any, window: int, softcap: float, skips: bool,
+    axis: str | None,
+) -> Array:  # fmt: skip
+    """Attend in blocks: q [n, B, K, G, size, H], which is scaled; k and v [m, B, K, size, H].
 
-    `where` are ends and positions, [n, B, size]. Blocks of queries and of keys that see nothing of
-    each other are skipped if `skips`. On a mesh, all devices would have to agree on them.
+    `where` are ends and positions, [m, B, size], which of the m each of the n is, and the place of
+    each of the m. Blocks of queries and of keys that see nothing of each other are skipped if
+    `skips`. On a mesh, all devices would have to agree on them. Each device along a mesh's `axis`
+    has some of the m, which are gathered in both passes.
     """
-    return _mix_forward(q, k, v, where, window, softcap, skips)[0]
+    return _mix_forward(q, k, v, where, window, softcap, skips, axis)[0]
 
 
-def _mix_forward(q, k, v, where, window, softcap, skips):
+def _gathered(x: Array, axis: str | None) -> Array:
+    return x if axis is None else jax.lax.all_gather(x, axis, tiled=True)
+
+
+def _mix_forward(q, k, v, where, window, softcap, skips, axis):
+    keys, values = _gathered(k, axis), _gathered(v, axis)
+
     def add(row, column, sums):
         highest, total, mixed = (x[row] for x in sums)
-        scores = _scores(q[row], k[column], where, row, column, window, softcap)
+        there = where[3][column]
+        scores = _scores(q[row], keys[there], where, row, column, window, softcap)
         top = jnp.maximum(highest, jnp.max(scores, axis=-1, keepdims=True))
         weights, kept = jnp.exp(scores - top), jnp.exp(highest - top)
         total = total * kept + jnp.sum(weights, axis=-1, keepdims=True)
-        mixed = mixed * kept + apply(weights.astype(v.dtype), v[column])
+        mixed = mixed * kept + _apply(weights.astype(v.dtype), values[there])
         return tuple(_put(x, new, row) for x, new in zip(sums, (top, total, mixed), strict=True))
 
     none = jnp.zeros((*q.shape[:-1], 1), jnp.float32)
@@ -170,25 +190,29 @@ def _mix_forward(q, k, v, where, window, softcap, skips):
     return mixed, (q, k, v, where, mixed, normaliser)
 
 
-def _mix_backward(window, softcap, skips, kept, grad):
+def _mix_backward(window, softcap, skips, axis, kept, grad):
     q, k, v, where, mixed, normaliser = kept
+    keys, values = _gathered(k, axis), _gathered(v, axis)
     wide = grad.astype(jnp.float32) * mixed.astype(jnp.float32)
     along = jnp.sum(wide, axis=-1, keepdims=True)
 
     def add(row, column, sums):
-        scores = _scores(q[row], k[column], where, row, column, window, softcap)
+        there = where[3][column]
+        scores = _scores(q[row], keys[there], where, row, column, window, softcap)
         weights, pull = jnp.exp(scores - normaliser[row]), grad[row]
-        grad_weights = inner(pull, v[column], result_dtype(q.dtype, pull.size * v.shape[3]))
+        grad_weights = _inner(pull, values[there], result_dtype(q.dtype, pull.size * v.shape[3]))
         grad_scores = weights * (grad_weights - along[row])
         grad_scores = (grad_scores * softcap_slope(scores, softcap)).astype(q.dtype)
-        grad_q = apply(grad_scores, k[column])
-        grad_k, grad_v = gather(grad_scores, q[row]), gather(weights.astype(q.dtype), pull)
-        found = ((grad_q, row), (grad_k, column), (grad_v, column))
+        grad_q = _apply(grad_scores, keys[there])
+        grad_k, grad_v = _gather(grad_scores, q[row]), _gather(weights.astype(q.dtype), pull)
+        found = ((grad_q, row), (grad_k, there), (grad_v, there))
         return tuple(_put(x, x[at] + new, at) for x, (new, at) in zip(sums, found, strict=True))
 
-    sums = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
-    sums = _for_pairs(where, window, skips, add, sums)
-    return *(x.astype(q.dtype) for x in sums), None
+    sums = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, keys, values))
+    own, *theirs = _for_pairs(where, window, skips, add, sums)
+    if axis is not None:
+        theirs = [jax.lax.psum_scatter(x, axis, tiled=True) for x in theirs]
+    return *(x.astype(q.dtype) for x in (own, *theirs)), None
 
 
 _mix.defvjp(_mix_forward, _mix_backward)
@@ -196,17 +220,17 @@ _mix.defvjp(_mix_forward, _mix_backward)
 
 def _for_pairs(where, window: int, skips: bool, add: Callable[..., Any], sums: Any) -> Any:
     """Return sums after `add` of each block of queries, and of keys that it may see."""
-    ends, positions = where
+    ends, positions, at, _ = where
     number, _, size = ends.shape
     if number == 1:
         return add(0, 0, sums)
-    at = jnp.arange(number)
+    own, others = at[:, None], jnp.arange(number)
     last = jnp.max(ends, axis=(1, 2)) if skips else number * size
-    see = (at[:, None] == at) | ((at[:, None] > at) & (at[:, None] * size < last))
+    see = (own == others) | ((own > others) & (own * size < last))
     if window:
         first, latest = jnp.min(positions, axis=(1, 2)), jnp.max(positions, axis=(1, 2))
-        see &= first[:, None] - latest < window
-    queries, keys = jnp.nonzero(see, size=number * (number + 1) // 2)
+        see &= first[own] - latest < window
+    queries, keys = jnp.nonzero(see, size=len(at) * (number + 1) // 2)
 
     def step(i: Array, sums: Any) -> Any:
         return add(queries[i], keys[i], sums)
@@ -220,16 +244,15 @@ def _put(x: Array, block: Array, at: Array) -> Array:
 
 def _scores(q, keys, where, row, column, window: int, softcap: float) -> Array:
     """Return masked scores [B, K, G, size, size] float32 of a block of queries and one of keys."""
-    ends, positions = where
-    at = jnp.arange(q.shape[3])
-    after = row * len(at) + at[:, None]
-    mask = (after >= column * len(at) + at) & (after < ends[column][:, None])
+    (ends, positions, at, _), own = where, jnp.arange(q.shape[3])
+    after = at[row] * len(own) + own[:, None]
+    mask = (after >= column * len(own) + own) & (after < ends[column][:, None])
     if window:
-        mask &= positions[row][..., None] - positions[column][:, None] < window
-    return jnp.where(mask[:, None, None], softcapped(inner(q, keys), softcap), MASKED)
+        mask &= positions[at[row]][..., None] - positions[column][:, None] < window
+    return jnp.where(mask[:, None, None], softcapped(_inner(q, keys), softcap), MASKED)
 
 
-def _segments(segment_ids: Array) -> tuple[Array, Array]:
+def segments(segment_ids: Array) -> tuple[Array, Array]:
     """Return `tree` of `attention`, [B, T] and [1, T], for rows of segments."""
     length = segment_ids.shape[1]
     follows = segment_ids[:, 1:] == segment_ids[:, :-1]
@@ -239,20 +262,20 @@ def _segments(segment_ids: Array) -> tuple[Array, Array]:
 
 # The query heads of one key head are further rows of one matrix. In this form XLA uses its fast
 # batched product on a CPU.
-def inner(rows: Array, keys: Array, dtype: Any = jnp.float32) -> Array:
+def _inner(rows: Array, keys: Array, dtype: Any = jnp.float32) -> Array:
     """Multiply [B, K, G, Q, H] · [B, K, S, H] → [B, K, G, Q, S] in `dtype`."""
     flat = jnp.einsum("bkqh,bksh->bkqs", _flat(rows), keys, preferred_element_type=dtype)
     return flat.reshape(*rows.shape[:-1], keys.shape[2])
 
 
-def apply(weights: Array, values: Array) -> Array:
+def _apply(weights: Array, values: Array) -> Array:
     """Multiply [B, K, G, Q, S] · [B, K, S, H] → [B, K, G, Q, H] float32."""
     dtype = result_dtype(values.dtype, weights.size * values.shape[3])
     flat = jnp.einsum("bkqs,bksh->bkqh", _flat(weights), values, preferred_element_type=dtype)
     return flat.astype(jnp.float32).reshape(*weights.shape[:-1], values.shape[3])
 
 
-def gather(weights: Array, rows: Array) -> Array:
+def _gather(weights: Array, rows: Array) -> Array:
     """Sum over query heads and rows: [B, K, G, Q, S] · [B, K, G, Q, H] → [B, K, S, H] float32."""
     return jnp.einsum(
         "bkqs,bkqh->bksh", _flat(weights), _flat(rows), preferred_element_type=jnp.float32

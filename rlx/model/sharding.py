@@ -137,6 +137,12 @@ _moved.defvjp(
 )
 
 
+def row_order(x: Array, devices: int) -> Array:
+    """Return an array [B, T, …] laid out by `Layout.balanced` with tokens in their order."""
+    blocks = x.reshape(x.shape[0], devices, 2, -1, *x.shape[2:])
+    return jnp.stack([blocks[:, :, 0], blocks[:, ::-1, 1]], axis=1).reshape(x.shape)
+
+
 @dataclass(frozen=True)
 class Layout:
     """Constraints on the activations and weights of a decoder; none without a mesh."""
@@ -181,10 +187,7 @@ class Layout:
         """Return an array [B, T] laid out by `balanced` with the tokens of a row in their order."""
         if self.context == 1:
             return x
-        x = self._laid_out(x, ROWS)
-        blocks = x.reshape(x.shape[0], self.context, 2, -1)
-        parts = [blocks[:, :, 0], blocks[:, ::-1, 1]]
-        return jnp.stack(parts, axis=1).reshape(x.shape)
+        return row_order(self._laid_out(x, ROWS), self.context)
 
     def place(self, name: str) -> Placement | None:
         """Return the place of a parameter; None without a mesh."""

@@ -51,11 +51,12 @@ def sizes_of(mesh):
 
 
 def keys_and_values(mesh):
-    """Shape of the keys or values of a device's rows: all of their tokens, and its own."""
+    """Shape of the keys or values of a device's rows, in blocks: of all tokens, and of its own."""
     axes = sizes_of(mesh)
     heads = max(KEY_HEADS // axes.get("tensor", 1), 1)
-    rows, own = ROWS // axes.get("fsdp", 1), TOKENS // axes.get("context", 1)
-    return (rows, heads, TOKENS, HEAD), (rows, heads, own, HEAD)
+    rows, blocks = ROWS // axes.get("fsdp", 1), 2 * axes.get("context", 1)
+    one = (rows, heads, TOKENS // blocks, HEAD)
+    return (blocks, *one), (2, *one)
 
 
 @pytest.mark.parametrize(
