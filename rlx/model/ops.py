@@ -161,45 +161,27 @@ def _rms_norm_backward(eps, offset, kept, grad):
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
-@jax.custom_vjp
-def swiglu(gate: Array, up: Array) -> Array:
-    """Return silu(gate) · up, both of one shape; only these are kept for the backward pass."""
-    return gate * jax.nn.sigmoid(gate) * up
+def _gated(activation: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
+    """Return (gate, up) → activation(gate) · up; only these are kept for the backward pass."""
 
+    @jax.custom_vjp
+    def product(gate: Array, up: Array) -> Array:
+        return activation(gate) * up
 
-def _swiglu_forward(gate, up):
-    return swiglu(gate, up), (gate, up)
+    def backward(kept, grad):
+        gate, up = kept
+        value, slope = jax.jvp(activation, (gate,), (jnp.ones_like(gate),))
+        return grad * up * slope, grad * value
 
+    product.defvjp(lambda gate, up: (product(gate, up), (gate, up)), backward)
+    return product
 
-def _swiglu_backward(kept, grad):
-    gate, up = kept
-    sigmoid = jax.nn.sigmoid(gate)
-    silu = gate * sigmoid
-    return grad * up * (sigmoid + silu - silu * sigmoid), grad * silu
-
-
-swiglu.defvjp(_swiglu_forward, _swiglu_backward)
-
-gelu = partial(jax.nn.gelu, approximate=True)  # by tanh
-
-
-@jax.custom_vjp
-def geglu(gate: Array, up: Array) -> Array:
-    """Return gelu(gate) · up, both of one shape; only these are kept for the backward pass."""
-    return gelu(gate) * up
-
-
-def _geglu_backward(kept, grad):
-    gate, up = kept
-    value, slope = jax.jvp(gelu, (gate,), (jnp.ones_like(gate),))
-    return grad * up * slope, grad * value
-
-
-geglu.defvjp(lambda gate, up: (geglu(gate, up), (gate, up)), _geglu_backward)
 
 # HF's name of an activation → the function; the product of the gated MLP.
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu_pytorch_tanh": gelu}
-GATED: dict[str, Callable[[Array, Array], Array]] = {"silu": swiglu, "gelu_pytorch_tanh": geglu}
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+}  # fmt: skip
+GATED = {name: _gated(activation) for name, activation in ACTIVATIONS.items()}
 
 
 def softcapped(x: Array, cap: float) -> Array:
