@@ -66,12 +66,9 @@ class ShapesUpdate(JaxUpdate):
 
     def bytes_held(self) -> dict[str, int]:
         """Return the bytes that each device holds between steps: name → bytes."""
-        held = {
-            "parameters": self.abstract_state.params,
-            "optimizer": self.abstract_state.opt_state,
-        }
-        held |= {"critic": self.abstract_state.critic, "reference": self.abstract_state.reference}
-        held |= {"frozen": self._frozen if self.lora else self._reference}
+        state, frozen = self.abstract_state, self._frozen if self.lora else self._reference
+        held = {"parameters": state.params, "optimizer": state.opt_state, "critic": state.critic}
+        held |= {"reference": state.reference, "frozen": frozen}
         return {name: found for name, tree in held.items() if (found := _bytes_a_device(tree))}
 
     def tokens_a_device(self, row_length: int) -> float:

@@ -37,8 +37,7 @@ def _check_advantage(what: str, algorithm: Algorithm, function: Callable, traine
     flat |= {"loss_mask": mask, "sequence_ids": ids, "turn_ids": 0 * ids}
     flat |= {"rewards": np.array([0, 1, 1, 1], np.float32), "group_ids": np.array([0, 0, 1, 1])}
     flat |= {"valid": np.ones(4, bool), "truncated": ids[:4] > 3, "agent_ids": 0 * ids[:4]}
-    made = {"jax": _advantages_in_jax, "torch": _advantages_in_torch}[trainer](flat, algorithm)
-    bad = int(np.sum(~np.isfinite(np.asarray(made))))
+    bad = int(np.sum(~np.isfinite(np.asarray(_advantages(trainer, flat, algorithm)))))
     if bad:
         words = f"the advantage of {bad} of {mask.sum()} tokens is not finite"
         raise UserError(f"{what}: {words} {place(function)}")
@@ -52,7 +51,7 @@ def _check_loss(what: str, algorithm: Algorithm, function: Callable, trainer: st
     }
     rows |= {"loss_mask": mask, "loss_weights": mask.astype(np.float32), "segment_ids": SEGMENTS}
     rows |= {"versions": 0 * SEGMENTS, "target_version": np.array(1.5)}
-    stats, gradients = {"jax": _in_jax, "torch": _in_torch}[trainer](rows, algorithm)
+    stats, gradients = _loss(trainer, rows, algorithm)
     bad = int(stats["n_nonfinite_tokens"])
     wrong = [f"the loss of {bad} of {mask.sum()} tokens"] * (bad > 0)
     wrong += ["the gradient"] * (not all(np.isfinite(g).all() for g in gradients))
@@ -61,34 +60,31 @@ def _check_loss(what: str, algorithm: Algorithm, function: Callable, trainer: st
         raise UserError(f"{what}: {wrong[0]} is not finite {place(function)}")
 
 
-def _advantages_in_jax(flat: dict[str, Any], algorithm: Algorithm) -> Any:
+def _advantages(trainer: str, flat: dict[str, Any], algorithm: Algorithm) -> Any:
+    if trainer == "torch":
+        return advantages.advantages(_tensors(flat), algorithm)["advantages"]
     import jax
 
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         return jax.jit(advantages.advantages, static_argnums=1)(flat, algorithm)["advantages"]
 
 
-def _advantages_in_torch(flat: dict[str, Any], algorithm: Algorithm) -> Any:
-    return advantages.advantages(_tensors(flat), algorithm)["advantages"]
-
-
-def _in_jax(rows: dict[str, Any], algorithm: Algorithm) -> tuple[Any, Any]:
+def _loss(trainer: str, rows: dict[str, Any], algorithm: Algorithm) -> tuple[Any, Any]:
+    """Return the loss's statistics, and its gradients by target and entropy."""
+    if trainer == "torch":
+        rows = _tensors(rows)
+        target, entropy = inputs = [rows[name].requires_grad_() for name in ("target", "entropy")]
+        loss, stats = losses.policy_loss(target, entropy, rows, algorithm)
+        loss.backward()
+        gradients = [x.grad.numpy() for x in inputs if x.grad is not None]
+        return {name: x.numpy() for name, x in stats.items()}, gradients
     import jax
 
     run = jax.value_and_grad(losses.policy_loss, argnums=(0, 1), has_aux=True)
-    inputs = rows["target"], rows["entropy"], rows
+    given = rows["target"], rows["entropy"], rows, algorithm
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        (_, stats), gradients = jax.device_get(jax.jit(run, static_argnums=3)(*inputs, algorithm))
+        (_, stats), gradients = jax.device_get(jax.jit(run, static_argnums=3)(*given))
     return stats, gradients
-
-
-def _in_torch(rows: dict[str, Any], algorithm: Algorithm) -> tuple[Any, Any]:
-    rows = _tensors(rows)
-    target, entropy = (rows[name].requires_grad_() for name in ("target", "entropy"))
-    loss, stats = losses.policy_loss(target, entropy, rows, algorithm)
-    loss.backward()
-    gradients = [x.grad.numpy() for x in (target, entropy) if x.grad is not None]
-    return {name: x.numpy() for name, x in stats.items()}, gradients
 
 
 def _tensors(arrays: dict[str, Any]) -> dict[str, Any]:

@@ -132,28 +132,19 @@ class Learner:
         learned, applied = self.apply(learned, grads, denominator, held)
         return learned, {**stats, **applied}
 
-    def compiled(
-        self, places: Any = None, everywhere: Any = None, compiler_options: Any = None
-    ) -> LearnerPrograms:
+    def compiled(self, places: Any, everywhere: Any, **options: Any) -> LearnerPrograms:
         """Return the jitted programs; they donate `learned` and accumulators.
 
         `places` are shardings of `learned`, None for one device; `everywhere` is that of scalars.
-        `compiler_options` are for the programs that compute gradients.
+        `options` of jax.jit are for the programs that compute gradients.
         """
         sums = None if places is None else (places.params, everywhere)
         both = None if places is None else (places, everywhere)
         return LearnerPrograms(
             empty=jax.jit(self.empty, out_shardings=sums),
-            accumulate=jax.jit(
-                self.accumulate,
-                donate_argnums=0,
-                out_shardings=sums,
-                compiler_options=compiler_options,
-            ),
+            accumulate=jax.jit(self.accumulate, donate_argnums=0, out_shardings=sums, **options),
             apply=jax.jit(self.apply, donate_argnums=0, out_shardings=both),
-            step=jax.jit(
-                self.step, donate_argnums=0, out_shardings=both, compiler_options=compiler_options
-            ),
+            step=jax.jit(self.step, donate_argnums=0, out_shardings=both, **options),
         )
 
 
@@ -175,12 +166,8 @@ OPTIMIZERS: dict[str, Callable[[OptimizerOptions, Schedule], optax.GradientTrans
 
 def decayed(params: Any) -> Any:
     """Return a bool pytree, true for matrices, which decay, and false for norms and biases."""
-
-    def is_matrix(path, _):
-        name = path[-1].key
-        return not name.endswith(("norm", "bias"))
-
-    return jax.tree_util.tree_map_with_path(is_matrix, params)
+    others = ("norm", "bias")
+    return jax.tree.map_with_path(lambda path, _: not path[-1].key.endswith(others), params)
 
 
 def make_optimizer(options: OptimizerOptions, total_steps: int) -> optax.GradientTransformation:

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -117,8 +116,8 @@ class JaxUpdate(BatchUpdate):
                 )
             if not options.reference_moves:
                 self._reference = self._load()
-        places = self._state_shardings()
-        self.abstract_state = self._abstract_state(places)
+        self.abstract_state = self._abstract_state()
+        places = self._mesh and jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         leaves = jax.tree.leaves(self.abstract_state)
         self.state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
         self.devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
@@ -267,46 +266,20 @@ class JaxUpdate(BatchUpdate):
     def _everywhere(self) -> Any:
         return None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
 
-    def _learned_shardings(self, model: ModelConfig, optimizer, rows=()) -> tuple[Any, Any]:
-        """Return shardings of the trained parameters, by default all, and of their moments."""
-        params = sharding.named_shardings(model, self._mesh, rows)
-        moments = optax.tree.map_params(
-            optimizer,
-            lambda _, place: place,
-            jax.eval_shape(optimizer.init, parameters.shapes(model, rows=rows)),
-            params,
-            transform_non_params=lambda _: self._everywhere(),
-        )
-        return params, moments
-
-    def _state_shardings(self) -> Any:
-        if self._mesh is None:
-            return None
-        everywhere = self._everywhere()
-        params, moments = self._learned_shardings(self.model, self.learner.optimizer, self._rows)
-        critic = None
-        if self._algorithm.critic:
-            optimizer = self.critic_learner.optimizer
-            critic = Critic(*self._learned_shardings(self._with_head, optimizer), everywhere)
-        return TrainState(
-            params=params,
-            opt_state=moments,
-            step=everywhere,
-            updates=everywhere,
-            kl_coefficient=everywhere,
-            reference=params if self._options.reference_moves else None,
-            critic=critic,
-        )
-
-    def _abstract_state(self, places: Any) -> TrainState:
-        def placed(leaf: Any, place: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-
-        dtype = jnp.dtype(self._options.dtype)
+    def _abstract_state(self) -> TrainState:
+        """Return the state's shapes, on a mesh with shardings; moments have their parameter's."""
+        dtype, mesh = jnp.dtype(self._options.dtype), self._mesh
         trained = parameters.shapes(self.model, "float32" if self.lora else dtype, self._rows)
         critic = parameters.shapes(self._with_head, dtype) if self._algorithm.critic else None
         state = jax.eval_shape(self.first_state, trained, critic)
-        return state if places is None else jax.tree.map(placed, state, places)
+        rows = {row.path[-1]: row for row in (*parameters.table(self._with_head), *self._rows)}
+
+        def placed(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            row = rows.get(getattr(path[-1], "key", ""))
+            spec = PartitionSpec() if row is None else sharding.spec(self.model, row, mesh)
+            return leaf.update(sharding=NamedSharding(mesh, spec))
+
+        return jax.tree_util.tree_map_with_path(placed, state) if mesh else state
 
     def _places(self, model: ModelConfig) -> Params:
         if self._mesh is not None:
