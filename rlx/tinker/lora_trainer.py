@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.base import UserError, install
+from rlx.base import UserError, packages_of
 from rlx.model import lora_config, peft
 from rlx.model.lora_config import LoraConfig
 from rlx.model.model_config import ModelConfig
@@ -141,8 +141,6 @@ def trainer_class(name: str) -> Callable[[Path, str, int], LoraTrainer]:
         from rlx.tinker.jax_lora import JaxLora
 
         return JaxLora
-    try:
+    with packages_of("torch", "--trainer=torch needs PyTorch"):
         from rlx.tinker.torch_lora import TorchLora
-    except ImportError as error:
-        raise UserError(f"--trainer=torch needs PyTorch ({error}); {install('torch')}") from None
     return TorchLora

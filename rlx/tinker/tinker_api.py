@@ -41,6 +41,7 @@ _LINK_SECONDS = 3600.0  # of a download
 _NOT_HERE = ("topk_prompt_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
 _CHECKPOINT = "tinker://{run}/{kind}/{name}"
 _Json = Mapping[str, Any]
+_Work = Callable[[Tenant, _Json, TrainedModel], Any]  # on the thread of the trainer
 
 
 @dataclass(eq=False)
@@ -61,6 +62,10 @@ class TinkerApi:
     def application(self, around: Any) -> web.Application:
         """Return the application in a middleware; its last route refuses what no other takes."""
         run, checkpoint = "training_runs/{run}", "training_runs/{run}/checkpoints/{kind}/{name}"
+
+        def saves(kind: str) -> Callable[[Tenant, _Json], Any]:
+            return partial(self._submit, partial(self._save, kind))
+
         handlers: dict[str, Callable[[Tenant, _Json], Any]] = {
             "POST client/config": lambda tenant, given: {},
             "POST client/dynamic_config": lambda tenant, given: {},
@@ -71,11 +76,12 @@ class TinkerApi:
             "POST session_heartbeat": lambda tenant, given: {"_": tenant.beat(given["session_id"])},
             "POST sessions/{session}/finish": lambda tenant, given: tenant.end(given["session"]),
             "POST create_model": self._create_model, "POST get_info": self._info,
-            "POST forward_backward": self._forward_backward,
-            "POST optim_step": self._optim_step, "POST load_weights": self._load,
-            "POST save_weights": partial(self._save, "weights"),
-            "POST save_weights_external": partial(self._save, "external_weights"),
-            "POST save_weights_for_sampler": partial(self._save, "sampler_weights"),
+            "POST forward_backward": partial(self._submit, self._forward_backward),
+            "POST optim_step": partial(self._submit, self._optim_step),
+            "POST load_weights": self._load,
+            "POST save_weights": saves("weights"),
+            "POST save_weights_external": saves("external_weights"),
+            "POST save_weights_for_sampler": saves("sampler_weights"),
             "POST weights_info": lambda tenant, given: tenant.checkpoint(given["tinker_path"])[1],
             f"GET {run}": self._run, f"GET {run}/checkpoints": self._list,
             "GET checkpoints": self._list, f"DELETE {checkpoint}": self._delete,
@@ -106,14 +112,14 @@ class TinkerApi:
 
     async def _json(self, handler: Callable[[Tenant, _Json], Any], request: web.Request) -> Any:
         tenant, body = self._tenant(request), await request.read()
-        binary = handler == self._forward_backward
+        binary = request.path.endswith("/forward_backward")
         given = binary_messages.request_of(body) if binary else dialects.parse(body or b"{}")
         if not isinstance(given, dict):
             raise dialects.invalid("the body", given, "a JSON object")
         path = {**request.match_info, "origin": str(request.url.origin())}
         return web.json_response(handler(tenant, {**given, **path}))
 
-    def _submit(self, tenant: Tenant, given: _Json, work: Callable[[TrainedModel], Any]) -> _Json:
+    def _submit(self, work: _Work, tenant: Tenant, given: _Json) -> _Json:
         """Promise the result of `work`, which runs when it is the turn of the request's number."""
         model, number = tenant.find("models", given.get("model_id")), given.get("seq_id")
         name = f"{model.id}:{number}"
@@ -121,7 +127,7 @@ class TinkerApi:
             if not isinstance(number, int) or number < model.next:
                 what = f"request {name:.80} is long past or has no number"
                 raise ApiError(410, f"{what}; send a new one")
-            tenant.promise(name, model.run(number, work, self._device))
+            tenant.promise(name, model.run(number, partial(work, tenant, given), self._device))
         return {"request_id": name, "model_id": model.id}
 
     async def _retrieve(self, request: web.Request) -> web.Response:
@@ -154,81 +160,65 @@ class TinkerApi:
 
     def _create_model(self, tenant: Tenant, given: _Json) -> _Json:
         self._require_base(given.get("base_model"))
-        own = {
-            "rank": 32,
-            "train_attn": True,
-            "train_mlp": True,
-            **(given.get("lora_config") or {}),
-        }
+        own: dict[str, Any] = {"rank": 32, "train_attn": True, "train_mlp": True}
+        own |= given.get("lora_config") or {}
         record = {name: bool(own[name]) for name in ("train_attn", "train_mlp")}
         targets = ("q", "k", "v", "o") * record["train_attn"]
         targets += ("gate", "up", "down") * record["train_mlp"]
         seed = secrets.randbits(31) if own.get("seed") is None else own["seed"]
 
-        def work(model: TrainedModel) -> None:
+        def work(tenant: Tenant, given: _Json, model: TrainedModel) -> None:
             model.state = self.trainer.fresh(LoraConfig(own["rank"], ALPHA, targets), seed)
 
         return self._new_model(tenant, given, {**record, "lora_rank": own["rank"]}, work)
 
-    def _new_model(
-        self, tenant: Tenant, given: _Json, record: _Json, work: Callable[[TrainedModel], None]
-    ) -> _Json:
+    def _new_model(self, tenant: Tenant, given: _Json, record: _Json, work: _Work) -> _Json:
         if (given.get("optimizer_config") or {"type": "adamw"}).get("type") != "adamw":
             raise ApiError(400, "optimizer_config.type is not adamw, the only one here")
         name = f"{tenant.beat(given.get('session_id'))}:train:{given.get('model_seq_id')}"
         own = {"base_model": self.names[0], "is_lora": True, "train_unembed": False}
         own |= {"user_metadata": given.get("user_metadata")}
         tenant.models.setdefault(name, TrainedModel(name, {**record, **own}))
-        return self._submit(tenant, {"model_id": name, "seq_id": 0}, work)
+        return self._submit(work, tenant, {"model_id": name, "seq_id": 0})
 
     def _info(self, tenant: Tenant, given: _Json) -> _Json:
         model = tenant.find("models", given.get("model_id"))
         data = {"model_name": self.names[0], "tokenizer_id": self.tokenizer}
         return {"model_id": model.id, "model_data": data, **model.record}
 
-    def _forward_backward(self, tenant: Tenant, given: _Json) -> _Json:
-        asked = given["message"]
+    def _forward_backward(self, tenant: Tenant, given: _Json, model: TrainedModel) -> bytes:
+        asked, state = given["message"], model.trained()
+        data, options = binary_messages.data_of(asked), binary_messages.options_of(asked)
+        rows = pack(data, asked.loss_fn, options, self.trainer.config, self.budget)
+        made = self.trainer.run(state, asked.loss_fn, rows, backward=not asked.forward_only)
+        return binary_messages.losses_reply(*made)
 
-        def work(model: TrainedModel) -> bytes:
-            data, options = binary_messages.data_of(asked), binary_messages.options_of(asked)
-            loss, state, backward = asked.loss_fn, model.trained(), not asked.forward_only
-            rows = pack(data, loss, options, self.trainer.config, self.budget)
-            return binary_messages.losses_reply(*self.trainer.run(state, loss, rows, backward))
+    def _optim_step(self, tenant: Tenant, given: _Json, model: TrainedModel) -> _Json:
+        adam = given.get("adam_params")
+        if not isinstance(adam, dict) or set(adam) - set(ADAM):
+            raise UserError("optim_step has other parameters than Adam's; give AdamParams")
+        return {"metrics": {"grad_norm": self.trainer.step(model.trained(), adam)}}
 
-        return self._submit(tenant, given, work)
+    def _save(self, kind: str, tenant: Tenant, given: _Json, model: TrainedModel) -> _Json:
+        if given.get("age_encryption_recipients"):
+            raise UserError("files cannot be encrypted here; drop age_encryption_recipients")
+        state, session = model.trained(), model.id.partition(":")[0]
+        number = given.get("sampling_session_seq_id")
+        sampler = f"{session}:sample:{number}"
+        place = f"{kind}/{given['path']}" if given.get("path") else f"{UNNAMED}/{number}"
+        path = f"tinker://{model.id}/{place}"
+        end = given.get("ttl_seconds") and time.time() + given["ttl_seconds"]
+        own = {"checkpoint_metadata": given.get("user_metadata"), "expires": end}
+        record = {**model.record, **own, "updates": state.updates}
 
-    def _optim_step(self, tenant: Tenant, given: _Json) -> _Json:
-        def work(model: TrainedModel) -> _Json:
-            adam = given.get("adam_params")
-            if not isinstance(adam, dict) or set(adam) - set(ADAM):
-                raise UserError("optim_step has other parameters than Adam's; give AdamParams")
-            return {"metrics": {"grad_norm": self.trainer.step(model.trained(), adam)}}
+        def write(place: Path) -> None:
+            self.trainer.save(state, place, self.tokenizer, moments=kind == "weights")
 
-        return self._submit(tenant, given, work)
-
-    def _save(self, kind: str, tenant: Tenant, given: _Json) -> _Json:
-        def work(model: TrainedModel) -> _Json:
-            if given.get("age_encryption_recipients"):
-                raise UserError("files cannot be encrypted here; drop age_encryption_recipients")
-            state, session = model.trained(), model.id.partition(":")[0]
-            number = given.get("sampling_session_seq_id")
-            sampler = f"{session}:sample:{number}"
-            place = f"{kind}/{given['path']}" if given.get("path") else f"{UNNAMED}/{number}"
-            path = f"tinker://{model.id}/{place}"
-            end = given.get("ttl_seconds") and time.time() + given["ttl_seconds"]
-            own = {"checkpoint_metadata": given.get("user_metadata"), "expires": end}
-            record = {**model.record, **own, "updates": state.updates}
-
-            def write(place: Path) -> None:
-                self.trainer.save(state, place, self.tokenizer, moments=kind == "weights")
-
-            saved = tenant.save(path, record, write, bool(given.get("overwrite")))
-            if given.get("path"):
-                return saved
-            tenant.samplers[sampler] = path
-            return {"sampling_session_id": sampler}
-
-        return self._submit(tenant, given, work)
+        saved = tenant.save(path, record, write, bool(given.get("overwrite")))
+        if given.get("path"):
+            return saved
+        tenant.samplers[sampler] = path
+        return {"sampling_session_id": sampler}
 
     def _load(self, tenant: Tenant, given: _Json) -> _Json:
         where, record = tenant.checkpoint(given.get("path"))
@@ -236,12 +226,12 @@ class TinkerApi:
         if updates and where.parent.name != "weights":
             raise ApiError(400, "a sampler's weights have no optimizer; load a saved state")
 
-        def work(model: TrainedModel) -> None:
+        def work(tenant: Tenant, given: _Json, model: TrainedModel) -> None:
             model.state = self.trainer.load(where, updates)
 
         if given.get("session_id"):
             return self._new_model(tenant, given, record, work)
-        return self._submit(tenant, given, work)
+        return self._submit(work, tenant, given)
 
     def _list(self, tenant: Tenant, given: _Json) -> _Json:
         found = [*tenant.listed(given.get("run", "*"))]
