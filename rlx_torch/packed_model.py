@@ -28,7 +28,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import logging
 
-from rlx.base import UserError, install
+from rlx.base import UserError, packages_of
 from rlx.model import kept_tokens
 from rlx.model.lora_config import PREFIX, LoraConfig, modules
 from rlx.train.packing import segment_sizes
@@ -149,19 +149,21 @@ def known(path: str | Path) -> Any:
     return config
 
 
-def adapt(model: Any, lora: LoraConfig, tower: bool = True) -> None:
-    """Give a model uninitialised LoRA adapters, and freeze its other parameters.
+def narrow(model: Any, lora: LoraConfig | None, frozen: bool) -> None:
+    """Freeze what is not trained: with `lora` all but adapters, which are added, uninitialised.
 
-    A `tower` of vision gets them too, where its matrices have the targets' names.
+    A tower of vision is `frozen`, or gets adapters too where its matrices have the targets' names.
     """
-    try:
+    if frozen:
+        vision.freeze(model)
+    if lora is None:
+        return
+    with packages_of("torch", "lora.rank needs PEFT"):
         import peft
-    except ImportError as error:
-        raise UserError(f"lora.rank needs PEFT ({error}); {install('torch')}") from None
     names = modules(lora.targets, {n.rpartition(".")[2] for n, _ in model.named_modules()})
     towers = rf"(?!.*\b({'|'.join(vision.DECODERS)})\.).*" if vision.sees(model.config) else None
     config = peft.LoraConfig(
-        r=lora.rank, target_modules=names, exclude_modules=None if tower else towers,
+        r=lora.rank, target_modules=names, exclude_modules=towers if frozen else None,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT allows any number
     )  # fmt: skip
     try:

@@ -231,10 +231,7 @@ class Ranks:
             )
             packed_model.ready(model, remat)
             model = Valued(model) if valued else model
-            if frozen:
-                vision.freeze(model)
-            if lora:
-                packed_model.adapt(model, lora, not frozen)
+            packed_model.narrow(model, lora, frozen)
         self.cut(model, compute_dtype)
         model.to_empty(device=self.device)
         owners = (m for m in model.base_model.modules() if isinstance(m, PreTrainedModel))

@@ -95,9 +95,10 @@ class TorchUpdate(BatchUpdate):
         self.model = dataclasses.replace(model_config, value_head=True) if scores else model_config
         self.images: Callable[[str], bytes] = _no_images  # the bytes of an image by its name
         config, self._seen = packed_model.known(model_dir), None
+        self._frozen_tower = vision.sees(config) and options.vision == "frozen"
         if vision.sees(config):
-            frozen = options.vision == "frozen"
-            self._seen = vision.Images(model_dir, config, lambda name: self.images(name), frozen)
+            tower = self._frozen_tower
+            self._seen = vision.Images(model_dir, config, lambda name: self.images(name), tower)
         self._device = self._ranks.device
         if self._device == "cpu" and self._ranks.count == 1:  # no more threads than cores
             torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -133,11 +134,7 @@ class TorchUpdate(BatchUpdate):
     def _count_bytes(self) -> int:
         with torch.device("meta"):
             shapes = packed_model.empty(self._directory)
-            frozen = self._seen is not None and self._seen.frozen
-            if frozen:
-                vision.freeze(shapes)
-            if lora := self._options.lora:
-                packed_model.adapt(shapes, lora, not frozen)
+            packed_model.narrow(shapes, self._options.lora, self._frozen_tower)
         numbers = sum(p.numel() for p in shapes.parameters() if p.requires_grad)
         moments, moves = OPTIMIZERS[self._options.optimizer.name], self._options.reference_moves
         return 4 * numbers * ((1 + moments) * (1 + bool(self._algorithm.critic)) + moves)
@@ -145,16 +142,12 @@ class TorchUpdate(BatchUpdate):
     def _load(self, valued: bool = False, lora: LoraConfig | None = None) -> Any:
         o = self._options
         given = self._directory, o.compute_dtype, o.remat != "none"
-        frozen = self._seen is not None and self._seen.frozen
         if self._ranks.count > 1:
-            model = self._ranks.load(*given, valued, lora, frozen)
+            model = self._ranks.load(*given, valued, lora, self._frozen_tower)
         else:
             model = packed_model.load(self._directory, self._device, *given[1:])
             model = Valued(model) if valued else model
-            if frozen:
-                vision.freeze(model)
-            if lora:
-                packed_model.adapt(model, lora, not frozen)
+            packed_model.narrow(model, lora, self._frozen_tower)
         if lora:
             sharding.begin_adapters(model, o.seed)
         return model

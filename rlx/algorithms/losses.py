@@ -11,6 +11,7 @@ from rlx.algorithms.algorithm import Algorithm, choose, require_reference
 from rlx.algorithms.array_ops import Array, ops_of, same_shape
 from rlx.algorithms.signatures import LossInputs
 from rlx.algorithms.surrogates import SURROGATES, control_weights, kept_sequences
+from rlx.base import UserError
 
 # Divisors of summed stats: none for COUNTS, the minibatch's denominator for LOSSES, the number of
 # pairs for names that begin with PAIRS, `n_valid_tokens` for others.
@@ -129,7 +130,9 @@ def policy_loss(
             known = used & lib.isfinite(reference)
             stats["reference_kl"] = _k3(lib.where(known, target - reference, 0.0))
         for name, x in {"actor_clip_ratio": lib.zeros_like(used), **own}.items():
-            signatures.check_new(name, stats)
+            if name in stats:
+                what = f"algorithm.loss returned {name!r}, which is rlx's own"
+                raise UserError(f"{what}; use another name")
             stats[name] = x & used if x.dtype == used.dtype else lib.where(used, x, 0.0)
     return actor_loss + kl_loss + entropy_loss, ops.totals(stats)
 

@@ -89,9 +89,3 @@ def check_array(what: str, name: str, x: Any, like: Any, function: Callable) -> 
             f"{what} returned {name!r} of {got[0]} {got[1]}; wanted one number a token, "
             f"{wanted[0]} {wanted[1]} {place(function)}"
         )
-
-
-def check_new(name: str, statistics: Mapping[str, Any]) -> None:
-    """Raise UserError if a loss returned a statistic that rlx computes itself."""
-    if name in statistics:
-        raise UserError(f"algorithm.loss returned {name!r}, which is rlx's own; use another name")

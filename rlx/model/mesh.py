@@ -6,7 +6,7 @@ sharding.py describes the axes.
 from collections.abc import Mapping, Sequence
 from math import gcd, prod
 
-from rlx.base import UserError, unknown
+from rlx.base import UserError, refuse, unknown
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
 
@@ -102,35 +102,30 @@ def check_model(text: str, model: ModelConfig) -> None:
     axes = parse_mesh(text)
     tensor, experts = axes.get("tensor", 1), axes.get("expert", 1)
     columns = model.expert_dim or model.mlp_dim
-    if max(model.num_experts, 1) % experts:
-        remedy = "lower it" if model.num_experts else "use fsdp"
-        raise UserError(
-            f"train.mesh={text!r}: expert:{experts} does not divide the model's "
-            f"{model.num_experts} experts; {remedy}"
-        )
     most = gcd(model.num_heads, columns)
-    if most % tensor:
-        fitting = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
-        raise UserError(
-            f"train.mesh={text!r}: tensor:{tensor} does not divide the model's {model.num_heads} "
-            f"query heads and {columns} columns of the MLP; use tensor of {fitting}"
-        )
+    fitting = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
+    refuse((
+        (max(model.num_experts, 1) % experts,
+         f"train.mesh={text!r}: expert:{experts} does not divide the model's {model.num_experts} "
+         f"experts; {'lower it' if model.num_experts else 'use fsdp'}"),
+        (most % tensor,
+         f"train.mesh={text!r}: tensor:{tensor} does not divide the model's {model.num_heads} "
+         f"query heads and {columns} columns of the MLP; use tensor of {fitting}"),
+    ))  # fmt: skip
 
 
 def check_torch(text: str, model: ModelConfig) -> None:
     """Raise UserError for a mesh that trainer=torch does not support, though trainer=jax does."""
     axes = mesh_axes(text, 1)
-    for axis, what in {"context": "the tokens of a row", "expert": "experts by themselves"}.items():
-        if axes[axis] > 1:
-            raise UserError(
-                f"train.mesh={text!r}: trainer=torch does not cut {what}; use fsdp and tensor in "
-                f"place of {axis}, or trainer=jax"
-            )
-    if model.num_kv_heads % (tensor := axes["tensor"]):
-        raise UserError(
-            f"train.mesh={text!r}: tensor:{tensor} does not divide the model's "
-            f"{model.num_kv_heads} key heads; lower it, or use trainer=jax, which copies them"
-        )
+    cut = {"context": "the tokens of a row", "expert": "experts by themselves"}
+    refuse((
+        *((axes[axis] > 1,
+           f"train.mesh={text!r}: trainer=torch does not cut {what}; use fsdp and tensor in place "
+           f"of {axis}, or trainer=jax") for axis, what in cut.items()),
+        (model.num_kv_heads % axes["tensor"],
+         f"train.mesh={text!r}: tensor:{axes['tensor']} does not divide the model's "
+         f"{model.num_kv_heads} key heads; lower it, or use trainer=jax, which copies them"),
+    ))  # fmt: skip
 
 
 def check_rows(text: str, longest: int, buckets: Sequence[int], budget: int) -> None:

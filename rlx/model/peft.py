@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.base import UserError
+from rlx.base import UserError, refuse
 from rlx.model import lora_config
 from rlx.model import params as parameters
 from rlx.model.config_forms import read_json
@@ -137,32 +137,26 @@ def load_config(path: str | Path) -> LoraConfig:
     if not file.exists():
         raise UserError(f"{file} is missing; give a directory that PEFT or rlx wrote")
     record = read_json(file)
-    if record.get("peft_type") != "LORA":
-        raise UserError(f"{file} has peft_type={record.get('peft_type')!r}; rlx reads only LORA")
-    if record.get("bias", "none") != "none":
-        raise UserError(f"{file} has bias={record['bias']!r}; rlx reads adapters without biases")
-    for key in _REFUSED:
-        if record.get(key):
-            raise UserError(
-                f"{file} sets {key}={record[key]!r}, which rlx does not support; merge that "
-                "adapter with PEFT and give the merged model as model.path"
-            )
-    start = record.get("init_lora_weights", True)
-    if isinstance(start, str) and start not in _INITS:
-        raise UserError(
-            f"{file} has init_lora_weights={start!r}, which changes the base too; convert it with "
-            "PEFT's path_initial_model_for_weight_conversion"
-        )
-    targets, rank = record.get("target_modules"), record.get("r")
-    alpha = record.get("lora_alpha")
-    if not isinstance(rank, int) or not isinstance(alpha, int | float):
-        raise UserError(f"{file} has r={rank!r} and lora_alpha={alpha!r}; wanted two numbers")
-    if targets == "all-linear":
-        targets = list(LORA_TARGETS)
-    if not isinstance(targets, list):
-        raise UserError(
-            f"{file} has target_modules={targets!r}; rlx reads a list of names such as 'q_proj'"
-        )
+    targets: Any = record.get("target_modules")
+    rank: Any = record.get("r")
+    alpha: Any = record.get("lora_alpha")
+    start, bias = record.get("init_lora_weights", True), record.get("bias", "none")
+    targets = list(LORA_TARGETS) if targets == "all-linear" else targets
+    refuse((
+        (record.get("peft_type") != "LORA",
+         f"{file} has peft_type={record.get('peft_type')!r}; rlx reads only LORA"),
+        (bias != "none", f"{file} has bias={bias!r}; rlx reads adapters without biases"),
+        *((record.get(key),
+           f"{file} sets {key}={record.get(key)!r}, which rlx does not support; merge that adapter "
+           "with PEFT and give the merged model as model.path") for key in _REFUSED),
+        (isinstance(start, str) and start not in _INITS,
+         f"{file} has init_lora_weights={start!r}, which changes the base too; convert it with "
+         "PEFT's path_initial_model_for_weight_conversion"),
+        (not isinstance(rank, int) or not isinstance(alpha, int | float),
+         f"{file} has r={rank!r} and lora_alpha={alpha!r}; wanted two numbers"),
+        (not isinstance(targets, list),
+         f"{file} has target_modules={targets!r}; rlx reads a list of names such as 'q_proj'"),
+    ))  # fmt: skip
     # For a small model PEFT writes 'all-linear' as full names of modules.
     short = dict.fromkeys(str(name).rpartition(".")[2] for name in targets)
     return LoraConfig(rank, float(alpha), tuple(short))

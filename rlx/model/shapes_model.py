@@ -7,7 +7,7 @@ picture of 32 × 32 pixels has 4 patches, each of which becomes one token.
 from pathlib import Path
 from typing import Any
 
-from rlx.base import UserError, install
+from rlx.base import packages_of
 from rlx.system.atomic_directory import atomic_directory
 
 VERSION = 1  # of what `write` makes; raising it renews the caches
@@ -36,7 +36,7 @@ _SPREAD = 0.5  # standard deviation of random embeddings, of words and of places
 
 def write(target: Path) -> None:
     """Write an HF directory; UserError names a package that is missing."""
-    try:
+    with packages_of("torch,vision", "rlx:shapes needs packages"):
         import torch
         from tokenizers import Tokenizer, models, pre_tokenizers
         from transformers import (
@@ -48,8 +48,6 @@ def write(target: Path) -> None:
         from transformers.models.idefics3.image_processing_pil_idefics3 import (
             Idefics3ImageProcessorPil,
         )
-    except ImportError as error:
-        raise UserError(f"rlx:shapes needs packages ({error}); {install('torch,vision')}") from None
     tokens = [*_SPECIAL.values(), *_WORDS.split()]
     words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(tokens)}, _SPECIAL["unk_token"]))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
