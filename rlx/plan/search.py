@@ -43,6 +43,7 @@ class Workload:
     factors: tuple[float, float] = (1.0, 1.0)
     shared: float = 0.0  # first tokens that the trainer computes once for a group
     cores: int = 0  # of a CPU that servers and trainer divide; 0: they have GPUs
+    fanout: int = 1  # of weights, `fleet.relay_fanout`
 
     @cached_property
     def recomputed(self) -> float:
@@ -63,7 +64,8 @@ class Workload:
             self.limits, self.sizes.n_samples, serves.sizes.get("d", 1), self.slots,
             ServerSpeed(model, card, serves.each, fitted, share, serve),
             TrainerSpeed(model, card, trains.gpus, fitted, self.forwards, self.recomputed,
-                         self.sizes.train.minibatches, train, self.sizes.n_samples, self.shared),
+                         self.sizes.train.minibatches, train, self.sizes.n_samples, self.shared,
+                         self.fanout),
             self.lengths, self.prompt_tokens, self.tool_seconds, found.shared, self.recompute,
         )  # fmt: skip
 

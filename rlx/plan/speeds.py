@@ -14,6 +14,7 @@ from rlx.model import params
 from rlx.model.model_config import ModelConfig
 from rlx.train.prefix_trees import GAIN
 
+_HOP_BYTES = 6.4e6  # that a relay holds back, measured by experiments.bench.relay
 WIDTH = 2  # bytes of a weight and of a number of the KV cache, bfloat16
 
 
@@ -106,6 +107,7 @@ class TrainerSpeed:
     factor: float = 1.0  # seconds that were measured for one that is computed here
     samples: int = 1  # trajectories of a group
     shared: float = 0.0  # first tokens of each that its group has in common; 0: none are shared
+    fanout: int = 1  # servers to which each passes weights on; 0: process 0 sends to all
 
     def seconds(self, lengths: np.ndarray) -> float:
         """Return seconds of a batch; lengths: [N], prompt and answer, tokens, group by group."""
@@ -129,6 +131,9 @@ class TrainerSpeed:
 
     def publish_seconds(self, servers: int) -> float:
         """Return seconds from a finished update to the last server's confirmation."""
-        size = params.count(self.model) * WIDTH
-        hosts = max(self.gpus // 8, 1)  # which send their shards
-        return size * max(1.0, servers / hosts) / self.card.network  # each receives at this speed
+        size, fanout = params.count(self.model) * WIDTH, self.fanout
+        levels, reached = 0, 0
+        while fanout and reached < servers:
+            levels, reached = levels + 1, reached + fanout ** (levels + 1)
+        copies = max(min(fanout or servers, servers), 1)
+        return (copies * size + max(levels - 1, 0) * _HOP_BYTES) / self.card.network

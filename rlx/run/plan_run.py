@@ -104,7 +104,7 @@ class PlanRequest:
             algorithm.needs_proximal_pass(sizes.train.minibatches) + algorithm.needs_reference,
             config.trainer, self._number("tool_seconds", 0.0),
             config.fleet.kv_on_update != "keep", shared=self._shared(sizes, prompt),
-            cores=self.gpus * (self.card.kind == CPU.kind),
+            cores=self.gpus * (self.card.kind == CPU.kind), fanout=config.fleet.relay_fanout,
         )  # fmt: skip
 
     def _shared(self, sizes: RunSizes, prompt: float) -> float:

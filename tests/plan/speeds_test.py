@@ -1,4 +1,4 @@
-"""Tokens that samples share: the planner counts them as the trainer's own trees do."""
+"""The planner counts tokens that samples share as the trainer's trees do, and weights by relays."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -11,6 +11,7 @@ from rlx.config import default
 from rlx.doctor.gpu_cards import CARDS, CPU
 from rlx.model import params
 from rlx.model.model_config import ModelConfig
+from rlx.plan import speeds
 from rlx.plan.speeds import Calibration, TrainerSpeed
 from rlx.run.plan_run import PlanRequest
 from rlx.train import packing, prefix_trees
@@ -54,6 +55,18 @@ def test_shared_tokens_are_those_of_the_trainers_trees(prompt, answers):
     assert tokens == trees.sizes.sum()
     assert trees.cost(cost) < prefix_trees.GAIN * plain.cost(cost)
     assert work == pytest.approx(tokens / flat.sizes.sum(), rel=0.4), "and attention over the tree"
+
+
+def test_weights_pass_through_servers_in_about_the_time_of_one():
+    speed = TrainerSpeed(SMALL, CARDS["h100"], 8, Calibration())
+    one, hop = speed.publish_seconds(1), speeds._HOP_BYTES / CARDS["h100"].network
+    assert one == pytest.approx(params.count(SMALL) * 2 / CARDS["h100"].network)
+    assert speed.publish_seconds(8) == pytest.approx(one + 7 * hop), "a chain"
+    tree = dataclasses.replace(speed, fanout=2).publish_seconds
+    assert (tree(2), tree(6)) == pytest.approx((2 * one, 2 * one + hop)), "2 and 4 servers below"
+    assert tree(7) == pytest.approx(2 * one + 2 * hop)
+    alone = dataclasses.replace(speed, fanout=0).publish_seconds
+    assert (alone(0), alone(8)) == pytest.approx((one, 8 * one))
 
 
 def test_sharing_makes_a_batch_as_fast_as_its_tokens_are_few():
