@@ -5,6 +5,7 @@ Parameters, sums, norms, logits and the optimizer are float32 with either dtype.
 
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from rlx.train.train_options import AUTO
 
 GAIN = 1.5  # how much faster bfloat16 must be to be worth its rounding
 _REPEATS, _SECONDS, _FLOPS = 10, 0.3, 5e8  # at most, of a probe and of its products
+_BLOCK = 8  # products that are timed together
 
 
 class Precision(NamedTuple):
@@ -46,14 +48,15 @@ def decide_dtypes(
     fewer = max(16, int(_FLOPS / (2 * width * inner)))
     shape = min(config.train.max_tokens_per_microbatch or fewer, fewer), width, inner
     work = {"float32": 0.0, "bfloat16": 0.0}  # seconds of processor time in all threads
+    taken: dict[str, list[float]] = {dtype: [] for dtype in work}
     if devices.platform == "cpu":
         product, tried = trainers.library(config).product, [*work][: 1 + native]
         runs = [(dtype, product(shape, dtype)) for dtype in ([known] if known else tried)]
         end = time.monotonic() + _SECONDS
         for n, (dtype, run) in enumerate(runs * _REPEATS):  # in turns; the first ones compile
-            if n < 4 * len(runs) or time.monotonic() < end:
-                taken = _timed(run)
-                work[dtype] = min(work[dtype] or taken, taken)
+            if n < 3 * len(runs) or time.monotonic() < end:
+                taken[dtype].append(_timed(run))
+        work |= {dtype: statistics.median(found) for dtype, found in taken.items() if found}
     dtype = known or choose_dtype(native, **work)
     peak = devices.count * peak_flops(devices.kind, dtype)  # devices of all `processes`
     if work[dtype]:  # not by the clock: servers start meanwhile
@@ -71,8 +74,9 @@ def decide_dtypes(
 def _timed(run: Callable[[], Any]) -> float:
     """Return a call's seconds of processor time, which other processes lengthen less."""
     begun = time.process_time()
-    run()
-    return time.process_time() - begun
+    for _ in range(_BLOCK):  # the kernel counts other threads' time in ticks of some milliseconds
+        run()
+    return (time.process_time() - begun) / _BLOCK
 
 
 def choose_dtype(native: bool, float32: float, bfloat16: float) -> str:

@@ -94,12 +94,12 @@ def test_a_cpu_where_it_does_not_pay_stays_in_float32(
 
 def test_seconds_in_which_others_compute_do_not_count():
     def run():  # a busy machine's clock would lie
-        time.sleep(0.2)
+        time.sleep(0.05)
         end = time.process_time() + 0.02
         while time.process_time() < end:
             pass
 
-    assert 0.02 <= precision._timed(run) < 0.1
+    assert 0.02 <= precision._timed(run) < 0.04
 
 
 def test_gpus_are_not_measured_and_old_ones_compute_in_float32(config, model, cpu):
