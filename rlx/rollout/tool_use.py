@@ -171,7 +171,7 @@ class ToolUse:
                 ids, names = self._with_images(IN_TEXT.split(text), images)
                 if len(ids) <= most:
                     return PromptTokens([*before, *ids, *after], names), True
-                text = f"Error: with its image it has {len(ids)} tokens, max_output_tokens={most}"
+                text = f"Error: an output with an image exceeds max_output_tokens={most}"
             except UserError as error:
                 text = f"Error: {error}"
         if long := len(text) > 2 * longest:
@@ -185,13 +185,20 @@ class ToolUse:
     def _with_images(
         self, pieces: Sequence[str], images: ImagePrompts
     ) -> tuple[list[int], tuple[str, ...]]:
-        """Return the tokens of texts and images in turn, and the images' names."""
+        """Return the tokens of texts and images in turn, and the images' names.
+
+        It ends once they are too many.
+        """
         ids, names = list[int](), tuple[str, ...]()
         for at, piece in enumerate(pieces):
+            if len(ids) > self._max_output:
+                break
             if at % 2:
                 shown, found = images.shown(piece)
                 names += found
             else:
+                if len(piece) > 128 * self._max_output:
+                    raise UserError("the text around an image is too long; give a shorter one")
                 shown = shielded(piece, controls(self._tokenizer).strict)
             ids += encode(self._tokenizer, shown)
         return ids, names

@@ -231,6 +231,13 @@ def test_a_tool_shows_images_between_texts(prompts, processor):
     ids, whole = workflow._observation(f"{uri(RED)} {'x' * 999}")
     assert (ids.images, whole) == ((), True)
     assert "max_output_tokens=256" in prompts.tokenizer.decode(list(ids))
+    for text, words in (
+        (100 * f"{uri(RED)} ", "max_output_tokens"),
+        (uri(RED) + 40_000 * "x", "too long"),
+    ):
+        ids, _ = workflow._observation(text)
+        assert ids.images == ()
+        assert words in prompts.tokenizer.decode(list(ids))
 
     blind = ToolUse(
         Prompts(prompts.tokenizer), Sampling(max_new_tokens=9), pool, 1, SandboxOptions(), tools
