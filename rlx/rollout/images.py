@@ -25,7 +25,7 @@ NAME = "image:"  # begins the name of an image in the store
 MARK = "<image>"  # where a text has an image of the row's column
 _MAGIC = re.compile(rb"\x89PNG\r\n|\xff\xd8\xff|GIF8[79]a|RIFF....WEBP|II\*\0|MM\0\*", re.DOTALL)
 _DATA = re.compile(r"data:[\w/+.-]*;base64,(.*)", re.DOTALL)
-IN_TEXT = re.compile(r"(data:image[\w/+.-]*;base64,[\w+/=]+)")  # an image in a tool's output
+IN_TEXT = re.compile(r"(data:image[\w/+.-]*;base64,[\w+/]+={0,2})")  # an image in a tool's output
 _AROUND = "@@IMAGE@@"  # to find what a chat template writes for an image
 _SECONDS = 30.0  # for an image from the network
 Part = Mapping[str, Any]

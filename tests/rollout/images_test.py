@@ -233,7 +233,7 @@ def test_a_tool_shows_images_between_texts(prompts, processor):
     assert "max_output_tokens=256" in prompts.tokenizer.decode(list(ids))
     for text, words in (
         (100 * f"{uri(RED)} ", "max_output_tokens"),
-        (uri(RED) + 40_000 * "x", "too long"),
+        (f"{uri(RED)} {40_000 * 'x'}", "too long"),
     ):
         ids, _ = workflow._observation(text)
         assert ids.images == ()
