@@ -219,6 +219,7 @@ def test_rows_are_chosen_by_index_or_range(tmp_path):
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_against_vllms_own_server(tmp_path):
     from experiments.bench.gateway import vllm_serve
 

@@ -220,6 +220,7 @@ def before_and_after(tmp_path, prompt, n, **options):
             served.close()
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_on_two_workers_before_and_after_an_update(tmp_path):
     """Transformers' logprobs, and the trainer's; each worker packs its slice of every expert."""
     models = [random_mixture(tmp_path / f"m{version}", version) for version in (0, 1)]

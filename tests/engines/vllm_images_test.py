@@ -130,6 +130,7 @@ async def measured(model_dir, weights, out):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_tokens_and_scores_are_transformers_before_and_after_an_update(model_dir, tmp_path):
     from safetensors.torch import load_file, save_file
 

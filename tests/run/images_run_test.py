@@ -29,6 +29,7 @@ def records(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_pictures_resumes_and_is_replayed_bitwise(tmp_path):
     workdir = tmp_path / "run"
     for steps in (2, 3):
