@@ -156,7 +156,8 @@ SECONDS = dict.fromkeys(("slow", "slurm", "ray", "vllm", "witnesses", "docs", "d
 def pytest_runtest_makereport(item, call):
     """Fail a test that takes several times what its mark allows: 10 s without one, minutes with."""
     report = yield
-    limit = max([SECONDS.get(mark.name, 0) for mark in item.iter_markers()] + [100])
+    marks = [*item.iter_markers()]
+    limit = max([m.kwargs.get("seconds", SECONDS.get(m.name, 0)) for m in marks] + [100])
     if report.when == "call" and report.passed and call.duration > limit:
         report.outcome = "failed"
         report.longrepr = (

@@ -303,7 +303,7 @@ def test_five_kills_of_each_of_two_runs_reach_every_point():
     assert any("after a step" in name for name in reached)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=120 * KILLS)
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_run_killed_again_and_again_goes_on(tmp_path, max_staleness):
     check(tmp_path, KILLS, max_staleness, seed=1 + max_staleness)
