@@ -70,12 +70,19 @@ class Collective:
     times: int  # runs in one call of the program
     bytes: float  # that a device sends or receives in all of them
     covered: float  # FLOPs of products that run between start and end, in all of them
-    between_hosts: bool  # whether a group has devices of several hosts
+    cards: int  # network cards of a host that share the bytes; 0: a group is within a host
+
+    def seconds(self, card: Card) -> float:
+        """Return the seconds that it takes."""
+        return self.bytes / (min(self.cards * card.network, card.link) if self.cards else card.link)
 
     def waiting(self, card: Card) -> float:
         """Return the seconds that no product hides."""
-        seconds = self.bytes / (card.network if self.between_hosts else card.link)
-        return max(seconds - self.covered / (PRODUCTS * card.flops), 0.0)
+        return max(self.seconds(card) - self.covered / (PRODUCTS * card.flops), 0.0)
+
+    def hidden(self, card: Card) -> float:
+        """Return the bytes that travel while products run."""
+        return self.bytes * (1.0 - self.waiting(card) / self.seconds(card)) if self.bytes else 0.0
 
 
 @dataclass
@@ -86,6 +93,8 @@ class Reading:
     products: Counter[tuple[float, float]] = field(default_factory=Counter)
     attention_flops: float = 0.0  # of cuDNN's attention, as of one segment a row
     bytes: float = 0.0  # read and written by kernels that are no products
+    # (bytes, FLOPs and bytes of the products beside it) of an asynchronous copy → runs
+    copies: Counter[tuple[float, float, float]] = field(default_factory=Counter)
     kernels: int = 0  # runs of any
     calls: dict[str, int] = field(default_factory=dict)  # library kernel → runs
     collectives: list[Collective] = field(default_factory=list)
@@ -98,7 +107,13 @@ class Reading:
     @property
     def moved(self) -> float:
         """Bytes that all kernels except attention read and write."""
-        return self.bytes + sum(times * moved for (_, moved), times in self.products.items())
+        products = sum(times * moved for (_, moved), times in self.products.items())
+        return self.bytes + self.copied + products
+
+    @property
+    def copied(self) -> float:
+        """Bytes of asynchronous copies, which take the bandwidth that products leave."""
+        return sum(times * own for (own, _, _), times in self.copies.items())
 
     def seconds(self, card: Card, reach: "Reach") -> float:
         """Return the roofline time of the program on a card, kernel after kernel."""
@@ -106,6 +121,9 @@ class Reading:
         computing = self.attention_flops / (card.flops * reach.attention)
         for (flops, moved), times in self.products.items():
             computing += times * max(flops / peak, moved / bandwidth)
+        for (own, flops, moved), times in self.copies.items():
+            beside = max(flops / peak, moved / bandwidth)
+            computing += times * max((own + moved) / bandwidth - beside, 0.0)
         return computing + self.bytes / bandwidth + self.waiting(card)
 
     def waiting(self, card: Card) -> float:
@@ -135,7 +153,7 @@ def read(text: str, per_host: int = 8, trips: Iterable[int] = ()) -> Reading:
             out.calls[target] = out.calls.get(target, 0) + times
         if kind := _collective(each):
             one = _read_collective(computations, own, each, kind, times, place, per_host)
-            key = one.kind, one.shape, one.place, bool(one.covered), one.between_hosts
+            key = one.kind, one.shape, one.place, one.covered / times, one.cards
             if old := found.get(key):
                 sums = {n: getattr(one, n) + getattr(old, n) for n in ("times", "bytes", "covered")}
                 one = replace(one, **sums)
@@ -145,6 +163,11 @@ def read(text: str, per_host: int = 8, trips: Iterable[int] = ()) -> Reading:
             moved = _moved(computations, own, each)
             if flops and not attends:
                 out.products[flops, moved] += times
+            elif beside := _beside(computations, own, each):
+                work = [
+                    (_flops(computations, own, x), _moved(computations, own, x)) for x in beside
+                ]
+                out.copies[moved, *map(sum, zip(*work, strict=True))] += times
             elif not attends:
                 out.bytes += times * moved
     out.collectives = sorted(found.values(), key=lambda c: -c.bytes)
@@ -296,17 +319,47 @@ def _read_collective(
 ) -> Collective:  # fmt: skip
     results = re.findall(r"\w+\[[\d,]*\]", one.shape)
     operands = sum(size(computation[x].shape) for x in one.operands if x in computation)
-    moved = {"reduce-scatter": operands, "all-reduce": 2 * operands}.get(kind, size(results[-1]))
-    covered = 0.0
-    if one.opcode.endswith("-start"):
-        later = iter(computation.values())
-        next(each for each in later if each.name == one.name)
-        ends = [e for e in computation.values() if one.name in e.operands]
-        between = takewhile(lambda e: e not in ends or not e.opcode.endswith("-done"), later)
-        covered = sum(_flops(computations, computation, each) for each in between)
-    hosts = [{device // per_host for device in group} for group in _groups(one.line)]
-    crosses, whole = any(len(group) > 1 for group in hosts), float(times * moved)
-    return Collective(kind, results[-1], place, times, whole, times * covered, crosses)
+    whole = {"reduce-scatter": operands, "all-reduce": 2 * operands}.get(kind, size(results[-1]))
+    groups = _groups(one.line)
+    members = max(map(len, groups), default=0)  # 0 for pairs, which send everything
+    moved = whole * (1.0 - 1.0 / members) if members else whole
+    covered = _covered(computations, computation).get(one.name, 0.0)
+    hosts = [Counter(device // per_host for device in group) for group in groups]
+    # Devices of a host that need the same bytes receive each of them once, by all of their cards.
+    same = kind not in ("all-to-all", "collective-permute")
+    cards = max((max(on.values()) if same else 1 for on in hosts if len(on) > 1), default=0)
+    shape = results[-1]
+    return Collective(kind, shape, place, times, times * moved, times * covered, cards)
+
+
+def _covered(computations: Module, computation: Computation) -> dict[str, float]:
+    """Return the FLOPs of products during each asynchronous collective.
+
+    Collectives run one after the other, so those that are under way together share them.
+    """
+    found: dict[str, float] = {}
+    under_way: list[str] = []
+    for each in computation.values():
+        if each.opcode.endswith("-start") and _collective(each):
+            under_way.append(each.name)
+            found[each.name] = 0.0
+        elif each.opcode.endswith("-done"):
+            under_way = [name for name in under_way if name not in each.operands]
+        elif under_way and (flops := _flops(computations, computation, each)):
+            for name in under_way:
+                found[name] += flops / len(under_way)
+    return found
+
+
+def _beside(computations: Module, computation: Computation, one: Instruction) -> list[Instruction]:
+    """Return the products that run between the start and the end of an asynchronous instruction."""
+    if not one.opcode.endswith("-start"):
+        return []
+    later = iter(computation.values())
+    next(each for each in later if each.name == one.name)
+    ends = [e for e in computation.values() if one.name in e.operands]
+    between = takewhile(lambda e: e not in ends or not e.opcode.endswith("-done"), later)
+    return [each for each in between if _flops(computations, computation, each)]
 
 
 def _groups(line: str) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """XLA's flags for training on CUDA, to set before JAX makes its backends. No JAX here.
 
-They overlap collectives with matrix products (latency hiding), also across the layers of a scanned
-stack (pipelining). An unknown flag ends a process of XLA; VERSIONS know all of FLAGS.
+They overlap collectives with matrix products (latency hiding), two at a time, also across the
+layers of a scanned stack (pipelining). An unknown flag ends a process of XLA; VERSIONS know all of FLAGS.
 """
 
 from collections.abc import MutableMapping
@@ -13,6 +13,7 @@ FLAGS = (
     "--xla_gpu_enable_pipelined_all_gather=true",
     "--xla_gpu_enable_pipelined_reduce_scatter=true",
     "--xla_gpu_enable_pipelined_all_reduce=true",
+    "--xla_gpu_experimental_parallel_collective_overlap_limit=2",
 )
 VERSIONS = ("0.10.", "0.11.", "0.12.")  # of jaxlib
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")

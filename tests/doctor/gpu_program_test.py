@@ -69,31 +69,56 @@ def test_a_collective_is_hidden_by_the_products_between_its_start_and_end():
     reading = gpu_program.read(MODULE, per_host=4)
     gather, reduced = reading.collectives
     assert (gather.kind, gather.times, gather.place) == ("all-gather", 3, "loop × 3")
-    assert (gather.bytes, gather.covered) == (3 * 2 * 64 * 32, reading.flops)
-    assert (gather.between_hosts, reduced.between_hosts) == (True, False)
-    assert (reduced.kind, reduced.bytes, reduced.covered) == ("all-reduce", 3 * 2 * 2 * 16 * 32, 0)
+    others = 3 / 4  # of four devices
+    assert (gather.bytes, gather.covered) == (3 * 2 * 64 * 32 * others, reading.flops)
+    assert (gather.cards, reduced.cards) == (1, 0)
+    assert (reduced.kind, reduced.bytes, reduced.covered) == ("all-reduce", 3 * 2 * 16 * 32, 0)
     card = CARDS["h100"]
     sent = gather.bytes / card.network - gather.covered / (gpu_program.PRODUCTS * card.flops)
     assert reading.waiting(card) == pytest.approx(max(sent, 0) + reduced.bytes / card.link)
-    assert not gpu_program.read(MODULE, per_host=16).collectives[0].between_hosts
+    assert not gpu_program.read(MODULE, per_host=16).collectives[0].cards
+
+
+def test_collectives_that_are_under_way_together_share_the_products():
+    """They run one after the other, so one product cannot hide both."""
+    second = "  %start.2 = (bf16[64,8]{1,0}, bf16[64,32]{1,0}) all-gather-start(%x), " + GROUPS
+    text = MODULE.replace("  %y = ", f"{second}\n  %y = ", 1)
+    reading = gpu_program.read(text, per_host=4)
+    assert [one.covered for one in reading.collectives[:1]] == [reading.flops]
+    assert (reading.collectives[0].kind, reading.collectives[0].times) == ("all-gather", 6)
+
+
+def test_devices_of_a_host_receive_the_same_bytes_by_all_of_their_cards():
+    one = {"kind": "all-gather", "shape": "", "place": "", "times": 1, "bytes": 400e9, "covered": 0}
+    card = CARDS["h100"]
+    gathers = (gpu_program.Collective(**one, cards=cards) for cards in (0, 1, 4, 16))
+    seconds = [gather.seconds(card) for gather in gathers]
+    assert seconds == [400e9 / rate for rate in (card.link, 50e9, 200e9, card.link)]
+
+
+def test_half_of_a_collective_is_hidden_by_products_of_half_its_time():
+    card = CARDS["h100"]
+    covered = gpu_program.PRODUCTS * card.flops / 2
+    one = gpu_program.Collective("all-gather", "", "", 1, card.link, covered, 0)
+    assert (one.waiting(card), one.hidden(card)) == (0.5, card.link / 2)
 
 
 MESH = "replica_groups=mesh['replica'=2,'fsdp'=8,'tensor'=1] "
 
 
 @pytest.mark.parametrize(
-    ("groups", "crosses"),
+    ("groups", "cards"),
     [
-        ("replica_groups=[4,4]<=[4,4]T(1,0)", True),
-        ("replica_groups={{0,1,2,3,4,5,6,7},{8,9,10,11,12,13,14,15}}", False),
-        (MESH + "{'fsdp'}", False),
-        (MESH + "{'replica'}", True),
-        (MESH + "{'replica','fsdp'}", True),
+        ("replica_groups=[4,4]<=[4,4]T(1,0)", 2),
+        ("replica_groups={{0,1,2,3,4,5,6,7},{8,9,10,11,12,13,14,15}}", 0),
+        (MESH + "{'fsdp'}", 0),
+        (MESH + "{'replica'}", 1),
+        (MESH + "{'replica','fsdp'}", 8),
     ],
 )
-def test_groups_of_several_hosts_are_found_in_each_form(groups, crosses):
+def test_groups_of_several_hosts_are_found_in_each_form(groups, cards):
     text = MODULE.replace(GROUPS, f"{groups}, dimensions={{1}}")
-    assert gpu_program.read(text).collectives[0].between_hosts == crosses
+    assert gpu_program.read(text).collectives[0].cards == cards
 
 
 DECODE = f"""HloModule decode, is_scheduled=true
@@ -147,6 +172,28 @@ def test_a_roofline_adds_products_and_other_kernels():
     reading = gpu_program.Reading(products, attention_flops=98.9e12, bytes=3.352e12)
     seconds = reading.seconds(CARDS["h100"], Reach(0.5, 0.2, 1.0))
     assert seconds == pytest.approx(2.0 + 1.0 + 0.5 + 1.0)
+
+
+COPY = """
+  %copy = ((bf16[8,64], s32[]), bf16[8,64], u32[]) fusion-start(%a, %new, %n), calls=%written
+  %beside = bf16[8,64]{1,0} custom-call(%a, %w.3), GEMM
+  %copied = bf16[8,64]{1,0} fusion-done(%copy)
+  ROOT %alone"""
+
+
+def test_a_copy_takes_the_bandwidth_that_the_products_beside_it_leave():
+    plain = gpu_program.read(DECODE, trips=[5])
+    text = DECODE.replace("\n  ROOT %alone", COPY.replace("GEMM", GEMM))
+    reading = gpu_program.read(text, trips=[5])
+    assert reading.bytes == plain.bytes
+    [((own, flops, moved), times)] = reading.copies.items()
+    assert (flops, moved, times) == (2 * 8 * 64 * 64, 2 * (8 * 64 + 64 * 64 + 8 * 64), 1)
+    assert own == reading.copied
+    assert reading.moved - plain.moved == own + moved
+    # A second of products, which leave half of the bandwidth, beside two thirds of its bytes.
+    band = 3.352e12
+    copy = gpu_program.Reading(copies=Counter({(2 * band / 3, 494.5e12, band / 2): 1}))
+    assert copy.seconds(CARDS["h100"], Reach(0.5, 0.2, 1.0)) == pytest.approx(1 / 6)
 
 
 @pytest.mark.parametrize(
