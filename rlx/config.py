@@ -59,9 +59,10 @@ SECTIONS = {
         publish_dtype=option(AUTO, "type of weights for servers and exports; auto: compute_dtype",
                              (AUTO, *_DTYPES)),
         remat=option("none", "recomputed in the backward pass. dots: all except products; "
-                     "attention: all except qkv and attention; full: everything; auto: the first "
-                     "of these that fits the GPU, decided once for a run; none on a CPU",
-                     (AUTO, "none", "dots", "attention", "full")),
+                     "attention: all except qkv and attention; up: and except the MLP's up; full: "
+                     "everything; auto: that which recomputes least of those that fit the GPU, "
+                     "decided once for a run; none on a CPU",
+                     (AUTO, "none", "dots", "up", "attention", "full")),
         logprob_chunk=option(0, "tokens whose logits exist at one time; 0: 1024, or the model's "
                              "width if it is more, with trainer=jax on a GPU", "0"),
     ),

@@ -128,10 +128,10 @@ def parts_seconds(
         "attention": (lambda *qkv: attention(*qkv, ids, sizes), (q, k, v), model.num_layers),
     }
     found = {}
-    kept = remat.KEPT.get(o["remat"], ("qkv", "mlp", "attention"))  # none: everything
+    kept = remat.KEPT.get(o["remat"], ("qkv", "gate", "attention"))  # none: everything
     for name, (function, arguments, times) in functions.items():
         found[name] = times * _both(function, *arguments)
-        if {"projections": "qkv"}.get(name, name) not in kept:
+        if {"projections": "qkv", "mlp": "gate"}.get(name, name) not in kept:
             found[name] += times * measure.seconds(jax.jit(function), *arguments)
     flat, targets = x.reshape(-1, model.model_dim), jnp.ones(rows * length, jnp.int32)
     weights = decoder.head(state.params, model)

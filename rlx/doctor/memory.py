@@ -153,7 +153,7 @@ def _floats(sizes: RunSizes, platform: str, axes: Mapping[str, int]) -> float:
     rows = model.experts_per_token * axes["expert"]  # of a token, with those of other devices
     mlp = rows * model.expert_dim or model.mlp_dim
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    named = {"qkv": q + 2 * kv, "attention": q, "o": model.model_dim, "mlp": 2 * mlp}
+    named = {"qkv": q + 2 * kv, "attention": q, "o": model.model_dim, "gate": mlp, "up": mlp}
     every = 7 * model.model_dim + 4 * q + 2 * kv + 3 * mlp + 3 * rows * model.model_dim
     kept = every
     if kind != "none":

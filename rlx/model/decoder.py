@@ -101,7 +101,7 @@ def head_norm(layer: Params, name: str, config: ModelConfig, x: jax.Array) -> ja
 def mlp(layer: Params, config: ModelConfig, x: jax.Array, layout: Layout = ONE_DEVICE) -> jax.Array:
     """Return the gated MLP: down(activation(gate x) · up x); [..., D] → [..., D]."""
     gate, up = (
-        checkpoint_name(layout.columns(linear(layer, name, x, layout)), "mlp")
+        checkpoint_name(layout.columns(linear(layer, name, x, layout)), name)
         for name in ("gate", "up")
     )
     return linear(layer, "down", GATED[config.activation](gate, up), layout)

@@ -6,6 +6,7 @@ to T/2 others on average):
     remat      kept besides the input (D)                            computed again
     none       every intermediate: about 7 D + 4 q + 2 kv + 3 F      nothing
     dots       q + 2 kv, attention's q, o's D, gate and up's 2 F     nothing but what is elementwise
+    up         q + 2 kv, attention's q, up's F                       o's 2 q D, gate's 2 D F
     attention  q + 2 kv, attention's q                               o's 2 q D, gate and up's 4 D F
     full       nothing                         these, 2 D (q + 2 kv), and attention's 2 q T
 
@@ -17,7 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 KEPT: dict[str, tuple[str, ...]] = {  # remat → names of results in the decoder and attention
-    "dots": ("qkv", "attention", "o", "mlp"),
+    "dots": ("qkv", "attention", "o", "gate", "up"),
+    "up": ("qkv", "attention", "up"),
     "attention": ("qkv", "attention"),
     "full": (),
 }

@@ -73,7 +73,7 @@ def test_packed_logprobs_and_entropies(few, rows, chunk):
 
 
 @pytest.mark.parametrize(
-    ("chunk", "remat"), [(1000, "none"), (25, "dots"), (25, "attention"), (25, "full")]
+    ("chunk", "remat"), [(1000, "none"), (25, "dots"), (25, "up"), (25, "attention"), (25, "full")]
 )
 def test_gradients_are_those_of_autograd(few, rows, chunk, remat):
     check_gradients(*few, rows, chunk, remat)
