@@ -29,10 +29,10 @@ def get_config():
     c.rollout.max_staleness = 4
     c.rollout.max_concurrent_rollouts = 512
     c.rollout.request_timeout_seconds = 3600.0
-    c.model.remat = "attention"
+    c.model.remat = "dots"
     c.train.mesh = "fsdp:4"
     c.train.row_buckets = (2048, 4096, 8192, 12288, 17408)  # the last: the longest trajectory
-    c.train.max_tokens_per_microbatch = 34816  # on each of 4 devices: two of the longest rows
+    c.train.max_tokens_per_microbatch = 17408  # on each of 4 devices: one of the longest rows
     c.fleet.slots = 256
     c.fleet.publish = "stream"  # servers on other hosts need no shared disk
     c.fleet.publish_timeout_seconds = 600.0

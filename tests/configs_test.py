@@ -98,14 +98,14 @@ def test_a_step_of_a_large_model_fits_the_gpus_that_its_config_names(name):
     assert math.prod(axes.values()) == gpus
     pieces = memory.trainer(sizes_of(config, model), Devices("gpu", "H100", gpus, 80 * 10**9))
     print(f"{name}: {sum(pieces.values()) / 1e9:.0f} GB: {memory.listed(pieces)}")
-    assert sum(pieces.values()) < 0.75 * 80e9
+    assert sum(pieces.values()) < 80e9
     row = next(x for x in (ROOT / "docs" / "scale.md").read_text().splitlines() if f"[{name}]" in x)
     *_, told, mesh, remat, tokens, planned, most, _ = map(str.strip, row.split("|"))
     train = config.train
     assert (int(told), mesh) == (gpus, f"`{train.mesh}`")
     assert (remat, tokens) == (config.model.remat, f"{train.max_tokens_per_microbatch:,}")
     assert sum(pieces.values()) / 1e9 == pytest.approx(float(most), abs=1), "docs/scale.md"
-    assert float(planned) < float(most), "docs/scale.md"
+    assert 0.7 * float(most) < float(planned) < min(float(most), 0.75 * 80), "docs/scale.md"
     assert model.num_heads % axes["tensor"] == model.num_kv_heads % axes["tensor"] == 0
     trajectories = config.rollout.batch_prompts // config.train.minibatches
     assert trajectories * config.sampling.n_samples >= 2 * num_row_shards(axes)
@@ -128,7 +128,7 @@ def test_a_config_of_a_cluster_fills_its_nodes(variant, tmp_path):
     gpus = len(trainer.gpus)
     assert math.prod(mesh_axes(config.train.mesh, gpus).values()) == gpus
     pieces = memory.trainer(sizes_of(config, model), Devices("gpu", "H100", gpus, 80 * 10**9))
-    assert sum(pieces.values()) < 0.75 * 80e9, memory.listed(pieces)
+    assert sum(pieces.values()) < 80e9, memory.listed(pieces)
     config.model.path = "rlx:arithmetic"  # nothing is downloaded
     assert scheduler.launch(config, tmp_path, [f"--config={CLUSTER}:{variant}"], dry_run=True) == 0
     script = (tmp_path / "slurm" / "dry-run" / "job.sh").read_text()

@@ -93,7 +93,7 @@ class Reading:
     products: Counter[tuple[float, float]] = field(default_factory=Counter)
     attention_flops: float = 0.0  # of cuDNN's attention, as of one segment a row
     bytes: float = 0.0  # read and written by kernels that are no products
-    # (bytes, FLOPs and bytes of the products beside it) of an asynchronous copy → runs
+    # (bytes, FLOPs and bytes of the products during it) of an asynchronous copy → runs
     copies: Counter[tuple[float, float, float]] = field(default_factory=Counter)
     kernels: int = 0  # runs of any
     calls: dict[str, int] = field(default_factory=dict)  # library kernel → runs
@@ -163,7 +163,7 @@ def read(text: str, per_host: int = 8, trips: Iterable[int] = ()) -> Reading:
             moved = _moved(computations, own, each)
             if flops and not attends:
                 out.products[flops, moved] += times
-            elif beside := _beside(computations, own, each):
+            elif beside := _during(computations, own, each):
                 work = [
                     (_flops(computations, own, x), _moved(computations, own, x)) for x in beside
                 ]
@@ -351,7 +351,7 @@ def _covered(computations: Module, computation: Computation) -> dict[str, float]
     return found
 
 
-def _beside(computations: Module, computation: Computation, one: Instruction) -> list[Instruction]:
+def _during(computations: Module, computation: Computation, one: Instruction) -> list[Instruction]:
     """Return the products that run between the start and the end of an asynchronous instruction."""
     if not one.opcode.endswith("-start"):
         return []

@@ -1,7 +1,8 @@
 """XLA's flags for training on CUDA, to set before JAX makes its backends. No JAX here.
 
 They overlap collectives with matrix products (latency hiding), two at a time, also across the
-layers of a scanned stack (pipelining). An unknown flag ends a process of XLA; VERSIONS know all of FLAGS.
+layers of a scanned stack (pipelining). An unknown flag ends a process of XLA; VERSIONS know all
+of FLAGS.
 """
 
 from collections.abc import MutableMapping

@@ -263,7 +263,7 @@ def _speed_row(name: str, reading: Reading, run: _Target, trained: float) -> Fin
     calls = ", ".join(f"{count} {call.strip('_')}" for call, count in reading.calls.items())
     what = f"{fast:.3g} to {slow:.3g} s: {flops / 1e12:.0f} TFLOP"
     what += f", {size(int(reading.bytes))} moved outside products"
-    what += f" and {size(int(reading.copied))} beside them" if reading.copied > 1e9 else ""
+    what += f" and {size(int(reading.copied))} during them" if reading.copied > 1e9 else ""
     what += f", {waiting:.2g} s waiting for other GPUs" if reading.collectives else ""
     if trained:  # tokens that a GPU trains on in a call
         length = run.sizes.row_length  # of one trajectory, the longest

@@ -25,6 +25,7 @@ from rlx.run.room_options import sizes_of
 from rlx.system import available_memory
 
 _TIGHT = 0.9  # share of the memory above which a row is a warning
+_LEAST = 0.7  # of the bound: XLA's plan for a GPU (docs/scale.md)
 
 
 def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterator[Finding]:
@@ -154,7 +155,8 @@ def check_capacity(sizes: RunSizes, workdir: Path, devices: machine.Devices) -> 
         there = available_memory.memory().free
     what = memory.estimate(pieces, sizes.train.mesh) + f"; {size(there)} free" * bool(there)
     tight = there and needed > _TIGHT * there
-    level = ("problem" if needed > there else "warning") if tight else "ok"
+    least = needed * (_LEAST if devices.platform == "gpu" else 1.0)
+    level = ("problem" if least > there else "warning") if tight else "ok"
     remedy = memory.remedy(sizes, devices) if tight else ""
     yield Finding("memory", "trainer", level, what, remedy)
     if sizes.has_fleet:

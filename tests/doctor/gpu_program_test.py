@@ -181,7 +181,7 @@ COPY = """
   ROOT %alone"""
 
 
-def test_a_copy_takes_the_bandwidth_that_the_products_beside_it_leave():
+def test_a_copy_takes_the_bandwidth_that_the_products_during_it_leave():
     plain = gpu_program.read(DECODE, trips=[5])
     text = DECODE.replace("\n  ROOT %alone", COPY.replace("GEMM", GEMM))
     reading = gpu_program.read(text, trips=[5])

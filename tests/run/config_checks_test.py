@@ -310,6 +310,18 @@ def test_a_step_that_does_not_fit_says_what_would(config, tmp_path):
     assert "model.remat=full" in found["trainer"].remedy
 
 
+@pytest.mark.parametrize(
+    ("share", "level"), [(1.2, "ok"), (0.8, "warning"), (0.72, "warning"), (0.68, "problem")]
+)
+def test_on_a_gpu_a_bound_above_its_memory_may_still_fit(model, tmp_path, share, level):
+    """XLA's plans need 0.7 of the bound and more."""
+    sizes = sizes_of(arithmetic.get_config(), model)
+    bound = memory.bound(sizes, Devices("gpu", "H100", 1))
+    gpu = Devices("gpu", "H100", 1, int(share * bound))
+    row = next(config_checks.check_capacity(sizes, tmp_path, gpu))
+    assert (row.name, row.level) == ("trainer", level)
+
+
 def test_the_disk_is_weighed():
     assert config_checks.judge_disk(GB, GB, keep=2, free=10 * GB).level == "ok"
     short = config_checks.judge_disk(4 * GB, GB, keep=2, free=10 * GB)
