@@ -122,8 +122,8 @@ class Reading:
         for (flops, moved), times in self.products.items():
             computing += times * max(flops / peak, moved / bandwidth)
         for (own, flops, moved), times in self.copies.items():
-            beside = max(flops / peak, moved / bandwidth)
-            computing += times * max((own + moved) / bandwidth - beside, 0.0)
+            during = max(flops / peak, moved / bandwidth)
+            computing += times * max((own + moved) / bandwidth - during, 0.0)
         return computing + self.bytes / bandwidth + self.waiting(card)
 
     def waiting(self, card: Card) -> float:
@@ -163,11 +163,9 @@ def read(text: str, per_host: int = 8, trips: Iterable[int] = ()) -> Reading:
             moved = _moved(computations, own, each)
             if flops and not attends:
                 out.products[flops, moved] += times
-            elif beside := _during(computations, own, each):
-                work = [
-                    (_flops(computations, own, x), _moved(computations, own, x)) for x in beside
-                ]
-                out.copies[moved, *map(sum, zip(*work, strict=True))] += times
+            elif during := _during(computations, own, each):
+                work = [[f(computations, own, x) for x in during] for f in (_flops, _moved)]
+                out.copies[moved, sum(work[0]), sum(work[1])] += times
             elif not attends:
                 out.bytes += times * moved
     out.collectives = sorted(found.values(), key=lambda c: -c.bytes)
