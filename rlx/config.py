@@ -7,6 +7,7 @@ fields of `Algorithm`. `rlx keys` and the reference in the docs are made of thes
 """
 
 from dataclasses import Field
+from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
@@ -25,6 +26,7 @@ from rlx.workers.worker_process import WorkerLimits
 
 ENGINES = ("jax", "vllm")
 _DTYPES = ("float32", "bfloat16")
+_PAIRS = ("data.mix", "eval.sets", "reward.terms")
 
 
 def _section(doc: str, *rooms: type, **own: Field) -> tuple[str, dict[str, Field]]:
@@ -326,6 +328,23 @@ def with_environment(config: ConfigDict) -> ConfigDict:
     return config
 
 
+def check_tuple(key: str, value: Any) -> None:
+    """Raise UserError where the tuple of a key has an entry of another kind than the key takes.
+
+    Keys whose default is no tuple pass.
+    """
+    if not isinstance(getattr(OPTIONS.get(key), "default", None), tuple):
+        return
+    kinds: dict[str, tuple[Any, str]] = {
+        "train.row_buckets": (int, "whole numbers, as (192, 384)"),
+        **dict.fromkeys(_PAIRS, (tuple | list, "pairs, as (('a', 1), ('b', 2))")),
+    }
+    kind, wanted = kinds.get(key, (str, "texts, as ('a', 'b')"))
+    for entry in (value,) if isinstance(value, str) else value:
+        if not isinstance(entry, kind) or value is entry:
+            raise UserError(f"{key} has {entry!r}; write {wanted}")
+
+
 def check(config: ConfigDict, *, trains: bool = True) -> None:
     """Raise UserError for the first thing in `config` that cannot work.
 
@@ -337,7 +356,7 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
     for key, field in OPTIONS.items():
         if not key.startswith("algorithm."):  # `presets.resolve` knows the preset and own functions
             check_value(key, values.get(key), field.metadata["values"])
-    for key in ("compile", "offload_optimizer", "vision") if config.trainer != "torch" else ():
+    for key in ("offload_optimizer", "vision") if config.trainer != "torch" else ():
         if config.train[key] not in (False, "frozen"):
             raise UserError(f"train.{key} works only with trainer=torch; unset it or set that")
     for entry in config.data.mix:
@@ -352,9 +371,8 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
     lora_targets(config.lora.targets)
     if config.reference.mode == "copy":
         check_value("reference.every_steps", config.reference.every_steps, "1")
-    for key in ("reward.environment", "agents.environment"):
-        if isinstance(text := values[key], str):
-            raise UserError(f"{key}={text!r} is one text; give a tuple of names")
+    for key, value in values.items():
+        check_tuple(key, value)
     refuse(_rules(config, trains))
 
 
@@ -363,6 +381,7 @@ def _rules(config: ConfigDict, trains: bool) -> tuple[tuple[object, str], ...]:
     train, fleet, sampling = config.train, config.fleet, config.sampling
     scheduler = config.scheduler
     prompt, answer = config.data.max_prompt_tokens, sampling.max_new_tokens
+    bucket = max(train.row_buckets, default=0)
     longest, served = prompt + answer, prompt + max(answer, config.eval.max_new_tokens)
     one_device = "context" not in train.mesh  # else model.mesh.check_rows knows
     others, sleeps = fleet.addresses or fleet.join, trains and fleet.sleep != "off"
@@ -408,9 +427,9 @@ def _rules(config: ConfigDict, trains: bool) -> tuple[tuple[object, str], ...]:
         (sampling.min_new_tokens > answer,
          f"sampling.min_new_tokens={sampling.min_new_tokens} is above sampling.max_new_tokens="
          f"{answer}; lower the minimum"),
-        (trains and longest > max(train.row_buckets),
+        (trains and longest > bucket,
          f"data.max_prompt_tokens + sampling.max_new_tokens = {longest} exceeds the longest "
-         f"train.row_buckets entry {max(train.row_buckets)}; add a bucket or lower them"),
+         f"train.row_buckets entry {bucket}; add a bucket or lower them"),
         (trains and one_device and 0 < train.max_tokens_per_microbatch < longest,
          f"train.max_tokens_per_microbatch={train.max_tokens_per_microbatch} is below the longest "
          f"possible trajectory ({longest} tokens); raise it or lower sampling.max_new_tokens or "

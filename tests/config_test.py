@@ -83,3 +83,29 @@ def test_a_name_that_two_sections_have_must_be_given():
         read_options(Sampling, *rooms)
     found = read_options(Sampling, *rooms, seed=4)
     assert (found.seed, found.top_k) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("train.row_buckets", ("abc",), "train.row_buckets has 'abc'; write whole numbers"),
+        ("train.row_buckets", (), "exceeds the longest train.row_buckets entry 0"),
+        ("fleet.addresses", (5,), "fleet.addresses has 5; write texts"),
+        ("reward.terms", ("abc",), "reward.terms has 'abc'; write pairs"),
+        ("rollout.workflow_kwargs", {"rewards": (1.0, 0.6)}, ""),
+    ],
+)
+def test_a_tuple_has_entries_of_its_kind(key, value, words):
+    config = module.default().unlock()
+    config.model.path = "rlx:arithmetic"
+    config.update_from_flattened_dict({key: value})
+    if not words:
+        return module.check(config)
+    with pytest.raises(UserError, match=re.escape(words)):
+        module.check(config)
+
+
+def test_both_trainers_take_compile():
+    config = module.default()
+    config.model.path, config.train.compile = "rlx:arithmetic", True
+    module.check(config)

@@ -33,7 +33,7 @@ class ModelEngine:
     def __init__(self, model_path: str, slots: int, max_model_len: int, clock: Callable[[], int]):
         if slots < 1:
             raise UserError(f"slots={slots} is below 1; set it to 1 or more")
-        self.model_path = resolve(model_path)  # the local HF directory
+        self.model_path = resolve(model_path, "--model")  # the local HF directory
         config = load_config(self.model_path)
         context = config.max_position
         self._max_model_len = max_model_len or min(context, DEFAULT_MODEL_LEN)

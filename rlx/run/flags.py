@@ -22,7 +22,7 @@ from ml_collections import ConfigDict, config_flags
 from rlx.base import UserError, nearest
 from rlx.cli.command import Parser, say
 from rlx.cli.key_names import embedded, meant, unknown_key
-from rlx.config import OPTIONS, leaves, with_environment
+from rlx.config import OPTIONS, check_tuple, leaves, with_environment
 from rlx.launch import allocation
 from rlx.train.train_options import AUTO
 
@@ -129,6 +129,8 @@ def overridden(config: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
     except (flags.Error, TypeError, ValueError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         raise UserError(" ".join(dict.fromkeys((lines[0], lines[-1])))) from error
+    for key, value in leaves(config):
+        check_tuple(key, value)
     with_environment(config)
     if config.get("allocation_mode") not in (None, "", AUTO):
         try:

@@ -318,6 +318,8 @@ def opened(path: Path) -> Iterator[Path]:
     if path.is_dir():
         yield path
         return
+    if not path.exists():
+        raise UserError(f"there is no {path}; give the --workdir of a run, or a bundle")
     with tempfile.TemporaryDirectory(prefix="rlx-replay-") as place:
         try:
             with zipfile.ZipFile(path) as file:

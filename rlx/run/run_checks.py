@@ -95,7 +95,7 @@ def user_plugins(config: ConfigDict) -> Iterator[Finding]:
             value = loading.parse_kwargs(value, f"{section}.{name}").get(*argument)
         for each in value if isinstance(value, tuple | list) else (value,):
             entry = each[0] if isinstance(each, tuple) else each  # reward.terms have weights
-            board = key == "observe.writers" and entry in ("wandb", "trackio", "mlflow")
+            board = key == "observe.writers" and entry != "tensorboard"
             if board or (isinstance(entry, str) and user_code.is_own(entry)):
                 yield attempt("plugged in", key, partial(_load, key, entry), str)[0]
     if config.data.chat_template not in ("", "none"):  # a file, checked with the model

@@ -50,13 +50,20 @@ def test_each_thing_is_listed_with_its_place(config, tmp_path):
 def test_what_is_wrong_is_a_problem(config, monkeypatch):
     monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: None)
     config.reward.name = "mine.py:scor"
-    config.observe.writers = ("mine.py:Bad", "wandb")
+    config.observe.writers = ("mine.py:Bad", "tensorbord", "wandb")
     found = rows(config)
     assert [(name, level) for name, level, *_ in found] == [
         ("reward.name", "problem"), ("observe.writers", "problem"), ("observe.writers", "problem"),
     ]  # fmt: skip
     for (*_, text, remedy), word in zip(
-        found, ("did you mean 'score'?", "did you mean 'on_step'?", "'.[wandb]'"), strict=True
+        found,
+        (
+            "did you mean 'score'?",
+            "did you mean 'on_step'?",
+            "did you mean 'tensorboard'?",
+            "'.[wandb]'",
+        ),
+        strict=True,
     ):
         assert word in text + remedy
 

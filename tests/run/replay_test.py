@@ -125,6 +125,8 @@ def test_a_run_without_a_journal_and_steps_that_are_not_there_are_one_line(tmp_p
     (tmp_path / "file").write_bytes(b"PK nothing")
     with pytest.raises(UserError, match="nor a whole bundle"), replay_run.opened(tmp_path / "file"):
         pass
+    with pytest.raises(UserError, match=r"there is no .*nowhere; give"):
+        replay_run.opened(tmp_path / "nowhere").__enter__()
 
 
 def test_settings_come_back_from_json():
