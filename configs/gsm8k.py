@@ -1,4 +1,4 @@
-"""GRPO on GSM8K with any Qwen2, Qwen3 or Llama model; after a colon, another algorithm or one GPU.
+"""GRPO on GSM8K with any model of docs/models.md; after a colon, another algorithm or one GPU.
 
 Command:   python -m rlx.main --config=configs/gsm8k.py          (or configs/gsm8k.py:dapo)
            offline: --config.model.path=DIR --config.data.train=train.jsonl

@@ -14,6 +14,6 @@ def get_config():
     """The run described above."""
     c = math_7b.get_config()
     c.model.path = "deepseek-ai/DeepSeek-R1-Distill-Qwen-14B"
-    c.train.mesh = "replica:2,fsdp:16"  # a state of 16 bytes a parameter does not fit 8 devices
+    c.train.mesh = "replica:2,fsdp:16"  # a state of 20 bytes a parameter does not fit 8 devices
     c.model.remat = "attention"
     return c

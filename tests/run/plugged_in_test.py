@@ -53,7 +53,7 @@ def test_what_is_wrong_is_a_problem(config, monkeypatch):
     config.observe.writers = ("mine.py:Bad", "tensorbord", "wandb")
     found = rows(config)
     assert [(name, level) for name, level, *_ in found] == [
-        ("reward.name", "problem"), ("observe.writers", "problem"), ("observe.writers", "problem"),
+        ("reward.name", "problem"), *[("observe.writers", "problem")] * 3,
     ]  # fmt: skip
     for (*_, text, remedy), word in zip(
         found,
