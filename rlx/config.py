@@ -87,7 +87,7 @@ SECTIONS = {
         chosen_key=option("chosen", "column with the better answer (reward model, DPO, IPO)"),
         rejected_key=option("rejected", "column with the worse answer"),
         chat_template=option("", '"": of the model; a Jinja file; none: raw prompts'),
-        max_prompt_tokens=option(1024, "longest prompt, chat template included"),
+        max_prompt_tokens=option(1024, "longest prompt, chat template included", "1"),
         overlong=option("error", "rows over max_prompt_tokens or the context", ("error", "skip")),
         shuffle=option(True, "draw each epoch's order from seed"),
         easy_share=option(1.0, "share of its turns at which a row is drawn, after a group that was "
@@ -145,7 +145,7 @@ SECTIONS = {
         max_attempts=option(3, "attempts at a prompt; then it is listed in skipped.jsonl", "1"),
         max_failure_rate=option(0.5, "share of failures that begins an outage; 1: off", "[0, 1]"),
         outage_seconds=option(120.0, "length of an outage that ends the run", "[0, inf)"),
-        request_timeout_seconds=option(600.0, "limit for one attempt at a prompt"),
+        request_timeout_seconds=option(600.0, "limit for one attempt at a prompt", "(0, inf]"),
         workflow=option("rlvr", "one graded turn; or tools, multi_turn, online (applications ask); "
                         "or FILE.py:Class, module:Class: your own workflow or agent; or "
                         "reasoning_gym:TASK, openenv:URL, textarena:GAME, verifiers:ENV, which "
@@ -250,8 +250,9 @@ SECTIONS = {
         every_steps=option(50, "publishes between two checks; 0: only before the first step", "0"),
         prompts=option(4, "asked of each server at a check", "1"),
         max_new_tokens=option(32, "length of each answer to compare", "1"),
-        max_delta=option(0.0, "nats, of one token; 0: by model.publish_dtype and compute_dtype"),
-        mean_delta=option(0.0, "nats, on average; 0: likewise"),
+        max_delta=option(0.0, "nats, of one token; 0: by model.publish_dtype and compute_dtype",
+                         "0"),
+        mean_delta=option(0.0, "nats, on average; 0: likewise", "0"),
     ),
     "checkpoint": _section(
         "The states that a run resumes from.",
@@ -283,7 +284,7 @@ SECTIONS = {
     ),
     "observe": _section(
         "Records and displays of a run.",
-        transcripts_per_step=option(4, "samples in rollouts/, by step"),
+        transcripts_per_step=option(4, "samples in rollouts/, by step", "0"),
         writers=option(("tensorboard",), "or wandb, trackio, mlflow, FILE.py:hook, module:hook"),
         metrics_port=option(0, "of the trainer's numbers for Prometheus; servers of the run have "
                             "the ports above it; 0: none", "[0, 65000]"),
