@@ -221,8 +221,9 @@ SECTIONS = {
                          "may join and leave during the run; empty: start local ones"),
         join=option("", "directory of rlx.serve --join=DIR: servers that join and leave, in "
                     "addition to addresses or local ones"),
-        publish=option("path", "how weights travel; delta: changes; adapter: only LoRA's",
-                       ("path", "stream", "delta", "adapter")),
+        publish=option("path", "how weights travel; delta: changes; adapter: only LoRA's; nccl: to "
+                       "all servers of vLLM at once",
+                       ("path", "stream", "delta", "adapter", "nccl")),
         publish_dir=option("/dev/shm", "place of weights in transit; the workdir if it is full"),
         threads=option(0, "CPU threads of a server; 0: cores divided by processes, or shared by "
                        "all where each of JAX would have one", "0"),
@@ -401,6 +402,9 @@ def _rules(config: ConfigDict, trains: bool) -> tuple[tuple[object, str], ...]:
         (fleet.publish == "adapter" and not config.lora.rank,
          "fleet.publish=adapter needs adapters and lora.rank=0; set lora.rank, or publish by path, "
          "stream or delta"),
+        (fleet.publish == "nccl" and (fleet.engine != "vllm" or fleet.tensor_parallel > 1),
+         f"fleet.publish=nccl with fleet.engine={fleet.engine} and tensor_parallel="
+         f"{fleet.tensor_parallel}: it sends to vLLM on one GPU each; publish by path or stream"),
         (trains and config.model.dtype == "bfloat16" and not config.lora.rank,
          "model.dtype=bfloat16 without lora.rank: small updates would be rounded away; set "
          "model.dtype=float32, and model.compute_dtype=bfloat16 to compute in it"),

@@ -88,6 +88,7 @@ class RolloutService(rpc.RolloutServicer):
         self._changing = asyncio.Lock()  # one pause, load or resume at a time
         self._installs: set[asyncio.Task] = set()
         self._relayed: set[asyncio.Timeout] = set()  # of publishes that other servers send
+        self._casting = False  # whether the engine takes part in a cast
         self._base: Weights | None = None  # current file, kept for the next delta
         self._model = adapter.Base(self.model_dir) if self.model_dir else None
         self._closed = False
@@ -185,13 +186,17 @@ class RolloutService(rpc.RolloutServicer):
             return reply
 
     async def _published(self, requests: relay.Incoming) -> pb.PublishReply:
+        path: str | bytes
         file = None
         try:
             header = await _header(requests)
             self._expected(header)
             requests.begin(header)
             way, num_bytes = "path", header.num_bytes
-            if header.path:
+            if header.HasField("cast"):
+                way, path = header.cast.backend, header.cast.SerializeToString()
+                self._admit_cast(header.cast)
+            elif header.path:
                 path = await self._verified(header)
             else:
                 file = self._stage_file(header.num_bytes)
@@ -241,6 +246,14 @@ class RolloutService(rpc.RolloutServicer):
             raise RequestError(_Code.ABORTED, message) from None
         finally:
             self._relayed.discard(limit)
+
+    def _admit_cast(self, cast: pb.PublishCast) -> None:
+        """Raise RequestError unless the engine can take part in this cast."""
+        takes = getattr(self.engine, "casts", "")
+        if self._casting or takes != cast.backend:
+            found = "takes part in another one" if self._casting else f"takes {takes or 'none'}"
+            raise RequestError(_Code.ABORTED, f"a cast by {cast.backend}: the server {found}")
+        self._casting = True
 
     async def Pause(self, request, context):
         seconds = request.lease_seconds or PAUSE_SECONDS
@@ -372,10 +385,10 @@ class RolloutService(rpc.RolloutServicer):
             raise RequestError(_Code.RESOURCE_EXHAUSTED, str(error)) from error
 
     async def _install(
-        self, header: pb.PublishHeader, path: str, file: WeightFile | None
+        self, header: pb.PublishHeader, path: str | bytes, file: WeightFile | None
     ) -> pb.PublishReply:
         kv = wire.KV_NAMES.get(header.kv) or self.kv
-        base = None
+        base, cast = None, header.HasField("cast")
         try:
             async with self._changing:
                 self._expected(header)
@@ -388,10 +401,15 @@ class RolloutService(rpc.RolloutServicer):
                 self._spans.append((f"load version {header.version}", start_ns, self.clock()))
                 if file and header.keep and not self._closed:
                     base = Weights(
-                        header.version, path, header.num_bytes, header.crc32, "delta", file
+                        header.version, file.path, header.num_bytes, header.crc32, "delta", file
                     )
                 self._keep(base)
+        except ValueError as error:
+            if not cast:
+                raise
+            raise RequestError(_Code.ABORTED, str(error)) from error
         finally:
+            self._casting = self._casting and not cast
             if not base:
                 _close(file)
         return reply

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from rlx.base import UserError, images_of
-from rlx.fleet import wire
+from rlx.fleet import cast, wire
 from rlx.fleet.addresses import FILE, Joining, read_addresses, require_name
 from rlx.fleet.balancer import Balancer
 from rlx.fleet.member import Busy, Delivery, Failed, Lost, Member, Refused
@@ -88,6 +88,7 @@ class Fleet:
         self.say = on_message or (lambda text: None)
         self._balancer = Balancer(self._limits.outage_seconds, self._limits.hang_seconds, self.say)
         self._weights: Weights | None = None
+        self._sender = cast.Sender()
         self._warned = False
         self.tokens = 0
         self._publishing = asyncio.Lock()
@@ -343,7 +344,7 @@ class Fleet:
           version: policy version; tokens of these weights carry it.
           source: HF name → array; or the path of a safetensors file or HF directory, which must
             stay until the next publish, for servers that return; or an Adapter.
-          method: path | stream | delta | adapter, see `publish.stage`.
+          method: path | stream | delta | adapter | nccl | gloo, see `publish.stage`.
 
         Raises:
           UserError: every server refused it (the message has the first reason), or none is alive.
@@ -407,6 +408,7 @@ class Fleet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._sender.end()
         self._balancer.changed()
         if self._weights:
             self._weights.close()
@@ -515,8 +517,20 @@ class Fleet:
                 ways |= {member: way for (member, _), way in zip(pairs, made, strict=True)}
                 hurries.append(asyncio.create_task(hurry(made)))
         try:
-            updates = (member.update(ways.get(member)) for member in live)
-            return await asyncio.gather(*updates, return_exceptions=True)
+            todo = [m for m in live if weights.method in cast.BACKENDS and not m.has(weights)]
+            where = weights.method, weights.path, [m.address for m in todo]
+            async with self._sender.offers(*where) as (begun, lost):
+                offers = dict(zip(todo, begun, strict=bool(begun)))
+
+                async def update(member: Member) -> None:
+                    try:
+                        await member.update(ways.get(member), offers.get(member))
+                    except Lost:
+                        if member in offers:
+                            await lost()
+                        raise
+
+                return await asyncio.gather(*map(update, live), return_exceptions=True)
         finally:
             for task in hurries:
                 task.cancel()

@@ -22,10 +22,10 @@ import grpc
 import numpy as np
 
 from rlx.base import UserError
+from rlx.fleet import cast, wire
 from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet import tls as transport
-from rlx.fleet import wire
 from rlx.fleet.publish import Delta, Weights, chunks
 from rlx.fleet.relay import APART, Route
 from rlx.fleet.requests import Chunk, Request, Sampling, ScoreRequest, Scores, Timeouts
@@ -49,8 +49,8 @@ _RTT_FORGETTING = 1.02  # per probe, a clock estimate may be replaced by one thi
 class Delivery:
     """Record of one server's last successful publish."""
 
-    method: str  # path | stream | delta | adapter; `stream` if a delta did not fit
-    sent_bytes: int  # by the trainer, in all attempts; 0 if another server sent it
+    method: str  # path | stream | delta | adapter | nccl | gloo; `stream` if that did not work
+    sent_bytes: int  # by chunks, in all attempts; 0 if another server sent it
     paused_ns: int  # without decoding
 
 
@@ -114,6 +114,7 @@ class Member:
         self._has: Weights | None = None
         self._serves: tuple[int, int] | None = None  # version and checksum; None: unknown
         self._route: Route | None = None  # of the last publish, if it was relayed
+        self._offer: pb.PublishCast | None = None  # of the publish that runs
         self._apart = "", 0  # instance that gets no relayed publish below this version
         self._updating = asyncio.Lock()
         self._image, self._added = image, set[str]()  # images that it has, as far as we know
@@ -151,7 +152,8 @@ class Member:
         """Return it as one that servers of the same key relay `weights` to; None: none do."""
         apart = self._apart[0] == self.status.instance and weights.version < self._apart[1]
         same = self._serves == (weights.version, weights.crc32)
-        if weights.method == "path" or apart or same or not self._serves:
+        alone = weights.method in ("path", *cast.BACKENDS)
+        if alone or apart or same or not self._serves:
             return None
         near = transport.is_loopback(split_address(self.address)[0])
         fits = bool(weights.delta and weights.delta.fits(self._has))
@@ -160,14 +162,14 @@ class Member:
             address=self.address, instance=self.status.instance, version=version, crc32=crc32
         )
 
-    async def update(self, route: Route | None = None) -> None:
-        """Publish the wanted weights to it, unless it has them; by `route`, if that works.
+    async def update(self, route: Route | None = None, offer: pb.PublishCast | None = None) -> None:
+        """Publish the wanted weights to it, unless it has them; by `route` or `offer`, if it works.
 
         Refused (see `refusal`) if it serves its old ones; Lost if it may serve either.
         """
         async with self._updating:
             weights = had = served = None
-            self._route = route
+            self._route, self._offer = route, offer
             try:
                 while (weights := self._wanted()) is not None and self._has is not weights:
                     had, self._has = self._has, None  # until it answers
@@ -445,22 +447,27 @@ class Member:
         self._sent, again, route = 0, False, self._route
         if route and route.goal != (weights.version, weights.crc32):
             route = None
+        offer, self._offer = self._offer, None
         reply = await self._relayed(route) if route and not route.relay else None
         while True:
             try:
-                reply = reply or await self._call(weights, delta, route)
+                reply = reply or await self._call(weights, delta, route, offer)
             except grpc.aio.AioRpcError as error:
                 if route:
                     route.settle(f"{self.address} did not take it")
                     route = None
-                if delta and error.code() is _Code.ABORTED:
-                    delta = None
+                if (delta or offer) and error.code() is _Code.ABORTED:
+                    if offer:
+                        given = f"{self.address} gets version {weights.version} as a file"
+                        self._say(f"{given}: {wire.describe(error)}")
+                    delta = offer = None
                 elif not again and error.code() is _Code.DATA_LOSS:
                     again = True
                 else:
                     raise
             else:
-                full = "stream" if weights.method == "delta" else weights.method
+                whole = weights.method == "delta" or (weights.method in cast.BACKENDS and not offer)
+                full = "stream" if whole else weights.method
                 way = Delivery("delta" if delta else full, self._sent, reply.paused_ns)
                 return way, (reply.replaced_version, reply.replaced_crc32)
 
@@ -478,12 +485,13 @@ class Member:
         return None
 
     async def _call(
-        self, weights: Weights, delta: Delta | None, route: Route | None
-    ) -> pb.PublishReply:
+        self, weights: Weights, delta: Delta | None, route: Route | None,
+        offer: pb.PublishCast | None,
+    ) -> pb.PublishReply:  # fmt: skip
         """Send the weights; with a route, return as soon as it has a result."""
         relay = route.relay if route else None
         seconds = self._limits.publish_seconds(weights.num_bytes)
-        parts = self._parts(weights, delta, relay)
+        parts = self._parts(weights, delta, relay, offer)
         call = asyncio.ensure_future(
             self._stub.Publish(parts, timeout=seconds, metadata=self._metadata)
         )
@@ -498,8 +506,9 @@ class Member:
             call.cancel()
 
     async def _parts(
-        self, weights: Weights, delta: Delta | None, relay: pb.PublishRelay | None
-    ) -> AsyncIterator[pb.PublishRequest]:
+        self, weights: Weights, delta: Delta | None, relay: pb.PublishRelay | None,
+        offer: pb.PublishCast | None,
+    ) -> AsyncIterator[pb.PublishRequest]:  # fmt: skip
         by_path = weights.method == "path"
         header = pb.PublishHeader(
             version=weights.version,
@@ -509,6 +518,7 @@ class Member:
             kv=self._kv,  # type: ignore[arg-type]
             keep=weights.method == "delta",
             relay=relay,
+            cast=offer,
         )
         if delta:
             for name in ("base_version", "base_crc32", "num_bytes", "crc32"):
@@ -517,7 +527,7 @@ class Member:
             for name in ("base", "scale", "dtype"):
                 setattr(header.adapter, name, getattr(weights.adapter, name))
         yield pb.PublishRequest(header=header)
-        if by_path:
+        if by_path or offer:
             return
         parts = chunks(delta.path if delta else weights.path, wire.PUBLISH_CHUNK_BYTES)
         summed = _summed(parts, bool(relay and relay.below))

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from rlx.base import UserError
-from rlx.fleet import delta
+from rlx.fleet import cast, delta
 from rlx.model.tensors import Buckets
 from rlx.system.atomic_directory import try_lock
 
 _BLOCK = 8 << 20  # bytes hashed at a time
-METHODS = ("path", "stream", "delta", "adapter")
+METHODS = ("path", "stream", "delta", "adapter", *cast.BACKENDS)
 DELTA_SHARE = 0.8  # × the file size is the largest delta worth its cost
 _PREFIX, _SUFFIX = "rlx-weights-", ".safetensors"
 
@@ -193,7 +193,8 @@ def stage(
     # safetensors file or HF directory, used in place.
     source: Any,
     # `path`: servers read the file; `stream`: it is sent; `delta`: servers that have `base` get
-    # only the changes, others the file; `adapter`: for an Adapter.
+    # only the changes, others the file; `adapter`: for an Adapter; one of `cast.BACKENDS`: tensors
+    # go to all at once.
     method: str,
     directory: str | os.PathLike,
     base: Weights | None = None,  # ignored unless we wrote it for method `delta`

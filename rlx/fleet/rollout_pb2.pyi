@@ -155,7 +155,7 @@ class ScoreReply(_message.Message):
     def __init__(self, logprobs: _Optional[_Iterable[float]] = ..., version: _Optional[int] = ..., values: _Optional[bool] = ...) -> None: ...
 
 class PublishHeader(_message.Message):
-    __slots__ = ("version", "path", "num_bytes", "crc32", "kv", "keep", "delta", "adapter", "relay")
+    __slots__ = ("version", "path", "num_bytes", "crc32", "kv", "keep", "delta", "adapter", "relay", "cast")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +165,7 @@ class PublishHeader(_message.Message):
     DELTA_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     RELAY_FIELD_NUMBER: _ClassVar[int]
+    CAST_FIELD_NUMBER: _ClassVar[int]
     version: int
     path: str
     num_bytes: int
@@ -174,7 +175,22 @@ class PublishHeader(_message.Message):
     delta: PublishDelta
     adapter: PublishAdapter
     relay: PublishRelay
-    def __init__(self, version: _Optional[int] = ..., path: _Optional[str] = ..., num_bytes: _Optional[int] = ..., crc32: _Optional[int] = ..., kv: _Optional[_Union[KvPolicy, str]] = ..., keep: _Optional[bool] = ..., delta: _Optional[_Union[PublishDelta, _Mapping]] = ..., adapter: _Optional[_Union[PublishAdapter, _Mapping]] = ..., relay: _Optional[_Union[PublishRelay, _Mapping]] = ...) -> None: ...
+    cast: PublishCast
+    def __init__(self, version: _Optional[int] = ..., path: _Optional[str] = ..., num_bytes: _Optional[int] = ..., crc32: _Optional[int] = ..., kv: _Optional[_Union[KvPolicy, str]] = ..., keep: _Optional[bool] = ..., delta: _Optional[_Union[PublishDelta, _Mapping]] = ..., adapter: _Optional[_Union[PublishAdapter, _Mapping]] = ..., relay: _Optional[_Union[PublishRelay, _Mapping]] = ..., cast: _Optional[_Union[PublishCast, _Mapping]] = ...) -> None: ...
+
+class PublishCast(_message.Message):
+    __slots__ = ("backend", "host", "port", "place", "head")
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    backend: str
+    host: str
+    port: int
+    place: int
+    head: bytes
+    def __init__(self, backend: _Optional[str] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., place: _Optional[int] = ..., head: _Optional[bytes] = ...) -> None: ...
 
 class PublishRelay(_message.Message):
     __slots__ = ("to", "below", "fanout", "ca")

@@ -28,7 +28,7 @@ from rlx.doctor import memory
 from rlx.doctor.machine import Devices
 from rlx.doctor.memory import RunSizes
 from rlx.evaluation.held_out import HeldOut
-from rlx.fleet import wire
+from rlx.fleet import cast, wire
 from rlx.fleet.client import Fleet, NoFleet
 from rlx.fleet.tls import client_tls, is_loopback
 from rlx.journal import history
@@ -181,6 +181,8 @@ def build(
         "workdir": workdir, "on_message": say,
         "metrics_ports": iter(range(o.metrics_port + 1, end)),
     }  # fmt: skip
+    if options.served and config.fleet.publish in cast.BACKENDS:
+        cast.require(config.fleet.publish)
     if options.served:
         started["publish_dir"] = publish_dir(config, parts.sizes, workdir, say)
     scoring = dict[str, Any]()

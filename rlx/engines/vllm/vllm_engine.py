@@ -202,7 +202,13 @@ class VllmEngine(ModelEngine):
             self._fail(error)
             raise
 
-    async def load(self, path: str, version: int, kv: str = "keep") -> int:
+    @property
+    def casts(self) -> str:
+        """See Engine.casts; decode steps of several workers have a group of their own."""
+        workers = self._options.get("tensor_parallel", 1)
+        return "" if workers > 1 else "gloo" if self._cpu else "nccl"
+
+    async def load(self, path: str | bytes, version: int, kv: str = "keep") -> int:
         if self.llm.vllm_config.lora_config:
             raise ValueError("a server with enable_lora keeps its weights; name adapters instead")
         async with self._changing:

@@ -1,12 +1,13 @@
 """Extension of vLLM's worker, in the EngineCore process: exchanges weights between two steps.
 
-    stage  ─▶ thread: read, check, pack while decoding ─▶ staged? ─▶ exchange (between two steps)
+    stage  ─▶ thread: read or receive, check, pack while decoding ─▶ staged? ─▶ exchange
 
 vLLM's own reload accepts files with missing tensors, and a failure leaves the engine without
 weights. On a CPU it does not update a tied head, because linear weights are in packed copies. Here
 weights are exchanged only after all are read, checked and packed.
 """
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -27,6 +28,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.sample.sampler import Sampler
 
+from rlx.engines.vllm.vllm_cast import receive
+from rlx.fleet.cast import buckets
+from rlx.fleet.rollout_pb2 import PublishCast
 from rlx.system.process_settings import end_with_parent
 
 Tensors = dict[str, torch.Tensor]
@@ -187,13 +191,13 @@ class RolloutWorker:
                 for module in modules:
                     module.bgmv_shrink = partial(shrink_adapted, module.bgmv_shrink)
 
-    def rlx_stage(self, path: str) -> None:
-        """Start a thread that reads, checks and packs the weights at `path`."""
+    def rlx_stage(self, source: str | bytes) -> None:
+        """Start a thread that gets, checks and packs weights from a path or a PublishCast."""
         self._refusal = self._staged = None
 
         def stage() -> None:
             try:
-                self._staged = self._prepare(path)
+                self._staged = self._prepare(source)
             except Exception as error:
                 self._refusal = str(error) or type(error).__name__
 
@@ -211,31 +215,49 @@ class RolloutWorker:
         assert exchange
         exchange()
 
-    def _prepare(self, path: str) -> Callable[[], None]:
-        tensors = read(path)
-        check(tensors, self._spec)
-        dtype = self.model_runner.dtype
+    def _prepare(self, source: str | bytes) -> Callable[[], None]:
+        dtype, place = self.model_runner.dtype, lambda tensor: tensor
+        if isinstance(source, str):
+            tensors = read(source)
+            check(tensors, self._spec)
+        else:
+            cast = PublishCast.FromString(source)
+            entries = [entry for bucket in buckets(cast.head) for entry in bucket]
+            check_shapes({entry.name: entry.shape for entry in entries}, self._spec)
+            if self.device.type != "cpu":
+                torch.cuda.set_device(self.device)  # a new thread has GPU 0
+                place = self._placing(sum(math.prod(entry.shape) for entry in entries), dtype)
+            tensors = receive(cast, self.device, place)
+            check(tensors, self._spec)
         if self.device.type == "cpu":
             with torch.inference_mode():
                 return stage_packed(self.model_runner.model, tensors, dtype)
-        ready = self._on_gpu(tensors, dtype)
+        ready = self._on_gpu(tensors, dtype) if isinstance(source, str) else tensors
         return lambda: self.model_runner.reload_weights(weights_iterator=iter(ready.items()))
 
     def _on_gpu(self, tensors: Tensors, dtype: torch.dtype) -> Tensors:
-        """Copy to the GPU if it has room, else to pinned memory, where workers take slices."""
-        torch.cuda.set_device(self.device)  # a new thread has GPU 0
-        # The allocator keeps the memory of the last exchange, which the driver counts as used.
-        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        free = torch.cuda.mem_get_info(self.device)[0] + kept
-        room = sum(t.numel() for t in tensors.values()) * dtype.itemsize < free // 2
-        if not room or get_tensor_model_parallel_world_size() > 1:
-            return {name: t.to(dtype).pin_memory() for name, t in tensors.items()}
+        """Copy tensors of files to where `_placing` says."""
+        torch.cuda.set_device(self.device)
+        place = self._placing(sum(t.numel() for t in tensors.values()), dtype)
         # A stream of their own: decode steps on the other one go on.
         self._copies = self._copies or torch.cuda.Stream(self.device)
         with torch.cuda.stream(self._copies):
-            ready = {name: t.to(self.device, dtype) for name, t in tensors.items()}
+            ready = {name: place(t) for name, t in tensors.items()}
         self._copies.synchronize()
         return ready
+
+    def _placing(self, count: int, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return a copy to the GPU if it has room, else to pinned memory, which workers slice.
+
+        `count` is how many numbers all tensors have together.
+        """
+        # The allocator keeps the memory of the last exchange, which the driver counts as used.
+        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        free = torch.cuda.mem_get_info(self.device)[0] + kept
+        room = count * dtype.itemsize < free // 2
+        if not room or get_tensor_model_parallel_world_size() > 1:
+            return lambda tensor: tensor.to("cpu", dtype).pin_memory()
+        return lambda tensor: tensor.to(self.device, dtype)
 
 
 def read(path: str) -> Tensors:
@@ -253,18 +275,21 @@ def read(path: str) -> Tensors:
     return tensors
 
 
-def check(tensors: Tensors, spec: dict[str, tuple[int, ...]]) -> None:
-    """Raise ValueError if a tensor is missing, extra, misshapen or not finite."""
+def check_shapes(shapes: dict[str, tuple[int, ...]], spec: dict[str, tuple[int, ...]]) -> None:
+    """Raise ValueError if a tensor is missing, extra or misshapen."""
     for name, shape in spec.items():
-        if name not in tensors:
+        if name not in shapes:
             raise ValueError(f"tensor {name} is missing; publish every tensor of the model")
-        if tuple(tensors[name].shape) != shape:
-            raise ValueError(
-                f"tensor {name} has shape {tuple(tensors[name].shape)}, the model's is {shape}"
-            )
+        if shapes[name] != shape:
+            raise ValueError(f"tensor {name} has shape {shapes[name]}, the model's is {shape}")
+    if extra := next((name for name in shapes if name not in spec), ""):
+        raise ValueError(f"tensor {extra} is not part of the model; leave it out")
+
+
+def check(tensors: Tensors, spec: dict[str, tuple[int, ...]]) -> None:
+    """Raise ValueError as `check_shapes`, or if a tensor is not finite."""
+    check_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()}, spec)
     for name, tensor in tensors.items():
-        if name not in spec:
-            raise ValueError(f"tensor {name} is not part of the model; leave it out")
         if not tensor.is_floating_point():
             raise ValueError(f"tensor {name} is {tensor.dtype}; weights are floating point")
         # One pass, much faster than a sum; NaN becomes both minimum and maximum.
