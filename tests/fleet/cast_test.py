@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 
 from rlx.base import UserError
 from rlx.fleet import cast, publish
@@ -23,6 +24,7 @@ from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet.cast import Broke, Came, CastProgress, Went, after
 from rlx.fleet.requests import Sampling
 from rlx.launch.local import LocalServers
+from rlx.model import hf
 
 SIZE = 48 << 20  # bytes of the ballast
 PROGRAM = """
@@ -238,3 +240,46 @@ def test_a_second_cast_during_the_first(tools, tmp_path, arithmetic):
             assert (await stub.Publish(message(4, "gloo"))).version == 4
 
     tools.run(main())
+
+
+@pytest.mark.vllm
+def test_vllm_takes_a_cast_as_it_takes_the_file(vllm_servers):
+    """Also on the way to it: wrong names, shapes and numbers leave the old weights."""
+    rng = np.random.default_rng(0)
+    old = load_file(hf.resolve("rlx:arithmetic") / "model.safetensors")
+    new = {
+        name: (v + 1e-3 * rng.standard_normal(v.shape)).astype(v.dtype) for name, v in old.items()
+    }
+    name = next(iter(new))
+    greedy = Sampling(temperature=0.0, max_new_tokens=24, min_new_tokens=24)
+
+    async def main():
+        fleet, drawn = vllm_servers.fleet(), []
+
+        async def look(version):
+            completion = (await fleet.generate(np.arange(3, 12), greedy, 1))[0]
+            assert set(completion.versions.tolist()) == {version}
+            return completion.logprobs.tolist()
+
+        try:
+            await fleet.connect()
+            for version, tensors, method in ((1, old, "path"), (2, new, "gloo"), (3, new, "path")):
+                report = await fleet.publish(version, tensors, method)
+                assert methods(report) == [method]
+                drawn.append(await look(version))
+            for wrong in (
+                {**new, name: new[name][:1]},
+                {**new, "other": np.ones(3, np.float32)},
+                {**new, name: np.full_like(new[name], np.nan)},
+            ):
+                with pytest.raises(UserError, match="did not take version 4"):
+                    await fleet.publish(4, wrong, "gloo")
+                assert await look(3) == drawn[-1]
+            assert methods(await fleet.publish(5, old, "gloo")) == ["gloo"]
+            assert await look(5) == drawn[0]
+            return drawn
+        finally:
+            await fleet.close()
+
+    before, by_cast, by_path = asyncio.run(main())
+    assert by_cast == by_path != before
