@@ -174,6 +174,7 @@ def test_a_cast_a_joiner_and_wrong_weights(tools, tmp_path, monkeypatch):
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 @pytest.mark.parametrize("dies", ["sender", "server"])
 def test_a_death_half_way(tools, tmp_path, monkeypatch, dies):
     """Nobody has a part of it: the others get the file, the dead one when it is back."""

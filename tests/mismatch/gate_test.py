@@ -201,6 +201,7 @@ def test_compare_names_the_cause_and_exits_with_1(serve, other_rope):
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_compare_tells_vllms_half_precision_from_other_causes():
     status, out, errors = run(
         [*COMPARE, "--engine=vllm", "--dtype=bfloat16", "--max-delta=1e-3", "--mean-delta=1e-4",

@@ -85,6 +85,7 @@ def notes(workdir: Path) -> list[dict]:
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.parametrize("engines", ["jax, vllm"])
 def test_a_run_killed_with_one_engine_goes_on_with_the_other(tmp_path, engines):
     workdir = tmp_path / "run" / "run"

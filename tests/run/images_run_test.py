@@ -9,7 +9,7 @@ import pytest
 from rlx.rollout import shapes
 
 pytest.importorskip("PIL")
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 SMALL = [
     "--config=configs/shapes.py", "--config.model.path=rlx:shapes", "--config.eval.num_questions=4",
     "--config.rollout.batch_prompts=4", "--config.sampling.n_samples=2",
@@ -29,7 +29,6 @@ def records(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.slow
 def test_a_run_learns_from_pictures_resumes_and_is_replayed_bitwise(tmp_path):
     workdir = tmp_path / "run"
     for steps in (2, 3):
