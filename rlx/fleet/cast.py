@@ -137,7 +137,8 @@ def after(state: CastProgress, event: Went | Came | Broke) -> CastProgress:
 class Sender:
     """The process that sends; it is started by the first cast, and again after one that broke."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
         self._process: asyncio.subprocess.Process | None = None
 
     @asynccontextmanager
@@ -149,9 +150,12 @@ class Sender:
         Yields what to tell each server, nothing if the process has died; and what ends the cast
         early. UserError if `backend` cannot be used here.
         """
-        ended = None
+        ended, made = None, list[pb.PublishCast]()
         try:
-            made = await self._begin(backend, path, addresses) if addresses else []
+            try:
+                made = await self._begin(backend, path, addresses) if addresses else []
+            except OSError as error:  # a name that does not resolve any more, for one
+                self._say(f"no cast by {backend}: {error}; servers get the file")
             ended = asyncio.create_task(self._said(None)) if made else None
             yield made, self.end
             if ended:
@@ -180,7 +184,7 @@ class Sender:
         if "port" not in said:
             if reason := said.get("refusal"):
                 raise UserError(f"fleet.publish={backend}: {reason}; set it to path or stream")
-            return []
+            raise OSError("its process has died, see above")
         with open(path, "rb") as file:
             head = head_of(file)
         given = {"backend": backend, "host": host, "port": said["port"], "head": head}

@@ -88,7 +88,7 @@ class Fleet:
         self.say = on_message or (lambda text: None)
         self._balancer = Balancer(self._limits.outage_seconds, self._limits.hang_seconds, self.say)
         self._weights: Weights | None = None
-        self._sender = cast.Sender()
+        self._sender = cast.Sender(self.say)
         self._warned = False
         self.tokens = 0
         self._publishing = asyncio.Lock()

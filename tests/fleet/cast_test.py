@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import os
 import signal
+import socket
 import sys
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -28,9 +29,13 @@ from rlx.model import hf
 
 SIZE = 48 << 20  # bytes of the ballast
 PROGRAM = """
-import functools, sys
+import sys
 from rlx.engines.vllm import vllm_cast
-vllm_cast.buckets = functools.partial(vllm_cast.buckets, limit=1 << 22)
+cut = vllm_cast.buckets
+def buckets(head):
+    print("what a library prints", flush=True)
+    return cut(head, 1 << 22)
+vllm_cast.buckets = buckets
 vllm_cast.main(sys.argv[1])
 """
 EVENTS = st.one_of(
@@ -169,6 +174,13 @@ def test_a_cast_a_joiner_and_wrong_weights(tools, tmp_path, monkeypatch):
             while local.pids[0] == first or len(fleet.live) < 2:
                 await asyncio.sleep(0.1)
             assert set((await served(fleet)).values()) == {4}
+
+            def unknown(address):
+                raise socket.gaierror(f"{address} is unknown")
+
+            monkeypatch.setattr(cast, "own_host", unknown)
+            assert methods(await fleet.publish(5, weights(5), "gloo")) == ["stream"] * 2
+            assert any("is unknown; servers get the file" in text for text in said)
 
     tools.run(main(), 240)
 

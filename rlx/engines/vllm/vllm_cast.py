@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -74,7 +75,7 @@ def receive(
             bucket = due[state.came]
             words = _words(bucket, device)
             _broadcast(group, store, words)
-            state = after(state, Came(state.came, bool(words[:-1].sum() == words[-1])))
+            state = after(state, Came(state.came, bool(~words[:-1].sum() == words[-1])))
             for entry in bucket if not state.reason else ():
                 part = words.view(torch.uint8)[entry.start : entry.end].clone()
                 found[entry.name] = place(part.view(_DTYPES[entry.dtype]).view(entry.shape))
@@ -90,7 +91,9 @@ def receive(
     return found
 
 
-def _send(backend: str, path: str, count: int, host: str) -> dict[str, Any]:
+def _send(
+    backend: str, say: Callable[[dict[str, Any]], None], path: str, count: int, host: str
+) -> dict[str, Any]:
     """Send the file at `path` to at most `count` servers; return the places that have it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
@@ -99,13 +102,16 @@ def _send(backend: str, path: str, count: int, host: str) -> dict[str, Any]:
         host, port, None, True, wait_for_workers=False, timeout=_PATIENCE,
         master_listen_fd=listener.detach(),
     )  # fmt: skip
-    _say({"port": port})
+    say({"port": port})
     places = _until(store, "ready", range(count), READY_SECONDS)
     store.set("go", json.dumps(places))
     device = torch.device("cuda" if backend == "nccl" else "cpu")
-    with open(path, "rb", buffering=0) as file:
+    with ExitStack() as stack:
+        file = stack.enter_context(open(path, "rb", buffering=0))
         due = buckets(head_of(file))
         group = _group(backend, store, 0, 1 + len(places)) if places else None
+        if group:
+            stack.callback(group.abort)
         for bucket in due if group else ():
             words = _words(bucket, torch.device("cpu"), pin_memory=backend == "nccl")
             own: Any = words.view(torch.uint8).numpy()
@@ -115,9 +121,9 @@ def _send(backend: str, path: str, count: int, host: str) -> dict[str, Any]:
                     raise OSError(f"{path} is too short")
                 left = left[taken:]
             words = words.to(device)
-            words[-1] = words[:-1].sum()
+            words[-1] = ~words[:-1].sum()  # zeros, where nothing came, are wrong
             _broadcast(group, store, words)
-    return {"sent": _until(store, "got", places, PATIENCE_SECONDS)}
+        return {"sent": _until(store, "got", places, PATIENCE_SECONDS)}
 
 
 def _until(store: Any, what: str, places: Any, seconds: float) -> list[int]:
@@ -139,6 +145,8 @@ def _group(backend: str, store: Any, rank: int, size: int) -> Any:
     own = own_host(bracketed(store.host, store.port))
     store = dist.PrefixStore("group", store)
     if backend == "nccl":
+        # A failure then raises from `wait`; torch's own watchdog would end the server.
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = 10 * _PATIENCE  # `_broadcast` gives up first; NCCL's ends the process
         return dist.ProcessGroupNCCL(store, rank, size, options)
@@ -161,16 +169,18 @@ def _broadcast(group: Any, store: Any, words: torch.Tensor) -> None:
     work.wait()
 
 
-def _say(reply: dict[str, Any]) -> None:
-    print(json.dumps(reply), flush=True)
-
-
 def main(backend: str) -> None:
     """Do the jobs on stdin, each a line of JSON; end with the first that fails."""
     end_with_parent(os.getppid())
+    own = os.dup(1)
+    os.dup2(2, 1)  # libraries may print, as NCCL does with NCCL_DEBUG
+
+    def say(reply: dict[str, Any]) -> None:
+        os.write(own, json.dumps(reply).encode() + b"\n")
+
     reason = missing(backend)
     for line in sys.stdin:
-        _say({"refusal": reason} if reason else _send(backend, **json.loads(line)))
+        say({"refusal": reason} if reason else _send(backend, say, **json.loads(line)))
 
 
 if __name__ == "__main__":
