@@ -174,14 +174,16 @@ class Member:
                 while (weights := self._wanted()) is not None and self._has is not weights:
                     had, self._has = self._has, None  # until it answers
                     served, self._serves = self._serves, None
+                    before = self.status.instance
                     self.delivery, replaced = await self._publish(weights, had)
                     # Before its first token, an update by this run's killed process may end.
                     again = route and replaced == route.goal
-                    if served != replaced and not again and self.waits.last > -math.inf:
-                        before = self.status.instance
+                    other = served != replaced and not again and self.waits.last > -math.inf
+                    if other:
                         await self.probe()
-                        if self.status.instance != before:  # it may have had its first weights
-                            raise Lost("restarted")
+                    if self.status.instance != before:  # it may have its first weights
+                        raise Lost("restarted")
+                    if other:
                         self._compare(served, replaced)
                     self._has, self._serves = weights, (weights.version, weights.crc32)
             except grpc.aio.AioRpcError as error:

@@ -74,3 +74,10 @@ def few(seed, servers, total, *faults, batch=1, eta=0, answers=1):
 def test_what_once_ended_a_run(seed, faults):
     made = [Fault(at, kind, 0, seconds) for at, kind, seconds in faults]
     assert simulation.simulate(few(seed, 1, 3, *made)) == ""
+
+
+def test_a_server_that_restarts_while_its_answer_to_a_publish_travels():
+    """Its new process lacks what the old one confirmed, and looked like another run's."""
+    late = Fault(0.46003974382529766, "server dies unnoticed", 0, 0.2330341401913939)
+    plan = Schedule(103719, Limits(1, 2, 4, 1), (late,), 2, 1, 0, 10.0)
+    assert simulation.simulate(plan) == ""

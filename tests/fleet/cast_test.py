@@ -120,7 +120,7 @@ def weights(version, **more):
 
 @asynccontextmanager
 async def processes(tools, tmp_path, monkeypatch, count=2):
-    """Servers in processes that take casts by gloo; yields (fleet, servers, what was said)."""
+    """Start servers that receive casts by gloo; yield the fleet, the servers and messages."""
     monkeypatch.setenv("CASTS", "gloo")
     monkeypatch.setattr(cast, "_PROGRAM", (sys.executable, "-c", PROGRAM))
     said = []
@@ -189,7 +189,7 @@ def test_a_cast_a_joiner_and_wrong_weights(tools, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", ["sender", "server"])
 def test_a_death_half_way(tools, tmp_path, monkeypatch, dies):
-    """Nobody has a part of it: the others get the file, the dead one when it is back."""
+    """No server keeps a part of it. The others get the file, as does the dead one at its return."""
 
     async def main():
         mark = tmp_path / "mark"
