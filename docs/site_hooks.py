@@ -25,7 +25,7 @@ NAV: dict[str, list[str]] = {
         "coming_from.md",
         "from_areal.md",
     ],
-    "Concepts": ["concepts.md", "staleness.md", "biases.md", "mismatch.md"],
+    "Concepts": ["concepts.md", "staleness.md", "bias.md", "mismatch.md"],
     "Train": ["extend.md", "models.md", "gguf.md", "torch.md", "images.md", "tinker.md"],
     "Algorithms": ["algorithms.md", "results.md"],
     "Agents and tools": ["agents.md", "tools.md", "environments.md", "online.md", "debugging.md"],

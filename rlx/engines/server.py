@@ -12,6 +12,7 @@ from wsgiref.simple_server import WSGIServer
 import grpc
 
 from rlx.base import UserError
+from rlx.cli.hangs import Sign, reported_here
 from rlx.engines import server_metrics
 from rlx.engines.engine import Engine
 from rlx.engines.service import RolloutService
@@ -128,6 +129,14 @@ class Server:
             with suppress(TimeoutError):
                 await asyncio.wait_for(end.wait(), _CHECK_SECONDS)
 
+    def signs(self, woken: float) -> dict[str, Sign]:
+        """Return the engine's sign of life: tokens and answers, while there are requests."""
+        assert self._rollouts
+        now, calls = self._rollouts.seen, self._rollouts
+        mark = (now.tokens_generated, calls.answered) if calls.here and not now.paused else None
+        words = f"{calls.here} samples asked for, {now.running} decoding, {now.queued} waiting"
+        return {"engine": Sign(mark, lambda: f"the engine makes no token; {words}")}
+
     async def stop(self) -> None:
         """End running calls and the engine."""
         await self._grpc.stop(None)
@@ -164,7 +173,8 @@ async def serve(
             host = options.get("host", "")
             with announced(join, host, server.port) if join else nullcontext():
                 on_ready(server.port)
-                await server.watch(stop)
+                with reported_here("the loop of all calls", server.signs):
+                    await server.watch(stop)
             if join:
                 stop.clear()
                 with suppress(TimeoutError):

@@ -79,7 +79,7 @@ class RolloutService(rpc.RolloutServicer):
 
     def __post_init__(self) -> None:
         self._roots = tuple(os.path.realpath(root) for root in self.weight_roots)
-        self._here = 0  # samples and scores
+        self.here = self.answered = 0  # samples and scores; calls
         self._last_call = time.monotonic()
         self._crc32 = 0  # of the current weights; 0 before the first publish
         self._lease: asyncio.Task | None = None  # of a pause
@@ -103,13 +103,13 @@ class RolloutService(rpc.RolloutServicer):
     @property
     def quiet_seconds(self) -> float:
         """Seconds since the last call; 0 while samples are running."""
-        return 0.0 if self._here else time.monotonic() - self._last_call
+        return 0.0 if self.here else time.monotonic() - self._last_call
 
     def look(self) -> EngineStatus:
         """Return the engine's status, keep its spans; raise EngineStopped if it has failed."""
-        status = self.engine.status()
-        self._spans.extend(status.spans)
-        return status
+        self.seen = self.engine.status()
+        self._spans.extend(self.seen.spans)
+        return self.seen
 
     async def Generate(self, request, context):
         begun = time.monotonic()
@@ -156,23 +156,24 @@ class RolloutService(rpc.RolloutServicer):
             # Before a restart the server may have had other weights.
             if request.instance not in ("", self._instance):
                 raise RequestError(_Code.UNAVAILABLE, "the server was restarted")
-            with traces.span("engine", *trace, running=self._here) as own:
+            with traces.span("engine", *trace, running=self.here) as own:
                 yield own
 
     @contextmanager
     def _place(self, count: int) -> Iterator[None]:
         """Reserve `count` places of the queue; an empty server takes one call of any size."""
-        if self._here and self._here + count > self.max_queue:
+        if self.here and self.here + count > self.max_queue:
             raise RequestError(
                 _Code.RESOURCE_EXHAUSTED,
-                f"{wire.QUEUE_FULL}: {self._here} samples are here, {count} more would exceed "
+                f"{wire.QUEUE_FULL}: {self.here} samples are here, {count} more would exceed "
                 f"--max-queue={self.max_queue}",
             )
-        self._here += count
+        self.here += count
         try:
             yield
         finally:
-            self._here -= count
+            self.here -= count
+            self.answered += 1
             self._last_call = time.monotonic()
 
     async def Publish(self, request_iterator, context):

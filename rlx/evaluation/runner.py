@@ -145,20 +145,20 @@ class Evaluator:
     say: Callable[[str], None] = lambda text: None  # takes a line about an outage
 
     def __post_init__(self) -> None:
-        self._loop, self._runner = LoopThread("evaluator"), None  # type: tuple[Any, Any]
+        self.loop, self.runner = LoopThread("evaluator"), None  # type: tuple[Any, Any]
         self._waiting, self._count, self._finished = deque[Future[Group]](), 0, list[Group]()
 
     def __enter__(self) -> "Evaluator":
         """Start the thread and connect the fleet; raise what that raises."""
-        self._loop.start()
+        self.loop.start()
         try:
-            self._fleet = self._loop.run(self.connect())
+            self.fleet = self.loop.run(self.connect())
         except BaseException:
-            self._loop.close()
+            self.loop.close()
             raise
         patience = replace(self.patience or Patience(), mistakes=False)
-        self._runner = RowRunner(
-            self._loop, self._fleet, concurrency=self.concurrency, patience=patience,
+        self.runner = RowRunner(
+            self.loop, self.fleet, concurrency=self.concurrency, patience=patience,
             timeout=self.timeout, say=self.say,
         )  # fmt: skip
         return self
@@ -166,11 +166,11 @@ class Evaluator:
     def __exit__(self, *_) -> None:
         """Cancel what is under way, close the fleet and end the thread."""
         with ExitStack() as ends:  # in reverse order, each even if the one before it raises
-            ends.callback(self._loop.close)
-            if self._runner and self._loop.alive:
-                if close := getattr(self._fleet, "close", None):
-                    ends.callback(lambda: self._loop.run(close()))
-                ends.callback(self._runner.cancel)
+            ends.callback(self.loop.close)
+            if self.runner and self.loop.alive:
+                if close := getattr(self.fleet, "close", None):
+                    ends.callback(lambda: self.loop.run(close()))
+                ends.callback(self.runner.cancel)
 
     def submit(
         self,
@@ -183,13 +183,13 @@ class Evaluator:
         seed: int | None = None,  # None: a function of that
     ) -> "Future[Group]":
         """Start one row and return its group's future at once, which fails with Skipped at last."""
-        if self._runner is None:
+        if self.runner is None:
             raise RuntimeError("start the evaluator before submitting to it")
         number = self._count if group_id is None else group_id
         self._count += 1
         drawn = group_seed(self.seed, number, 0) if seed is None else seed
         task = Task(row, number, drawn, sampling, n)
-        future = self._runner.submit(workflow or self.workflow, task)
+        future = self.runner.submit(workflow or self.workflow, task)
         future.add_done_callback(self._note)
         self._waiting.append(future)
         return future
@@ -235,7 +235,7 @@ class Evaluator:
         """Return means and counts since the last call, and failures since the start."""
         groups, self._finished = self._finished, []
         found = [t for group in groups for t in group.trajectories]
-        failed = self._runner.executor.counters()["failed"] if self._runner else 0
+        failed = self.runner.executor.counters()["failed"] if self.runner else 0
         counts = {"groups": len(groups), "trajectories": len(found), "failures": failed}
         stats = {f"num_{name}": float(count) for name, count in counts.items()}
         if found:

@@ -33,6 +33,7 @@ from rlx.fleet.scratch import Scratch
 from rlx.fleet.tls import Tls
 from rlx.system import exit_reason
 from rlx.system.process_settings import python_path
+from rlx.system.process_supervisor import ask_for_stacks, descendants
 
 COMMAND = (sys.executable, "-m", "rlx.serve")
 _EARLY = ("engine", "slots", "max_model_len", "dtype", "decode_steps")  # flags of JAX's engine
@@ -309,7 +310,7 @@ class _Server:
         """Have the process write its threads' stacks to its log; return where, "" if it cannot."""
         size = self.log.stat().st_size
         if self.pid:
-            os.kill(self.pid, signal.SIGUSR1)  # see rlx.serve
+            ask_for_stacks([self.pid, *descendants(self.pid)])
             time.sleep(_STACKS_SECONDS)
         written = self.log.stat().st_size > size
         return f"; the stacks of its threads are in {self.log}" if written else ""

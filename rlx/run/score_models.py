@@ -21,6 +21,7 @@ from rlx.agents import loading, named_workflow
 from rlx.agents.named_workflow import NamedWorkflow
 from rlx.base import refuse
 from rlx.cli.command import say
+from rlx.cli.hangs import reported
 from rlx.evaluation import sample_files, statistics
 from rlx.evaluation.question_sets import Benchmark
 from rlx.evaluation.runner import Evaluator
@@ -42,6 +43,7 @@ from rlx.run import allocate, flags
 from rlx.run.export import directory_of
 from rlx.run.room_options import RunOptions, agents_of, joining_of, judge_of, pool_of
 from rlx.run.tokenizer_files import image_prompts, load_tokenizer
+from rlx.run.watchdog import rollout_signs
 from rlx.sandbox.sandbox import SandboxOptions
 from rlx.system.image_store import ImageStore
 from rlx.system.jsonl import set_aside, write_atomically
@@ -251,6 +253,8 @@ class _Model:
                 stack.callback(one.pool.close)
                 one.pool.start()  # its workers import libraries meanwhile
             stack.enter_context(evaluator)
+            signs = partial(rollout_signs, evaluator.runner.executor, evaluator.loop, fleet)
+            stack.enter_context(reported(signs, _say, self.out / "stacks.txt"))
             show(0, wanted)
             futures = {submit(each): each for each in one.samples}
             for future in as_completed(futures):

@@ -16,6 +16,7 @@ from rlx.agents.online import OnlineOptions, OnlineSessions
 from rlx.agents.workflow import gateway_class
 from rlx.base import UserError, explained
 from rlx.cli import command
+from rlx.cli.hangs import reported_here
 from rlx.engines.engine import EngineOptions
 from rlx.fleet import tls as fleet_tls
 from rlx.fleet import wire
@@ -122,4 +123,5 @@ async def until_signal(base_url: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     command.say(json.dumps({"base_url": base_url, "pid": os.getpid()}))
-    await stop.wait()
+    with reported_here("the loop of all requests"):
+        await stop.wait()

@@ -20,6 +20,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Iterable
 
 TOO_MANY = 97
 _PDEATHSIG, _CAPBSET_DROP, _SUBREAPER = 1, 24, 36  # of prctl
@@ -113,6 +114,15 @@ def descendants(own: int) -> list[int]:
     for pid in found:
         found += children.get(pid, [])
     return found
+
+
+def ask_for_stacks(pids: Iterable[int]) -> None:
+    """Have those processes that catch SIGUSR1 write the stacks of their threads to stderr."""
+    for pid in pids:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+            caught = next(line for line in file if line.startswith("SigCgt:"))
+            if int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1:
+                os.kill(pid, signal.SIGUSR1)
 
 
 if __name__ == "__main__":

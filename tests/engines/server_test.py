@@ -486,3 +486,27 @@ def test_connections_that_say_nothing_keep_no_client_out(tools, monkeypatch):
         tools.run(main())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_only_requests_without_tokens_are_a_sign_of_a_hang(tools, arithmetic):
+    async def main():
+        engine = arithmetic.ArithmeticEngine(step_seconds=0.02)
+        async with tools.server(engine) as (_, server), tools.stub(server) as stub:
+
+            def mark():
+                server._rollouts.look()
+                return server.signs(0.0)["engine"].mark
+
+            assert mark() is None
+            call = stub.Generate(request(max_new_tokens=3000, prompt=(5, 5, 5)))
+            await anext(aiter(call))
+            before = mark()
+            await asyncio.sleep(0.1)
+            assert before != mark() is not None
+            await engine.pause()
+            assert mark() is None
+            words = server.signs(0.0)["engine"].what()
+            call.cancel()
+        assert words == "the engine makes no token; 2 samples asked for, 2 decoding, 0 waiting"
+
+    tools.run(main())

@@ -31,6 +31,7 @@ from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model import decoder, hf
 from rlx.model.attention import attention
 from rlx.model.ops import rms_norm
+from rlx.system.process_supervisor import ask_for_stacks
 from tests.fixtures.commands import ended
 
 pytestmark = pytest.mark.vllm
@@ -396,6 +397,11 @@ def test_a_hung_engine_core_is_dead_after_a_while(world):
             load = Load(fleet)
             await load.begun()
             victim, core = world.local.pids[1], world.engine_core(1)
+            ask_for_stacks([core])  # as the server does for one that does not answer
+            log = world.local._servers[1].log
+            async with asyncio.timeout(20):
+                while "in run_busy_loop" not in log.read_text():
+                    await asyncio.sleep(0.1)
             os.kill(core, signal.SIGSTOP)
             await load.end()
             world.check(load, version, version)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.run.watchdog import Sign, look
+from rlx.cli.hangs import Sign, look
 from tests.fixtures.commands import FEW, FLOAT32, path_without_torch
 
 LEAST = {"a": 10.0, "b": 10.0}
@@ -129,8 +129,8 @@ GO = f"""
 from rlx.cli import command
 from rlx.system import signals
 from rlx.doctor import failures
-from rlx.run import watchdog
-watchdog.SECONDS.update(dict.fromkeys(watchdog.SECONDS, 2.0), step=100.0)
+from rlx.cli import hangs
+hangs.SECONDS.update(dict.fromkeys(hangs.SECONDS, 2.0), step=100.0)
 signals._CUT_SECONDS = 1.0
 from rlx import main
 command.run(main.main, explain=failures.explain)
@@ -143,11 +143,12 @@ FLAGS = (
 
 
 @contextlib.contextmanager
-def started(tmp_path, *flags):
+def started(tmp_path, *flags, command=(GO, *FLAGS, "--workdir={}/run")):
     """A run in a process of its own, and the lines that it says; it ends with the block."""
+    command = [part.replace("{}", str(tmp_path)) for part in command]
     (tmp_path / "hang.py").write_text(HANGS)
     process = subprocess.Popen(
-        [sys.executable, "-c", GO, *FLAGS, f"--workdir={tmp_path}/run", *flags],
+        [sys.executable, "-c", *command, *flags],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         env={**os.environ, "PYTHONPATH": path_without_torch()},
     )  # fmt: skip
@@ -236,6 +237,19 @@ def test_users_code_that_hangs_in_a_run_is_named_and_the_run_is_saved(what, tmp_
             time.sleep(0.1)
         assert ends(process, signal.SIGTERM, 60) == 130
         assert list((tmp_path / "run/checkpoints").glob("step_*")), lines
+
+
+@pytest.mark.slow
+def test_users_code_that_hangs_in_an_evaluation_is_named(tmp_path):
+    flags = ("--config=configs/arithmetic.py", "--datasets=arithmetic", "--limit=20", FLOAT32,
+             "--n_samples=0", "--workflow={}/hang.py:Blocks", "--output={}/out")  # fmt: skip
+    command = (GO.replace("import main", "import evaluate as main"), *flags)
+    with started(tmp_path, command=command) as (_, lines, said):
+        assert said.wait(PATIENCE), lines
+        assert "the loop of all rollouts is blocked at" in lines[-1]
+        assert "# workflow" in lines[-1]
+        (stacks,) = (tmp_path / "out").rglob("stacks.txt")
+        assert "hang.py" in stacks.read_text()
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import contextlib
 import copy
 import hashlib
 import math
+import os
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -33,6 +34,7 @@ from rlx.engines.vllm.vllm_start import on_cpu, start_llm
 from rlx.fleet.requests import Chunk, EngineStatus, Request, Sampling, ScoreRequest, Scores
 from rlx.model import kept_tokens
 from rlx.model.tensors import shards
+from rlx.system.process_supervisor import ask_for_stacks, descendants
 
 _FLUSH_SECONDS = 0.05  # interval of chunks
 _UNWATCHED = 10  # × _FLUSH_SECONDS is the interval of unwatched requests
@@ -427,6 +429,7 @@ class VllmEngine(ModelEngine):
                 async with asyncio.timeout(self._hang_seconds):
                     await self.llm.is_paused()
             except TimeoutError:
+                ask_for_stacks(descendants(os.getpid()))
                 self._fail(
                     RuntimeError(f"EngineCore hangs, no answer for {self._hang_seconds:g} s")
                 )

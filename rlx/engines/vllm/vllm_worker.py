@@ -7,8 +7,10 @@ weights. On a CPU it does not update a tied head, because linear weights are in 
 weights are exchanged only after all are read, checked and packed.
 """
 
+import faulthandler
 import math
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -170,6 +172,7 @@ class RolloutWorker:
         `path` names the safetensors files of the current weights, joined by newlines.
         """
         end_with_parent(os.getppid())
+        faulthandler.register(signal.SIGUSR1)  # where it hangs, its stacks are asked for
         self._spec = {name: tuple(t.shape) for name, t in read(path).items()}
         self._staged: Callable[[], None] | None = None
         self._staging: threading.Thread | None = None
