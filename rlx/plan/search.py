@@ -37,6 +37,8 @@ class Workload:
     forwards: float  # passes of the proximal and the reference policy
     trainer: str = "jax"  # or torch
     tool_seconds: float = 0.0
+    turns: int = 1
+    observed: float = 0.0  # tokens that each turn but the first adds
     recompute: bool = False
     calibration: Calibration = Calibration()  # noqa: RUF009
     # Seconds of servers and trainer that a run measured, for one by the data sheet.
@@ -66,7 +68,8 @@ class Workload:
             TrainerSpeed(model, card, trains.gpus, fitted, self.forwards, self.recomputed,
                          self.sizes.train.minibatches, train, self.sizes.n_samples, self.shared,
                          self.fanout),
-            self.lengths, self.prompt_tokens, self.tool_seconds, found.shared, self.recompute,
+            self.lengths, self.prompt_tokens, self.tool_seconds, self.turns, self.observed,
+            found.shared, self.recompute,
         )  # fmt: skip
 
     def trainer_bytes(self, found: Allocation) -> int:
@@ -84,6 +87,11 @@ class SplitPlan:
     allocation: Allocation
     prediction: Prediction
     trainer_bytes: int
+
+    @property
+    def trainer_gpus(self) -> int:
+        """GPUs of the trainer."""
+        return sum(part.gpus for part in self.allocation.parts if part.trains)
 
     @property
     def longest_idle(self) -> float:
@@ -162,12 +170,12 @@ def _arithmetic(setup: Setup) -> float:
     """Return the seconds of a step without tails and waiting, to sort allocations by."""
     limits, mean = setup.limits, setup.lengths.mean
     live = min(max(1, limits.concurrency), (limits.max_staleness + 1) * limits.batch_prompts)
-    context = setup.prompt_tokens + mean / 2
+    context = (setup.prompt_tokens + setup.given + mean) / 2
     room = setup.server.kv_tokens / context
     running = max(min(live * setup.samples / setup.servers, setup.slots, room), 1e-3)
     speed = running / setup.server.decode_seconds(running, running * context) * setup.servers
     trajectories = limits.batch_prompts * setup.samples
-    lengths = np.full(trajectories, setup.prompt_tokens + mean)
+    lengths = np.full(trajectories, setup.given + mean)
     generating, training = trajectories * mean / speed, setup.training.seconds(lengths)
     # Synchronous, they wait for each other.
     return generating + training if not limits.max_staleness else max(generating, training)

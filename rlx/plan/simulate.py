@@ -9,9 +9,9 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist, fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from rlx.rollout.concurrency import Observation
 from rlx.rollout.staleness import Limits, Staleness
 
 _POINTS = 1000
+_TURNS = 8192  # of a batch that are simulated; each takes some 50 µs
 _LEAST_CUT = 1e-3  # share cut where none is known to be: a log-normal tail always meets the limit
 
 
@@ -83,10 +84,18 @@ class Setup:
     training: TrainerSpeed
     lengths: Lengths
     prompt_tokens: float  # of every prompt
-    tool_seconds: float = 0.0  # an answer's time outside the model
+    tool_seconds: float = 0.0  # an answer's time outside the model, in equal parts after its turns
+    turns: int = 1  # in which an answer is made, in equal parts
+    observed: float = 0.0  # tokens that each turn but the first adds to the prompt
     shared: bool = False  # whether the trainer runs on the servers' GPUs, so that these wait for it
     recompute: bool = False  # whether a server computes its KV caches again after an update
     seed: int = 0
+    copies: int = 1  # of it that train together
+
+    @property
+    def given(self) -> float:
+        """Tokens of a trajectory that were not sampled."""
+        return self.prompt_tokens + (self.turns - 1) * self.observed
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +127,16 @@ class _Group:
     trajectories: tuple[()] = ()
 
 
-_Waiting = tuple[float, float, _Group]  # tokens to make, tokens before them, group
+class _Turn(NamedTuple):
+    """A turn of an answer, or what is left of it."""
+
+    left: float  # tokens to make
+    context: float  # tokens before them
+    group: _Group
+    part: float  # tokens of a whole turn
+    further: int  # turns after it
+    kept: float = 0.0  # first tokens of the context that are in the server's cache
+    version: int = 0  # whose keys and values these are
 
 
 class _Engine:
@@ -132,9 +150,9 @@ class _Engine:
         self._offset = 0.0  # Σ context − tokens made, of the running sequences
         self._debt = 0.0  # seconds of prefill and pauses before decoding goes on
         self._step = 1.0  # seconds of a decode step until the next event
-        self._running: list[tuple[float, int, float, _Group]] = []  # ends at, number, before, group
+        self._running: list[tuple[float, int, float, _Turn]] = []  # ends at, number, before
         self._number = 0
-        self.waiting: deque[_Waiting] = deque()
+        self.waiting: deque[_Turn] = deque()
         self.queued = 0  # fewest sequences that waited since the last step
 
     @property
@@ -161,13 +179,13 @@ class _Engine:
     def _context(self) -> float:
         return self._offset + len(self._running) * self._made
 
-    def finished(self) -> list[_Group]:
-        """Remove the sequences that have ended; return their groups."""
+    def finished(self) -> list[_Turn]:
+        """Remove the turns that have ended, and return them."""
         found, running, made = [], self._running, self._made + 1e-6
         while running and running[0][0] <= made:
-            _, _, before, group = heapq.heappop(running)
+            _, _, before, turn = heapq.heappop(running)
             self._offset -= before
-            found.append(group)
+            found.append(turn)
         return found
 
     def fill(self) -> float:
@@ -177,19 +195,20 @@ class _Engine:
             self._preempt()
         prefilled: _Group | None = None
         while self.waiting and len(running) < slots:
-            left, context, group = self.waiting[0]
-            if running and self._context + context > 0.95 * room:
+            turn = self.waiting[0]
+            if running and self._context + turn.context > 0.95 * room:
                 break
             self.waiting.popleft()
-            fresh = context == self._setup.prompt_tokens
-            if not (fresh and prefilled is group):  # a group's prompt is computed once
-                self._debt += self._server.prefill_seconds(context)
-            prefilled = group
-            group.oldest_version = min(group.oldest_version, self.version)
+            fresh = turn.context == self._setup.prompt_tokens
+            if not (fresh and prefilled is turn.group):  # a group's prompt is computed once
+                kept = turn.kept * (turn.version == self.version)  # as vLLM's cache is keyed
+                self._debt += self._server.prefill_seconds(turn.context - kept)
+            prefilled = turn.group
+            turn.group.oldest_version = min(turn.group.oldest_version, self.version)
             self._number += 1
-            before = context - self._made
+            before = turn.context - self._made
             self._offset += before
-            heapq.heappush(running, (self._made + left, self._number, before, group))
+            heapq.heappush(running, (self._made + turn.left, self._number, before, turn))
         self.queued = min(self.queued, len(self.waiting))
         if not running:
             return math.inf
@@ -201,11 +220,12 @@ class _Engine:
     def _preempt(self) -> None:
         """Stop the newest sequence, as vLLM does; it continues when there is room."""
         index = max(range(len(self._running)), key=lambda i: self._running[i][1])
-        end, _, before, group = self._running.pop(index)
+        end, _, before, turn = self._running.pop(index)
         heapq.heapify(self._running)
         self._offset -= before
         self.preempted += 1
-        self.waiting.appendleft((end - self._made, before + self._made, group))
+        left, context = end - self._made, before + self._made
+        self.waiting.appendleft(turn._replace(left=left, context=context, kept=0.0))
 
 
 class _Run:
@@ -251,7 +271,9 @@ class _Run:
             for _ in range(self.setup.samples):
                 length = self.setup.lengths.draw(self.random)
                 group.lengths.append(length)
-                self.engines[index].waiting.append((length, self.setup.prompt_tokens, group))
+                part, further = length / self.setup.turns, self.setup.turns - 1
+                turn = _Turn(part, self.setup.prompt_tokens, group, part, further)
+                self.engines[index].waiting.append(turn)
             heapq.heappush(self.loads, (self.engines[index].load, index))
             changed.add(index)
         for index in changed:
@@ -279,10 +301,24 @@ class _Run:
             return  # something happened in between, and a later event stands for this one
         engine = self.engines[index]
         engine.advance(self.now)
-        for group in engine.finished():
-            group.left -= 1
-            if not group.left:
-                self.at(self.now + self.setup.tool_seconds, self.accepted, group)
+        answered = self.now + self.setup.tool_seconds / self.setup.turns
+        for turn in engine.finished():
+            if turn.further:
+                self.at(answered, self.go_on, index, turn._replace(version=engine.version))
+                continue
+            turn.group.left -= 1
+            if not turn.group.left:
+                self.at(answered, self.accepted, turn.group)
+        heapq.heappush(self.loads, (engine.load, index))
+        self.plan(index)
+
+    def go_on(self, index: int, turn: _Turn) -> None:
+        """Ask the same server for the next turn, whose prompt has a further observation."""
+        engine, kept = self.engines[index], turn.context + turn.left
+        engine.advance(self.now)
+        engine.waiting.append(turn._replace(
+            left=turn.part, context=kept + self.setup.observed, kept=kept, further=turn.further - 1
+        ))  # fmt: skip
         heapq.heappush(self.loads, (engine.load, index))
         self.plan(index)
 
@@ -300,14 +336,14 @@ class _Run:
         self.buffer, batch = buffers.take(self.buffer, step, self.limits)
         self.state = staleness.consume(self.state, self.limits)
         groups: list[_Group] = batch  # type: ignore[assignment]
-        lengths = np.array([n + self.setup.prompt_tokens for g in groups for n in g.lengths])
-        seconds = self.setup.training.seconds(lengths)
+        lengths = np.array([n + self.setup.given for g in groups for n in g.lengths])
+        seconds = self.setup.training.seconds(np.tile(lengths, self.setup.copies))
         self.taken.append((self.now, seconds, groups))
         self.training = True
         self.spans.append(("trainer", f"train {step + 1}", self.now, self.now + seconds))
         if self.setup.shared:
             self.pause(seconds, False)
-        publish = self.setup.training.publish_seconds(self.setup.servers)
+        publish = self.setup.training.publish_seconds(self.setup.servers * self.setup.copies)
         self.spans.append(("trainer", "publish", self.now + seconds, self.now + seconds + publish))
         self.at(self.now + seconds + publish, self.published)
 
@@ -338,6 +374,7 @@ class _Run:
 
 def simulate(setup: Setup, steps: int = 0) -> Prediction:
     """Return the prediction for a run, of `steps` batches after warm-up."""
+    setup = _thinned(setup)
     eta = int(setup.limits.max_staleness)
     warm, steps = eta + 2, steps or 6 + eta // 2  # 0: six, and more with a large bound
     run = _Run(setup)
@@ -353,17 +390,29 @@ def simulate(setup: Setup, steps: int = 0) -> Prediction:
         for group in groups:
             lag = step - group.oldest_version
             lags[lag] = lags.get(lag, 0.0) + 1 / (len(taken) * len(groups))
-            tokens += sum(group.lengths) + setup.samples * setup.prompt_tokens
+            tokens += sum(group.lengths) + setup.samples * setup.given
     # The last batch was only taken: its training is outside the time that was measured.
     trained = sum(seconds for _, seconds, _ in run.taken[warm - 1 : -1])
     return Prediction(
         step_seconds=seconds / steps,
         trainer_idle=max(0.0, 1 - trained / seconds),
         servers_idle=max(0.0, 1 - busy / seconds / setup.servers),
-        tokens=tokens / steps,
+        tokens=setup.copies * tokens / steps,
         lags=dict(sorted(lags.items())),
-        preempted=preempted / steps,
+        preempted=setup.copies * preempted / steps,
         running=decoded / max(busy, 1e-9),
-        publish_seconds=setup.training.publish_seconds(setup.servers),
+        publish_seconds=setup.training.publish_seconds(setup.servers * setup.copies),
         spans=run.spans,
     )
+
+
+def _thinned(setup: Setup) -> Setup:
+    """Return a share of a run of many turns, with as many prompts for each server."""
+    limits, servers = setup.limits, setup.servers
+    turns = limits.batch_prompts * setup.samples * setup.turns
+    most = math.gcd(limits.batch_prompts, servers) if setup.turns > 1 else 1
+    shares = [n for n in range(1, most + 1) if most % n == 0]
+    n = next((n for n in shares if turns / n <= _TURNS), shares[-1])
+    less = replace(limits, batch_prompts=limits.batch_prompts // n,
+                   concurrency=max(1, limits.concurrency // n))  # fmt: skip
+    return replace(setup, limits=less, servers=servers // n, copies=n)

@@ -4,7 +4,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -12,6 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from rlx.base import UserError
@@ -37,6 +38,9 @@ from rlx.train.train_options import AUTO
 IDLE = 0.3  # of one side, above which another split is named
 RECENT = 32  # batches of a run whose lengths are read
 _PROBE_STEPS, _PROBE_SECONDS = 24, 110.0  # at most; the first ones compile
+# Hours of a GPU between two failures: 419 in 54 days of 16,384, Llama 3 (arXiv 2407.21783, 3.3.4).
+_FAILURE_HOURS = 50_700.0
+_RESTART = 300.0  # seconds from a failure of the trainer to its first step again, assumed
 _FASTER = 0.97  # seconds of a changed setting that is worth a line, for one of now
 _HEADER = (
     "allocation_mode", "tokens/s/GPU", "trainer idle", "servers idle", "staleness", "memory/GPU",
@@ -92,17 +96,19 @@ class PlanRequest:
         model = directory.load_config(path).within(options.context)
         sizes = sizes_of(config, model)
         algorithm = sizes.train.algorithm
-        prompts, answers = self._recorded
+        prompts, answers, turns, observed = self._recorded
         limit = sizes.max_new_tokens
         usual = self._number("prompt_tokens", sizes.max_prompt_tokens / 2)
         prompt = statistics.mean(prompts or [usual])
+        turns = max(1, round(self._number("turns", turns)))
+        observed = self._number("observation_tokens", observed)
         lengths = Lengths.measured(answers) if answers else Lengths.fit(
             self._number("answer_tokens", limit / 2), limit, self._number("cut_share", 0.1)
         )  # fmt: skip
         return Workload(
             sizes, self.card, limits_of(config), lengths, prompt, config.fleet.slots,
             algorithm.needs_proximal_pass(sizes.train.minibatches) + algorithm.needs_reference,
-            config.trainer, self._number("tool_seconds", 0.0),
+            config.trainer, self._number("tool_seconds", 0.0), turns, observed,
             config.fleet.kv_on_update != "keep", shared=self._shared(sizes, prompt),
             cores=self.gpus * (self.card.kind == CPU.kind), fanout=config.fleet.relay_fanout,
         )  # fmt: skip
@@ -126,14 +132,12 @@ class PlanRequest:
         return found
 
     @cached_property
-    def _recorded(self) -> tuple[list[float], list[float]]:
-        """Tokens of the prompts and of the answers of the run, if there is one."""
+    def _recorded(self) -> tuple[list[float], list[float], float, float]:
+        """Tokens of a run's prompts and answers; mean turns, and tokens that one more adds."""
         run = self.run
         steps = sorted(run.batches.groups)[-RECENT:] if run else []
         groups = [g for s in steps for g in run.groups(s + 1)] if run else []
-        masks = [t.loss_mask for group in groups for t in group.trajectories]
-        answers = [float(mask.sum()) for mask in masks]
-        return [len(m) - n for m, n in zip(masks, answers, strict=True)], answers
+        return turns_of([t.loss_mask for group in groups for t in group.trajectories])
 
     def _number(self, flag: str, default: float) -> float:
         text = getattr(self.values, flag, "")
@@ -159,6 +163,20 @@ class PlanRequest:
             why += f"{size(work.trainer_bytes(found))} on each"
         best = search.best(work, self.gpus)[0]
         raise UserError(f"--allocation={found} {why}; the best that fits is {best.allocation}")
+
+
+def turns_of(masks: Sequence[np.ndarray]) -> tuple[list[float], list[float], float, float]:
+    """Return tokens of prompts and of answers by trajectories' masks of sampled tokens.
+
+    Further the mean number of turns, and the mean tokens between two of them.
+    """
+    answers = [float(mask.sum()) for mask in masks]
+    begins = [np.flatnonzero(np.diff(mask, prepend=False) & mask) for mask in masks]
+    firsts = zip(begins, masks, strict=True)
+    prompts = [float(begin[0] if begin.size else len(mask)) for begin, mask in firsts]
+    further = sum(max(begin.size - 1, 0) for begin in begins)
+    between = sum(map(len, masks)) - sum(answers) - sum(prompts)
+    return prompts, answers, 1 + further / max(1, len(masks)), between / max(1, further)
 
 
 def probe(config: ConfigDict, workdir: Path) -> None:
@@ -279,9 +297,13 @@ def lines(asked: PlanRequest) -> Iterator[str]:
     if asked.values.dollars:
         price = asked._number("dollars", 0.0) * asked.gpus / 3600 * plans[0].prediction.step_seconds
         steps = asked.config.total_steps
+        price *= 1 + _lost(asked.config, plans[0])
         yield f"a step costs {price:.3g} dollars, {steps} steps {price * steps:,.0f}"
     if asked.values.explain:
         yield from _terms(work, plans[0])
+        share, gpus = _lost(asked.config, plans[0]), plans[0].trainer_gpus
+        often = f"one every {_FAILURE_HOURS / gpus:,.0f} h on {gpus} GPUs, as in Llama 3's training"
+        yield f"failures of the trainer: {often}; restarts and repeated steps take {share:.2%} more"
     if asked.values.timeline:
         timeline = Timeline()
         for process, name, start, end in plans[0].prediction.spans:
@@ -294,11 +316,13 @@ def _workload_line(asked: PlanRequest, work: Workload) -> str:
     limits, lengths = work.limits, work.lengths
     longest = lengths.quantiles[-1]
     cut = sum(n >= longest for n in lengths.quantiles) / len(lengths.quantiles)
+    turns = f" in {work.turns} turns" if work.turns > 1 else ""
     origin = "measured" if asked.run else "given" if asked.values.answer_tokens else "assumed"
     return (
         f"{asked.gpus} × {work.card.kind}: {limits.batch_prompts} prompts × "
         f"{work.sizes.n_samples} answers a step, prompts of {work.prompt_tokens:,.0f} tokens, "
-        f"answers of {lengths.mean:,.0f} ({origin}), {cut:.0%} of them at {longest:,.0f}; at most "
+        f"answers of {lengths.mean:,.0f} ({origin}){turns}, "
+        f"{cut:.0%} of them at {longest:,.0f}; at most "
         f"{limits.concurrency} prompts live, max_staleness {limits.max_staleness:g}"
     )
 
@@ -325,6 +349,15 @@ def _advice(plan: SplitPlan) -> Iterator[str]:
             "raise rollout.max_staleness and rollout.max_concurrent_rollouts, or use fewer GPUs"
         )
         yield f"both sides wait: the tail of long answers decides; {remedy}"
+
+
+def _lost(config: ConfigDict, plan: SplitPlan) -> float:
+    """Return the time that the trainer's failures take, for one of the time without them.
+
+    A server's failure takes its share of the tokens only, until it is back.
+    """
+    repeated = max(config.checkpoint.every_seconds, plan.prediction.step_seconds) / 2
+    return plan.trainer_gpus / _FAILURE_HOURS * (_RESTART + repeated) / 3600
 
 
 def _terms(work: Workload, plan: SplitPlan) -> Iterator[str]:

@@ -8,7 +8,7 @@ import pytest
 
 from rlx.doctor.gpu_cards import CARDS
 from rlx.model.model_config import ModelConfig
-from rlx.plan.simulate import Lengths, Setup, simulate
+from rlx.plan.simulate import Lengths, Setup, _thinned, simulate
 from rlx.plan.speeds import Calibration, ServerSpeed, TrainerSpeed
 from rlx.rollout.staleness import Limits
 
@@ -117,3 +117,45 @@ def test_ten_thousand_gpus_with_a_hundred_thousand_live_prompts_take_a_minute():
     assert max(found.lags) <= 3
     assert found.step_seconds == pytest.approx(185, rel=0.05)  # as of a tenth of all numbers
     assert time.process_time() - begun < 180  # a third of it on an idle core
+
+
+def test_turns_prefill_what_they_add_and_everything_after_an_update():
+    """Two turns of a synchronous step: the cache of the first one serves the second one."""
+    setup = make(training=7.0, turns=2, observed=300.0, tool_seconds=20.0)
+    first, second = (setup.server.decode_seconds(16, 16 * n) for n in (100 + 250, 900 + 250))
+    expected = 500 * (first + second) + 7.0 + 20.0 + setup.server.load_seconds()
+    expected += setup.server.prefill_seconds(4 * 100 + 16 * 300)
+    found = simulate(setup)
+    assert found.step_seconds == pytest.approx(expected, rel=1e-3)
+    assert found.tokens == 8 * 4 * 1400
+    busy = expected - 7 - 20 - setup.server.load_seconds()
+    assert found.servers_idle == pytest.approx(1 - busy / expected, rel=5e-2)
+    frequent = make(eta=8, turns=8, observed=300.0, tool_seconds=400.0, training=5.0)
+
+    class Forgets(ServerSpeed):
+        def prefill_seconds(self, tokens):
+            computed.append(tokens)
+            return super().prefill_seconds(tokens)
+
+    computed = []
+    server = Forgets(MODEL, CARD, 1, FREE)
+    simulate(dataclasses.replace(frequent, server=server))
+    assert 300.0 in computed, "of the same version"
+    assert 100.0 + 125.0 + 300.0 in computed, "after an update"
+
+
+def test_tools_leave_a_servers_slots_to_others():
+    few = {"eta": 4, "slots": 8, "tool_seconds": 60.0}
+    whole, turns = (simulate(make(**few, turns=n), 40).step_seconds for n in (1, 4))
+    assert turns == pytest.approx(whole, rel=0.1), "the slots decide, and tools do not hold them"
+
+
+def test_a_share_of_many_turns_is_as_fast_as_the_whole(monkeypatch):
+    setup = make(eta=2, servers=8, prompts=64, lengths=tuple(np.geomspace(100, 4000, 64)), turns=3,
+                 observed=100.0, tool_seconds=5.0, training=3.0)  # fmt: skip
+    whole = simulate(setup, 20)
+    monkeypatch.setattr("rlx.plan.simulate._TURNS", 100)
+    share = simulate(setup, 20)
+    assert share.step_seconds == pytest.approx(whole.step_seconds, rel=0.1)
+    assert share.tokens == pytest.approx(whole.tokens, rel=0.1)
+    assert _thinned(setup).servers < setup.servers

@@ -13,7 +13,7 @@ from rlx.model import params
 from rlx.model.model_config import ModelConfig
 from rlx.plan import speeds
 from rlx.plan.speeds import Calibration, TrainerSpeed
-from rlx.run.plan_run import PlanRequest
+from rlx.run.plan_run import PlanRequest, turns_of
 from rlx.train import packing, prefix_trees
 
 SMALL = ModelConfig("Qwen2ForCausalLM", 276, 4, 128, 384, 4, 2, 32)
@@ -105,3 +105,13 @@ def test_a_run_has_measured_what_it_shares():
     run = SimpleNamespace(metrics=records, batches=SimpleNamespace(groups={}))
     asked = PlanRequest(config, SimpleNamespace(), CPU, 2, run)
     assert asked.workload({}).shared == pytest.approx(40.0), "of eight, seven share 40 tokens"
+
+
+def test_turns_are_read_from_the_masks_of_sampled_tokens():
+    one, three, none = (
+        np.array(list(map(int, mask)), bool) for mask in ("0011", "0110001101", "00")
+    )
+    prompts, answers, turns, observed = turns_of([one, three, none])
+    assert (prompts, answers) == ([2.0, 1.0, 2.0], [2.0, 5.0, 0.0])
+    assert turns == 1 + 2 / 3
+    assert observed == (3 + 1) / 2
