@@ -4,6 +4,7 @@
     Score    ─▶ score_from ─▶ engine.score ─▶ one message ─▶ client
     Publish  ─▶ staged (a delta: applied to the kept file; an adapter: added to the model
                 directory) and checksummed while the engine runs ─▶ engine.load
+             ─▶ or: the kept file to a server that joins
 
 A bad request gets an error status and never reaches the engine.
 """
@@ -44,7 +45,7 @@ PUBLISH_SECONDS = 3600.0
 PAUSE_SECONDS = 60.0  # default lease of a pause
 MAX_PAUSE_SECONDS = 3600.0
 MAX_PATH = 4096  # bytes of a published path
-_DRAIN_SECONDS = 5.0
+_DRAIN_SECONDS, _POLL_SECONDS = 5.0, 0.01
 _HOLD_SECONDS = 0.1  # tokens wait for others, as a message costs far more than its tokens
 _UNWATCHED = 5  # × _HOLD_SECONDS for unwatched requests; a dead server's are sampled again
 _Code = grpc.StatusCode
@@ -88,6 +89,7 @@ class RolloutService(rpc.RolloutServicer):
         self._changing = asyncio.Lock()  # one pause, load or resume at a time
         self._installs: set[asyncio.Task] = set()
         self._relayed: set[asyncio.Timeout] = set()  # of publishes that other servers send
+        self._passing: dict[asyncio.Timeout, Weights] = {}  # kept files on the way to other servers
         self._casting = False  # whether the engine takes part in a cast
         self._base: Weights | None = None  # current file, kept for the next delta
         self._model = adapter.Base(self.model_dir) if self.model_dir else None
@@ -183,7 +185,8 @@ class RolloutService(rpc.RolloutServicer):
             aclosing(relay.Incoming(requests, context, self.tls)) as incoming,
         ):
             reply = await self._published(incoming)
-            reply.relayed.extend(await incoming.results())
+            if not reply.relayed:
+                reply.relayed.extend(await incoming.results())
             return reply
 
     async def _published(self, requests: relay.Incoming) -> pb.PublishReply:
@@ -192,6 +195,8 @@ class RolloutService(rpc.RolloutServicer):
         try:
             header = await _header(requests)
             self._expected(header)
+            if header.relay.kept:
+                return await self._pass_on(header, requests)
             requests.begin(header)
             way, num_bytes = "path", header.num_bytes
             if header.HasField("cast"):
@@ -200,6 +205,7 @@ class RolloutService(rpc.RolloutServicer):
             elif header.path:
                 path = await self._verified(header)
             else:
+                await self._end_outdated()
                 file = self._stage_file(header.num_bytes)
                 path = file.path
                 async with self._overtaken_by_others(header):
@@ -247,6 +253,27 @@ class RolloutService(rpc.RolloutServicer):
             raise RequestError(_Code.ABORTED, message) from None
         finally:
             self._relayed.discard(limit)
+
+    async def _pass_on(self, header: pb.PublishHeader, requests: relay.Incoming) -> pb.PublishReply:
+        """Send the kept file to the servers below."""
+        base = self._kept(header.version, header.num_bytes, header.crc32)
+        try:
+            async with asyncio.timeout(None) as limit, aclosing(requests):
+                self._passing[limit] = base
+                return await requests.pass_on(header, base.path)
+        except TimeoutError:
+            message = f"version {header.version} is not kept any more"
+            raise RequestError(_Code.ABORTED, message) from None
+        finally:
+            del self._passing[limit]
+
+    async def _end_outdated(self) -> None:
+        """End the sending of removed files, so that no more than two are in memory."""
+        while old := [limit for limit, base in self._passing.items() if base is not self._base]:
+            for limit in old:
+                if limit.when() is None:
+                    limit.reschedule(0)
+            await asyncio.sleep(_POLL_SECONDS)
 
     def _admit_cast(self, cast: pb.PublishCast) -> None:
         """Raise RequestError unless the engine can take part in this cast."""
@@ -337,11 +364,8 @@ class RolloutService(rpc.RolloutServicer):
 
     async def _apply(self, header: pb.PublishHeader, requests: relay.Incoming, path: str) -> None:
         """Receive a delta; apply it to the kept file and write the result to `path`."""
-        base, sent = self._base, header.delta
-        wanted = sent.base_version, header.num_bytes, sent.base_crc32
-        if not base or (base.version, base.num_bytes, base.crc32) != wanted:
-            message = f"this server does not have version {sent.base_version}, the delta's base"
-            raise RequestError(_Code.ABORTED, message)
+        sent = header.delta
+        base = self._kept(sent.base_version, header.num_bytes, sent.base_crc32)
         with closing(self._stage_file(sent.num_bytes)) as file:
             try:
                 await _receive(sent, requests, file.path)
@@ -372,8 +396,14 @@ class RolloutService(rpc.RolloutServicer):
                 raise RequestError(_Code.RESOURCE_EXHAUSTED, str(error)) from error
         self._spans.append(("add adapter", start_ns, self.clock()))
 
+    def _kept(self, *wanted: int) -> Weights:
+        """Return the kept file; RequestError if its version, size and checksum are others."""
+        if (base := self._base) and (base.version, base.num_bytes, base.crc32) == wanted:
+            return base
+        raise RequestError(_Code.ABORTED, f"this server does not have version {wanted[0]}")
+
     def _keep(self, base: Weights | None) -> None:
-        """Keep `base` for the next delta; remove the one before."""
+        """Keep `base` for the next delta and for servers that join; remove the one before."""
         if self._base:
             self._base.close()
         self._base = base

@@ -34,6 +34,7 @@ from rlx.system.loop_thread import run_all
 from rlx.system.threads import in_thread
 
 SAY_SECONDS, SAY_AGAIN_SECONDS = 1.0, 10.0  # between lines while `connect` waits
+_POLL_SECONDS = 0.05
 MAX_ATTEMPTS = 8  # in a row without a new token of a sample, or scores of a sequence
 
 
@@ -102,7 +103,7 @@ class Fleet:
                 address, limits=self._limits, wanted=lambda: self._weights, token=token, tls=own,
                 changed=self._balancer.changed, silent=self._balancer.silent, say=self.say,
                 joined=joined, restart=restart, kv=wire.KV_NUMBERS[kv_on_update], image=image,
-                sleep=lambda: self._sleep,
+                sleep=lambda: self._sleep, peer=self._peer,
             )  # fmt: skip
 
         self._member = member
@@ -534,6 +535,18 @@ class Fleet:
         finally:
             for task in hurries:
                 task.cancel()
+
+    async def _peer(self, joiner: Member, weights: Weights) -> Member | None:
+        """Return the server that can best send `weights` to `joiner`; wait if it just gets them."""
+        reach, kept = joiner.reach(weights), weights.method == "delta" and self._limits.relay_fanout
+        while reach and kept:
+            near = [m for m in self._members if m.live and m.reach(weights) == reach]
+            if have := [m for m in near if m.has(weights)]:
+                return min(have, key=lambda m: (m.passing, m.load))
+            if not (near and self._publishing.locked()):
+                break
+            await asyncio.sleep(_POLL_SECONDS)
+        return None
 
     def _raise_refused(self, weights: Weights) -> None:
         for member in self._members:

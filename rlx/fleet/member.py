@@ -16,7 +16,9 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import numpy as np
@@ -91,6 +93,8 @@ class Member:
         # Gets the address and seconds without an answer, infinity if it answers and sends no token.
         restart: Callable[[str, float], None] = lambda address, seconds: None,
         image: Callable[[str], bytes] | None = None,  # returns the file of an image by its name
+        # Returns a server that has weights which this one needs, and can send them to it.
+        peer: Callable[["Member", Weights], Any] | None = None,
     ):
         transport.check_address(address, token, tls)
         self.address, self.joined = address, joined
@@ -115,6 +119,7 @@ class Member:
         self._serves: tuple[int, int] | None = None  # version and checksum; None: unknown
         self._route: Route | None = None  # of the last publish, if it was relayed
         self._offer: pb.PublishCast | None = None  # of the publish that runs
+        self._peer, self.passing = peer, 0  # servers that get their first weights from it
         self._apart = "", 0  # instance that gets no relayed publish below this version
         self._updating = asyncio.Lock()
         self._image, self._added = image, set[str]()  # images that it has, as far as we know
@@ -148,19 +153,25 @@ class Member:
         """Return whether it acknowledged `weights` and has not restarted, as far as we know."""
         return self._has is weights
 
+    def reach(self, weights: Weights) -> tuple[transport.Tls | None, bool] | None:
+        """Return what servers that send `weights` to each other have in common; None: it cannot."""
+        apart = self._apart[0] == self.status.instance and weights.version < self._apart[1]
+        near = transport.is_loopback(split_address(self.address)[0])
+        return None if apart else (self._tls, near)
+
     def relays(self, weights: Weights) -> tuple[tuple, pb.RelayServer] | None:
         """Return it as one that servers of the same key relay `weights` to; None: none do."""
-        apart = self._apart[0] == self.status.instance and weights.version < self._apart[1]
+        reach = self.reach(weights)
         same = self._serves == (weights.version, weights.crc32)
         alone = weights.method in ("path", *cast.BACKENDS)
-        if alone or apart or same or not self._serves:
+        if alone or not reach or same or not self._serves:
             return None
-        near = transport.is_loopback(split_address(self.address)[0])
         fits = bool(weights.delta and weights.delta.fits(self._has))
-        version, crc32 = self._serves
-        return (self._tls, near, fits), pb.RelayServer(
-            address=self.address, instance=self.status.instance, version=version, crc32=crc32
-        )
+        return (*reach, fits), self._as_receiver(*self._serves)
+
+    def _as_receiver(self, version: int, crc32: int) -> pb.RelayServer:
+        instance = self.status.instance
+        return pb.RelayServer(address=self.address, instance=instance, version=version, crc32=crc32)
 
     async def update(self, route: Route | None = None, offer: pb.PublishCast | None = None) -> None:
         """Publish the wanted weights to it, unless it has them; by `route` or `offer`, if it works.
@@ -177,7 +188,8 @@ class Member:
                     before = self.status.instance
                     self.delivery, replaced = await self._publish(weights, had)
                     # Before its first token, an update by this run's killed process may end.
-                    again = route and replaced == route.goal
+                    # So may one that came from another server.
+                    again = replaced == (weights.version, weights.crc32)
                     other = served != replaced and not again and self.waits.last > -math.inf
                     if other:
                         await self.probe()
@@ -451,6 +463,8 @@ class Member:
             route = None
         offer, self._offer = self._offer, None
         reply = await self._relayed(route) if route and not route.relay else None
+        if not (self.live or delta) and self._peer and (peer := await self._peer(self, weights)):
+            reply = await self._passed(weights, peer)
         while True:
             try:
                 reply = reply or await self._call(weights, delta, route, offer)
@@ -484,6 +498,32 @@ class Member:
         if route.here:
             return route.assumed
         self._say(f"{self.address} gets version {route.goal[0]} from the trainer: {result}")
+        return None
+
+    async def _passed(self, weights: Weights, peer: "Member") -> pb.PublishReply | None:
+        """Get the weights from `peer`; None: it needs them from here."""
+        to = self._as_receiver(self.status.version, self.status.weights_crc32)
+        way = Route(to, (weights.version, weights.crc32))
+        ca = Path(self._tls.ca).read_bytes() if self._tls else b""
+        way.relay = pb.PublishRelay(below=[to], fanout=1, ca=ca, kept=True)
+        peer.passing += 1
+        try:
+            (one,) = (await peer._call(weights, None, way, None)).relayed
+            if not one.error:
+                return one.reply
+            error = one.error
+            self._apart = to.instance, weights.version + APART
+        except grpc.aio.AioRpcError as caught:
+            error = wire.describe(caught)
+        except asyncio.CancelledError:
+            if _cancelled_by_caller():
+                raise
+            error = f"{peer.address} is lost"
+        finally:
+            peer.passing -= 1
+        self._say(f"{self.address} gets version {weights.version} from the trainer: {error}")
+        if self._wanted() is not weights:  # its file may be gone
+            raise Lost(f"version {weights.version} is outdated")
         return None
 
     async def _call(
@@ -529,7 +569,7 @@ class Member:
             for name in ("base", "scale", "dtype"):
                 setattr(header.adapter, name, getattr(weights.adapter, name))
         yield pb.PublishRequest(header=header)
-        if by_path or offer:
+        if by_path or offer or (relay and relay.kept):
             return
         parts = chunks(delta.path if delta else weights.path, wire.PUBLISH_CHUNK_BYTES)
         summed = _summed(parts, bool(relay and relay.below))

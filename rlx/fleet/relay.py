@@ -3,13 +3,15 @@
     trainer ─▶ first servers ─▶ servers below each ─▶ …      `parts` says who sends to whom
 
 A `Route` is the trainer's side for one server, `Incoming` the side of a server with others below.
-Such a server reads its own file, so a slow receiver takes no memory and delays no other.
+Such a server reads its own file, so a slow receiver takes no memory and delays no other. A server
+that joins later gets the file that another one has kept.
 The trainer itself sends to a server that does not get the weights from another one.
 """
 
 import asyncio
 import os
 import time
+import zlib
 from collections.abc import AsyncIterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -133,6 +135,16 @@ class Incoming:
         news, self._news = self._news, asyncio.Event()
         news.set()
 
+    async def pass_on(self, header: pb.PublishHeader, path: str) -> pb.PublishReply:
+        """Send the file at `path`, of which nothing came, to the servers below."""
+        self._file, crc = os.open(path, os.O_RDONLY | os.O_CLOEXEC), 0
+        self.begin(header)
+        for offset in range(0, header.num_bytes, wire.PUBLISH_CHUNK_BYTES):
+            data = await in_thread(os.pread, self._file, wire.PUBLISH_CHUNK_BYTES, offset)
+            crc = await in_thread(zlib.crc32, data, crc)
+            self.verified(path, offset + len(data), crc)
+        return pb.PublishReply(version=header.version, relayed=await self.results())
+
     async def results(self) -> list[pb.Relayed]:
         """Return the results of all servers below that are known about."""
         if self.calls:
@@ -147,6 +159,7 @@ class Incoming:
         await asyncio.gather(*self.calls, return_exceptions=True)
         if self._file >= 0:
             os.close(self._file)
+            self._file = -1
 
     async def _send(self, header: pb.PublishHeader) -> list[pb.Relayed]:
         address, ca = header.relay.to.address, header.relay.ca

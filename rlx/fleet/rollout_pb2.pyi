@@ -193,16 +193,18 @@ class PublishCast(_message.Message):
     def __init__(self, backend: _Optional[str] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., place: _Optional[int] = ..., head: _Optional[bytes] = ...) -> None: ...
 
 class PublishRelay(_message.Message):
-    __slots__ = ("to", "below", "fanout", "ca")
+    __slots__ = ("to", "below", "fanout", "ca", "kept")
     TO_FIELD_NUMBER: _ClassVar[int]
     BELOW_FIELD_NUMBER: _ClassVar[int]
     FANOUT_FIELD_NUMBER: _ClassVar[int]
     CA_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     to: RelayServer
     below: _containers.RepeatedCompositeFieldContainer[RelayServer]
     fanout: int
     ca: bytes
-    def __init__(self, to: _Optional[_Union[RelayServer, _Mapping]] = ..., below: _Optional[_Iterable[_Union[RelayServer, _Mapping]]] = ..., fanout: _Optional[int] = ..., ca: _Optional[bytes] = ...) -> None: ...
+    kept: bool
+    def __init__(self, to: _Optional[_Union[RelayServer, _Mapping]] = ..., below: _Optional[_Iterable[_Union[RelayServer, _Mapping]]] = ..., fanout: _Optional[int] = ..., ca: _Optional[bytes] = ..., kept: _Optional[bool] = ...) -> None: ...
 
 class RelayServer(_message.Message):
     __slots__ = ("address", "instance", "version", "crc32")
