@@ -2,6 +2,7 @@
 
     python -m experiments.bench.relay              # on loopback: the cost in CPU
     python -m experiments.bench.relay --link=200   # as root: hosts with links of 200 Mbit/s
+    python -m experiments.bench.relay --link=200 --join --servers=3 --fanouts=0,1
 
 Servers are processes whose engine loads nothing. A publish ends with the last acknowledgement, and
 begins with the checksum of the file. Fan-out 0 is the rival: the trainer sends to every server. All
@@ -10,9 +11,12 @@ combinations take turns in each round. `--fanouts=1` is a chain.
 With `--link`, the trainer and every server have a network namespace of their own. Their bridge
 gives each a link of that rate for what it sends. Connections use TLS, as between machines.
 
-Without it all share loopback and the cores, so the time for N servers is at least that of the CPU
-for N copies. Then the trainer's bytes and CPU seconds count. Figures are medians [range, from four
-rounds on quartiles].
+With `--join` the last server joins after the others have the weights. Its time, from the address to
+the first request that it may get, stands in the table; bytes and CPU seconds are of the join.
+
+Without `--link` all share loopback and the cores, so the time for N servers is at least that of the
+CPU for N copies. Then the trainer's bytes and CPU seconds count. Figures are medians [range, from
+four rounds on quartiles].
 """
 
 import argparse
@@ -53,18 +57,28 @@ async def publishes(args: argparse.Namespace, addresses: list[str], room: Path) 
         for servers in args.servers:
             for fanout in args.fanouts if servers > 1 else [0]:
                 version += 1
-                limits = Timeouts(relay_fanout=fanout)
+                limits = Timeouts(relay_fanout=fanout, probe_seconds=0.1 if args.join else 1.0)
                 options = {"token": token, "tls": tls, "limits": limits, "publish_dir": str(room)}
-                fleet = Fleet(addresses[:servers], **options)  # type: ignore[arg-type]
+                listed = room / "addresses"
+                listed.write_text("\n".join(addresses[: servers - args.join]))
+                fleet = Fleet([f"@{listed}"], **options)  # type: ignore[arg-type]
                 await fleet.connect()
                 begun = time.process_time()
-                report = await fleet.publish(version, file, "stream")
+                report = await fleet.publish(version, file, "delta" if args.join else "stream")
+                assert len(report.acks) == servers - args.join
+                seconds, sent = report.seconds, report.sent_bytes
+                if args.join:
+                    start, begun = time.monotonic(), time.process_time()
+                    listed.write_text("\n".join(addresses[:servers]))
+                    while len(fleet.live) < servers:
+                        await asyncio.sleep(0.01)
+                    seconds = time.monotonic() - start
+                    (late,) = {*fleet.live} - {*report.acks}
+                    (sent,) = (m.delivery.sent_bytes for m in fleet._members if m.address == late)
                 cpu = time.process_time() - begun
-                assert len(report.acks) == servers
                 await fleet.close()
                 if round_:
-                    sent = report.sent_bytes / 1e6
-                    print(json.dumps([servers, fanout, report.seconds, sent, cpu]), flush=True)
+                    print(json.dumps([servers, fanout, seconds, sent / 1e6, cpu]), flush=True)
 
 
 @contextlib.contextmanager
@@ -130,6 +144,7 @@ def main() -> None:
     p.add_argument("--fanouts", default="0,1,2", help="0: the trainer sends to all")
     p.add_argument("--megabytes", type=int, default=256)
     p.add_argument("--link", type=int, default=0, help="Mbit/s of each host; 0: loopback")
+    p.add_argument("--join", action="store_true", help="measure a server that joins the others")
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--room", default="/dev/shm")
     p.add_argument("--trainer", default="", help=argparse.SUPPRESS)
