@@ -149,7 +149,9 @@ def pytest_ignore_collect(collection_path, config):
     return None if re.search(marked, collection_path.read_text(), re.MULTILINE) else True
 
 
-SECONDS = dict.fromkeys(("slow", "slurm", "ray", "vllm", "witnesses", "docs", "deviceless"), 600)
+SECONDS = dict.fromkeys(
+    ("slow", "slurm", "ray", "vllm", "vllm_latest", "witnesses", "docs", "deviceless"), 600
+)
 
 
 @pytest.hookimpl(wrapper=True)
