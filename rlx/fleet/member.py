@@ -463,8 +463,10 @@ class Member:
             route = None
         offer, self._offer = self._offer, None
         reply = await self._relayed(route) if route and not route.relay else None
-        if not (self.live or delta) and self._peer and (peer := await self._peer(self, weights)):
-            reply = await self._passed(weights, peer)
+        if self._peer and not (self.live or delta):
+            reply = await self._passed(weights, await self._peer(self, weights))
+            if not reply and self._wanted() is not weights:  # its file may be gone
+                raise Lost(f"version {weights.version} is outdated")
         while True:
             try:
                 reply = reply or await self._call(weights, delta, route, offer)
@@ -500,8 +502,10 @@ class Member:
         self._say(f"{self.address} gets version {route.goal[0]} from the trainer: {result}")
         return None
 
-    async def _passed(self, weights: Weights, peer: "Member") -> pb.PublishReply | None:
+    async def _passed(self, weights: Weights, peer: "Member | None") -> pb.PublishReply | None:
         """Get the weights from `peer`; None: it needs them from here."""
+        if not peer:
+            return None
         to = self._as_receiver(self.status.version, self.status.weights_crc32)
         way = Route(to, (weights.version, weights.crc32))
         ca = Path(self._tls.ca).read_bytes() if self._tls else b""
@@ -522,8 +526,6 @@ class Member:
         finally:
             peer.passing -= 1
         self._say(f"{self.address} gets version {weights.version} from the trainer: {error}")
-        if self._wanted() is not weights:  # its file may be gone
-            raise Lost(f"version {weights.version} is outdated")
         return None
 
     async def _call(

@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 import pytest
 
+from rlx.base import UserError
 from rlx.fleet import relay, wire
 from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet.client import Fleet
@@ -138,6 +139,58 @@ def test_what_no_server_can_send_comes_from_the_trainer(tools, tmp_path, why, mo
 
     def nowhere(*_):
         return grpc.aio.insecure_channel("127.0.0.1:1", options=wire.OPTIONS)
+
+    tools.run(main())
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_server_joins_while_all_others_get_a_version(tools, tmp_path, refused):
+    """It waits for the first that has it; if they refuse it, it gets the version before."""
+
+    async def main():
+        async with growing(tools, tmp_path, 3, limited(tools, hang_seconds=10)) as (
+            fleet, engines, _, said, join,
+        ):  # fmt: skip
+            go, begun = asyncio.Event(), []
+            for engine in engines[:2]:
+
+                async def wait(path, version, kv="keep", load=engine.load):
+                    begun.append(version)
+                    await go.wait()
+                    if refused and version == 2:
+                        raise ValueError("not today")
+                    return await load(path, version, kv)
+
+                engine.load = wait
+            publishing = asyncio.ensure_future(fleet.publish(2, weights(2), "delta"))
+            await until(lambda: len(begun) == 2)
+            joining = asyncio.ensure_future(join())
+            await until(lambda: len(fleet._members) == 3)
+            await asyncio.sleep(0.5)
+            assert not joining.done()
+            assert not engines[2].loads
+            go.set()
+            delivery = await joining
+            assert (delivery.method, delivery.sent_bytes) == ("stream", 0), said
+            if refused:
+                with pytest.raises(UserError, match="not today"):
+                    await publishing
+            else:
+                assert len((await publishing).acks) == 2
+            assert [version for _, version, _ in engines[2].loads] == [1 if refused else 2]
+            await check(fleet, 1 if refused else 2, 3)
+
+    tools.run(main())
+
+
+def test_servers_that_join_at_once_have_a_sender_each(tools, tmp_path):
+    async def main():
+        async with growing(tools, tmp_path, 4, limited(tools)) as (fleet, *_):
+            late, found = fleet._member("127.0.0.1:1"), []
+            for _ in range(6):
+                found.append(await fleet._peer(late, fleet._weights))
+                found[-1].passing += 1
+            assert [len({*found[k : k + 3]}) for k in (0, 3)] == [3, 3]
 
     tools.run(main())
 
