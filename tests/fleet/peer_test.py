@@ -17,6 +17,7 @@ from rlx.base import UserError
 from rlx.fleet import relay, wire
 from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet.client import Fleet
+from rlx.fleet.member import Member
 from rlx.fleet.requests import Sampling
 from rlx.launch.local import LocalServers
 
@@ -144,12 +145,19 @@ def test_what_no_server_can_send_comes_from_the_trainer(tools, tmp_path, why, mo
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_a_server_joins_while_all_others_get_a_version(tools, tmp_path, refused):
+def test_a_server_joins_while_all_others_get_a_version(tools, tmp_path, refused, monkeypatch):
     """It waits for the first that has it; if they refuse it, it gets the version before."""
+    calls, call = [], Member._call
+
+    def noted(self, weights, *rest):
+        calls.append((self.address, weights.version))
+        return call(self, weights, *rest)
+
+    monkeypatch.setattr(Member, "_call", noted)
 
     async def main():
         async with growing(tools, tmp_path, 3, limited(tools, hang_seconds=10)) as (
-            fleet, engines, _, said, join,
+            fleet, engines, servers, said, join,
         ):  # fmt: skip
             go, begun = asyncio.Event(), []
             for engine in engines[:2]:
@@ -178,6 +186,7 @@ def test_a_server_joins_while_all_others_get_a_version(tools, tmp_path, refused)
             else:
                 assert len((await publishing).acks) == 2
             assert [version for _, version, _ in engines[2].loads] == [1 if refused else 2]
+            assert not [v for address, v in calls if address.endswith(f":{servers[2].port}")]
             await check(fleet, 1 if refused else 2, 3)
 
     tools.run(main())
