@@ -65,7 +65,9 @@ def random_model(path, architecture, source, **options):
 @pytest.mark.parametrize(
     ("architecture", "options"),
     [
-        ("Qwen3ForCausalLM", {"tie_embeddings": False, "qk_norm": True}),
+        pytest.param(
+            "Qwen3ForCausalLM", {"tie_embeddings": False, "qk_norm": True}, marks=pytest.mark.slow
+        ),
         ("LlamaForCausalLM", {"tie_embeddings": True, "vocab_size": 131}),
     ],
 )

@@ -231,7 +231,7 @@ def trainer(path, preset="sft", **more):
     return update
 
 
-@pytest.mark.parametrize("how", ["frozen", "trained"])
+@pytest.mark.parametrize("how", ["frozen", pytest.param("trained", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_update_is_that_of_plain_torch(kind, how, made, monkeypatch):
     """Of images and text in several microbatches; a frozen tower sees each image once."""

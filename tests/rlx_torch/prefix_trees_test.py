@@ -63,7 +63,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("preset", CASES)
+_SLOW = ("ppo", "dpo")
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [pytest.param(each, marks=pytest.mark.slow) if each in _SLOW else each for each in CASES],
+)
 def test_an_update_with_trees_is_the_update_of_plain_rows(preset, tiny_model_dir):
     """Two updates, so that a critic and adapters have weights that matter, in microbatches."""
     groups = branching(count=8, samples=2 if preset == "dpo" else 5)
