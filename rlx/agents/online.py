@@ -127,8 +127,8 @@ class OnlineSessions:
         known = (state.touched for state in self.states.values())
         epoch = max(time.time(), *known, 0.0) - clock()
         self._clock = lambda: epoch + clock()
-        for name, state in self.states.items():  # downtime does not count as idle
-            if not state.ended:
+        for name, state in self.states.items():  # downtime counts neither as idle nor as late
+            if not state.ended or (state.reward is None and not state.taken):
                 self.states[name] = replace(state, touched=self._clock())
         self._forget_at = _FORGET_ROWS
 

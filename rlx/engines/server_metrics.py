@@ -78,15 +78,14 @@ class CallMeter(grpc.aio.ServerInterceptor):
 
     def _metered(self, name: str, behaviour: Callable) -> Callable:
         async def call(request, context):
-            begun = time.monotonic()
+            begun, left = time.monotonic(), context.time_remaining()  # by the wall clock
             code = grpc.StatusCode.UNKNOWN
             try:
                 result = await behaviour(request, context)
                 code = _code(context, grpc.StatusCode.OK)
                 return result
             except asyncio.CancelledError:
-                left = context.time_remaining()
-                late = left is not None and left <= 0
+                late = left is not None and left <= time.monotonic() - begun
                 code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
                 raise
             except BaseException:

@@ -73,7 +73,8 @@ def _due(index: Path) -> bool:
     """Return whether to check now: at each start with zstd, which JAX prefers, else once a day."""
     if any(map(importlib.util.find_spec, ("zstandard", "compression"))):
         return True
-    return not index.exists() or time.time() - index.stat().st_mtime > _DAY
+    # A file from the future was written before the clock was set back.
+    return not index.exists() or not 0 <= time.time() - index.stat().st_mtime <= _DAY
 
 
 def cpu_flags() -> str:

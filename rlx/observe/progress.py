@@ -102,6 +102,10 @@ class Progress:
             step = self._history[-1].get("step", 0) if self._history else 0
             return step, name, self._clock() - since
 
+    def age(self) -> float:
+        """Return the seconds since the last finished step, or since the start."""
+        return self._clock() - self._updated
+
     def panel(self, metrics: list, evals: list, phase: str, seconds: float, age: float) -> Panel:
         """Return the panel of another process's run, by its records, the last `age` seconds old."""
         now = self._clock()
@@ -134,12 +138,12 @@ class Progress:
         if typical is None:
             return None
         left = self._total - self._history[-1]["step"]
-        return max(0.0, left * typical - (self._clock() - self._updated if left else 0.0))
+        return max(0.0, left * typical - (self.age() if left else 0.0))
 
     def _elapsed(self) -> float:
         last = self._history[-1].get("elapsed_seconds") if self._history else None
         running = self._phase[0] not in _PHASE_STYLES
-        return (last or 0.0) + (self._clock() - self._updated if running or not last else 0.0)
+        return (last or 0.0) + (self.age() if running or not last else 0.0)
 
     def _step_line(self, record: Mapping[str, Any]) -> str:
         """Return one greppable line: each field is its name, a space, its value."""

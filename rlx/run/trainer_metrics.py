@@ -10,7 +10,6 @@ rlx/observe/monitoring has alert rules and a dashboard.
 import json
 import re
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -32,15 +31,14 @@ def gauges_of(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     return {prefix + name("_", tag.removeprefix("step/")): value for tag, value in values.items()}
 
 
-def gauges(parts: Any, begun: float) -> dict[str, float]:
-    """Return all numbers of a built run that started at `begun`, in seconds of the epoch."""
-    found, steps = dict[str, float](), parts.workdir / "metrics.jsonl"
+def gauges(parts: Any) -> dict[str, float]:
+    """Return all numbers of a built run."""
+    found = dict[str, float]()
     for file, prefix in RECORDS.items():
         found |= gauges_of(read_last(parts.workdir / file), prefix)
     states = parts.fleets["policy"].states() if "policy" in parts.fleets else {}
-    last = steps.stat().st_mtime if steps.exists() else begun
     return found | parts.executor.counters() | {
-        "seconds_since_step": time.time() - max(begun, last),
+        "seconds_since_step": parts.progress.age(),
         "max_staleness": parts.config.rollout.max_staleness,
         "disk_free_bytes": shutil.disk_usage(parts.workdir).free,
         "checkpoint_bytes": sum(memory.state(parts.sizes).values()) + memory.exported(parts.sizes),
@@ -69,7 +67,7 @@ def served(parts: Any) -> Iterator[None]:
 
     UserError if the port is in use, or the address is not loopback and fleet.tls has no CA.
     """
-    own, tls, begun = parts.config.observe, Tls(**parts.config.fleet.tls), time.time()
+    own, tls = parts.config.observe, Tls(**parts.config.fleet.tls)
     from prometheus_client import CollectorRegistry, ProcessCollector
     from prometheus_client.metrics_core import GaugeMetricFamily
     from prometheus_client.registry import Collector
@@ -85,7 +83,7 @@ def served(parts: Any) -> Iterator[None]:
         def collect(self) -> Iterator[GaugeMetricFamily]:
             with suppress(OSError, UserError):  # a full disk must not hide its metric
                 write(targets(parts))
-            for name, value in gauges(parts, begun).items() if hasattr(parts, "fleets") else ():
+            for name, value in gauges(parts).items() if hasattr(parts, "fleets") else ():
                 yield GaugeMetricFamily(f"rlx_{name}", "docs/metrics.md has its meaning.", value)
 
     registry = CollectorRegistry()

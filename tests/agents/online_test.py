@@ -305,6 +305,10 @@ def test_the_wall_clock_ends_no_session_and_keeps_none(agents, tmp_path, monkeyp
     assert online.states[one.id].ended == "idle"
     assert online.states[one.id].touched == 1e9 + 91
     online.close()
+    wall[0], steady[0] = 1e9 + 86400, 9.0  # a day ahead: rewards are not late
+    online = begun()
+    assert online.states[one.id].touched == 1e9 + 86400
+    online.close()
 
 
 def test_an_export_of_many_rows_leaves_the_loop_free(agents, tmp_path):

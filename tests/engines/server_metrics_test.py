@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import ssl
+import time
 import urllib.error
 import urllib.request
 
@@ -127,6 +128,22 @@ def test_calls_that_are_cut_off_are_counted_as_such(tools, port):
             seen = await asyncio.to_thread(samples, f"http://127.0.0.1:{port}/metrics")
             cut = ("CANCELLED", "DEADLINE_EXCEEDED")
             assert sum(seen.get(("rlx_calls_total", "Generate", c), 0) for c in cut) == 2
+
+    tools.run(main())
+
+
+def test_a_cancelled_call_is_not_late_because_the_wall_clock_jumped(tools, port, monkeypatch):
+    async def main():
+        async with tools.server(metrics_port=port) as (engine, server), tools.stub(server) as stub:
+            engine.step_seconds = 0.01
+            call, now = stub.Generate(generate(1, 4000), timeout=60.0), time.time
+            await call.read()
+            monkeypatch.setattr(time, "time", lambda: now() + 7200)
+            call.cancel()
+            while engine.running:
+                await asyncio.sleep(0.005)
+            seen = await asyncio.to_thread(samples, f"http://127.0.0.1:{port}/metrics")
+            assert seen["rlx_calls_total", "Generate", "CANCELLED"] == 1
 
     tools.run(main())
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,7 @@ def test_all_entries_are_read_at_each_start_only_where_a_damaged_one_can_crash(
     (path / "checksums.json").write_text("{}")
     compile_cache.options()
     assert len(checks) == (2 if codec == "zstd" else 1)
+    ahead = time.time() + 7200  # the clock was set back
+    os.utime(path / "checksums.json", (ahead, ahead))
+    compile_cache.options()
+    assert len(checks) == (3 if codec == "zstd" else 2)

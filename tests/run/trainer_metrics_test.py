@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families as families
 from rlx.base import UserError
 from rlx.config import default
 from rlx.launch.run_secrets import CERTIFICATE, KEY, make_secrets
+from rlx.observe.progress import Progress
 from rlx.run import trainer_metrics
 from rlx.run.trainer_metrics import gauges_of, served
 from tests.observe.monitoring_test import METRICS, PLACE
@@ -65,8 +66,9 @@ def parts(tmp_path, monkeypatch):
     fleet = SimpleNamespace(states=lambda: {"a:1": "", "b:1": "lost"}, scraped=lambda: ["b:9"])
     executor = SimpleNamespace(counters=lambda: {"failed": 4})
     return SimpleNamespace(
-        config=config, workdir=workdir, executor=executor, fleets={"policy": fleet}, sizes=None
-    )
+        config=config, workdir=workdir, executor=executor, fleets={"policy": fleet}, sizes=None,
+        progress=Progress(9),
+    )  # fmt: skip
 
 
 def test_names_are_those_of_the_records_without_histograms():
@@ -81,7 +83,7 @@ def test_names_are_those_of_the_records_without_histograms():
     assert gauges_of({"greedy_acc": 1.0}, "eval_") == {"eval_greedy_acc": 1.0}
 
 
-def test_a_scrape_has_the_last_records_and_what_is_true_now(parts):
+def test_a_scrape_has_the_last_records_and_what_is_true_now(parts, monkeypatch):
     port = parts.config.observe.metrics_port
     os.utime(parts.workdir / "metrics.jsonl", (0, 0))  # of a process before
     with served(parts):
@@ -93,6 +95,11 @@ def test_a_scrape_has_the_last_records_and_what_is_true_now(parts):
         assert (seen["rlx_servers"], seen["rlx_servers_live"]) == (2, 1)
         assert (seen["rlx_checkpoint_bytes"], seen["rlx_max_staleness"]) == (10, 2)
         assert 0 <= seen["rlx_seconds_since_step"] < 60, "since the start: the record is older"
+        for jump in (7200, -7200):
+            with monkeypatch.context() as patch:
+                patch.setattr(time, "time", lambda now=time.time, by=jump: now() + by)
+                after = numbers(page(f"127.0.0.1:{port}"))["rlx_seconds_since_step"]
+            assert 0 <= after < 60, "the wall clock jumped"
         free = shutil.disk_usage(parts.workdir).free
         assert seen["rlx_disk_free_bytes"] == pytest.approx(free, rel=0.1)
         assert not [name for name in seen if "a_1" in name]
