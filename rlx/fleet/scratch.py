@@ -34,9 +34,8 @@ class Scratch:
         problem = f"cannot make a directory for weights in {parent}"
         with explained(problem, "set fleet.publish_dir to another directory"):
             _check_parent(parent)
-            _sweep_dead(parent)
             sweep(parent)
-            self.directory, self.lock = _make(parent)  # path; descriptor that its writers inherit
+            self.directory, self.lock = make_private(parent)
         self._remover = subprocess.Popen(  # survives signals to our session
             (sys.executable, "-I", "-S", "-c", _REMOVE, self.directory),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -69,7 +68,12 @@ def _check_parent(parent: str | os.PathLike) -> None:
         )
 
 
-def _make(parent: str | os.PathLike) -> tuple[str, int]:
+def make_private(parent: str | os.PathLike) -> tuple[str, int]:
+    """Make a directory; return its path and a locked descriptor, which its writers inherit.
+
+    Directories of killed processes are removed.
+    """
+    _sweep_dead(parent)
     while True:
         path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
         lock = os.open(Path(path, _LOCK), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -27,6 +27,7 @@ from rlx.fleet import publish, wire
 from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet.requests import Sampling, Timeouts
+from rlx.fleet.scratch import make_private
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model import decoder, hf
 from rlx.model.attention import attention
@@ -594,3 +595,23 @@ def test_a_killed_trainer_leaves_neither_server_nor_engine_core(tiny_model_dir, 
         trainer.kill()
         trainer.communicate()
     assert all(ended(pid) for pid in everyone)
+
+
+def test_a_server_removes_its_temporary_files_and_those_of_a_killed_one(tiny_model_dir, tmp_path):
+    killed, lock = make_private(tmp_path)
+    os.close(lock)
+    command = [sys.executable, "-m", "rlx.serve", f"--model={tiny_model_dir}", "--engine=vllm"]
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}  # outlasts a server
+    server = subprocess.Popen(
+        [*command, "--slots=4", "--max-model-len=64", f"--stage-dir={tmp_path}"],
+        stdout=subprocess.PIPE, text=True, env={**os.environ, **cache, "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    try:
+        assert any(line.startswith('{"port"') for line in server.stdout)
+        assert len(list(tmp_path.glob("*/*-*"))) > 2, "sockets of vLLM"
+        assert not Path(killed).exists()
+        server.terminate()
+        assert server.wait(60) == 0
+    finally:
+        server.kill()
+    assert {path.name for path in tmp_path.iterdir()} <= {"cache"}

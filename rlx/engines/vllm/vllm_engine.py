@@ -15,6 +15,8 @@ import copy
 import hashlib
 import math
 import os
+import shutil
+import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -32,6 +34,7 @@ from rlx.engines.stop_strings import StopStrings
 from rlx.engines.vllm.vllm_images import PreparedImage, placed_input, prepared
 from rlx.engines.vllm.vllm_start import on_cpu, start_llm
 from rlx.fleet.requests import Chunk, EngineStatus, Request, Sampling, ScoreRequest, Scores
+from rlx.fleet.scratch import make_private
 from rlx.model import kept_tokens
 from rlx.model.tensors import shards
 from rlx.system.process_supervisor import ask_for_stacks, descendants
@@ -77,10 +80,13 @@ class VllmEngine(ModelEngine):
         self._images: OrderedDict[str, PreparedImage] = OrderedDict()
         self._image_bytes = 0  # of these
         self.llm: Any = None  # vLLM's AsyncLLM, once started
+        self._private: tuple[str, int] | None = None  # its temporary files, and their lock
 
     async def start(self) -> None:
+        # vLLM leaves its sockets behind.
+        self._private = place, _ = make_private(tempfile.gettempdir())
         # Not in a thread: EngineCore ends with the thread that starts it.
-        self.llm = start_llm(self.model_path, self._config, **self._options)
+        self.llm = start_llm(self.model_path, self._config, place, **self._options)
         self._process_others = self.llm.output_processor.process_outputs
         self._fail_others = self.llm.output_processor.propagate_error
         self.llm.output_processor.process_outputs = self._take
@@ -265,6 +271,10 @@ class VllmEngine(ModelEngine):
                 self.llm.output_handler.cancel()
             # Without a grace period: it has nothing to finish, or hangs.
             await asyncio.to_thread(self.llm.shutdown, timeout=0.0)
+        if self._private:
+            (place, lock), self._private = self._private, None
+            shutil.rmtree(place, ignore_errors=True)
+            os.close(lock)
 
     # Requests.
 

@@ -4,7 +4,9 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Collection
+import tempfile
+from collections.abc import Collection, Iterator
+from getpass import getuser
 from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +36,7 @@ def on_cpu() -> bool:
 def start_llm(
     model_path: Path,
     config: ModelConfig,
+    place: str,  # directory for temporary files of vLLM
     *,
     slots: int,
     max_model_len: int,
@@ -100,11 +103,25 @@ def start_llm(
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
             # Linux requires a request to use AMX; vLLM's bf16 attention does not make it.
             torch.cpu._init_amx()
-        return AsyncLLM.from_vllm_config(engine_config, disable_log_stats=True)
+        with _temporary_files(place):
+            return AsyncLLM.from_vllm_config(engine_config, disable_log_stats=True)
     except (RuntimeError, ValueError, OSError) as error:
         text = words(error, 500)
         more = vllm_advice(text, slots, max_model_len)
         raise UserError(f"vLLM cannot serve {model_path}: {text}{more}") from error
+
+
+@contextlib.contextmanager
+def _temporary_files(place: str) -> Iterator[None]:
+    """Put the temporary files of this process, and of those that it starts, in a directory."""
+    before = tempfile.gettempdir()
+    # Compiled functions outlast a server.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{before}/torchinductor_{getuser()}")
+    os.environ["TMPDIR"] = tempfile.tempdir = place
+    try:
+        yield
+    finally:
+        os.environ["TMPDIR"] = tempfile.tempdir = before
 
 
 def read_engine_args(text: str, names: Collection[str], fixed: Collection[str]) -> dict[str, Any]:
