@@ -1,11 +1,13 @@
 """Disturb a training run, or simulate disturbed runs; --help lists the flags.
 
     python -m experiments.chaos --faults=200 --together=4 --seed=1 --out=DIR
+    python -m experiments.chaos --faults=40 --together=4 --engine=vllm
     python -m experiments.chaos --faults=0 --steps=150 --seed=2 --out=DIR    # undisturbed
     python -m experiments.chaos --simulate=10000
 
 The first writes DIR/chaos.json: each fault, and what the oracle found. The learning curve is
 compared with those of undisturbed runs, which are recorded. Exit status 1: something is wrong.
+A full disk needs root, and clocks that jump need a C compiler: `left_out` names what is not done.
 """
 
 import argparse
@@ -35,11 +37,12 @@ def table(rows: list[tuple[str, float, str]]) -> str:
 
 
 def disturb(
-    out: Path, faults: int, seed: int, seconds: float = math.inf, steps: int = 0, together: int = 1
-) -> dict:
+    out: Path, faults: int, seed: int, seconds: float = math.inf, steps: int = 0, together: int = 1,
+    engine: str = "jax",
+) -> dict:  # fmt: skip
     """Run a campaign in an empty directory and judge it; return its record."""
     begun = time.monotonic()
-    run = campaign.Campaign(out, seed, lambda text: print(text, flush=True))
+    run = campaign.Campaign(out, seed, lambda text: print(text, flush=True), engine)
     bound, batch = (
         campaign.SETTINGS[f"rollout.{key}"] for key in ("max_staleness", "batch_prompts")
     )
@@ -49,6 +52,7 @@ def disturb(
         finally:
             run.close()
         record = {"seconds": time.monotonic() - begun, "steps": run.step()[1], "rows": run.rows}
+        record |= {"engine": engine, "left_out": run.left_out}
         record |= {"problems": run.problems, "facts": oracle.facts(run.workdir, batch, bound)}
         record["held_out"] = oracle.held_out(run.workdir)
         others = json.loads(UNDISTURBED.read_text()) if UNDISTURBED.exists() else {}
@@ -72,6 +76,7 @@ def main() -> int:
     p.add_argument("--steps", type=int, default=0, help="go on until this step")
     p.add_argument("--together", type=int, default=1, help="faults before the run may recover")
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--engine", default="jax", choices=("jax", "vllm"), help="of the servers")
     p.add_argument("--out", default="", help="new directory; default: a temporary one")
     p.add_argument("--simulate", type=int, default=0, help="schedules to simulate instead")
     a = p.parse_args()
@@ -81,7 +86,7 @@ def main() -> int:
         return int(bool(found))
     out = Path(a.out or tempfile.mkdtemp(prefix="rlx-chaos-")).absolute()
     out.mkdir(exist_ok=True)
-    record = disturb(out, a.faults, a.seed, a.seconds, a.steps, a.together)
+    record = disturb(out, a.faults, a.seed, a.seconds, a.steps, a.together, a.engine)
     (out / "chaos.json").write_text(json.dumps(record, indent=1))
     print(table(record.pop("rows")), json.dumps(record), sep="\n\n")
     return int(not record["good"])

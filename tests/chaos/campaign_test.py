@@ -2,6 +2,9 @@
 
 import json
 import random
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -32,6 +35,26 @@ def test_ten_faults(tmp_path):
     assert found["tokens beyond the bound"] > 0
     first.unlink()
     assert set(oracle.facts(tmp_path / "run", batch=2, bound=2)["lost"]) == others != set()
+
+
+def test_the_wall_clock_of_a_process_jumps_and_its_monotonic_one_does_not(tmp_path):
+    if not campaign.make_wall_clock(tmp_path):
+        pytest.skip("there is no C compiler")
+    campaign.set_clock(clock := tmp_path / "clock", 0.0)
+    program = (
+        "import sys, time\nfor _ in sys.stdin: print(time.time(), time.monotonic(), flush=True)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        bufsize=1, env=campaign.environment(tmp_path, clock),
+    ) as process:  # fmt: skip
+        for jump in (0.0, 3600.0, -7200.0):
+            campaign.set_clock(clock, jump)
+            process.stdin.write("\n")
+            wall, steady = map(float, process.stdout.readline().split())
+            assert wall - time.time() == pytest.approx(jump, abs=5.0)
+            assert steady == pytest.approx(time.monotonic(), abs=5.0)
+        process.stdin.close()
 
 
 def test_it_is_the_newest_checkpoint_that_is_damaged(tmp_path):
