@@ -57,6 +57,26 @@ def test_the_wall_clock_of_a_process_jumps_and_its_monotonic_one_does_not(tmp_pa
         process.stdin.close()
 
 
+def test_shared_memory_that_a_process_leaves_is_named(tmp_path):
+    made = campaign.Campaign.__new__(campaign.Campaign)
+    made.root, made.servers, made.problems, made.kill = tmp_path, [], [], lambda: None
+    for name in ("publish", "shm", "stage", "tmp"):
+        (tmp_path / name).mkdir()
+    made.close()
+    assert made.problems == []
+    mount = ["mount", "-t", "tmpfs", "tmpfs", str(tmp_path / "shm")]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root has a /dev/shm of its own")
+    try:
+        program = "open('/dev/shm/left', 'w')"
+        log, clock = tmp_path / "log", tmp_path / "clock"
+        assert campaign.start_program(["-c", program], log, tmp_path, clock).wait(60) == 0
+        made.close()
+        assert made.problems == [f"left behind: ['{tmp_path}/shm/left']"]
+    finally:
+        subprocess.run(["umount", str(tmp_path / "shm")], check=True)
+
+
 def test_it_is_the_newest_checkpoint_that_is_damaged(tmp_path):
     made = campaign.Campaign.__new__(campaign.Campaign)
     made.workdir, made.draw, made.kill = tmp_path, random.Random(0), lambda: None
