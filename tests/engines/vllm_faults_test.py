@@ -8,9 +8,11 @@ import asyncio
 import dataclasses
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -597,7 +599,8 @@ def test_a_killed_trainer_leaves_neither_server_nor_engine_core(tiny_model_dir, 
     assert all(ended(pid) for pid in everyone)
 
 
-def test_a_server_removes_its_temporary_files_and_those_of_a_killed_one(tiny_model_dir, tmp_path):
+def test_a_server_removes_its_temporary_files_and_those_of_a_killed_one(tiny_model_dir):
+    tmp_path = Path(tempfile.mkdtemp(dir="/tmp"))  # a longer path has no room for sockets
     killed, lock = make_private(tmp_path)
     os.close(lock)
     command = [sys.executable, "-m", "rlx.serve", f"--model={tiny_model_dir}", "--engine=vllm"]
@@ -612,6 +615,8 @@ def test_a_server_removes_its_temporary_files_and_those_of_a_killed_one(tiny_mod
         assert not Path(killed).exists()
         server.terminate()
         assert server.wait(60) == 0
+        assert {path.name for path in tmp_path.iterdir()} <= {"cache"}
     finally:
         server.kill()
-    assert {path.name for path in tmp_path.iterdir()} <= {"cache"}
+        server.communicate()
+        shutil.rmtree(tmp_path)

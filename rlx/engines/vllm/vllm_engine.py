@@ -83,8 +83,9 @@ class VllmEngine(ModelEngine):
         self._private: tuple[str, int] | None = None  # its temporary files, and their lock
 
     async def start(self) -> None:
-        # vLLM leaves its sockets behind.
-        self._private = place, _ = make_private(tempfile.gettempdir())
+        # vLLM leaves its sockets behind. Their paths may have 107 characters, 36 of them vLLM's.
+        short = len(parent := tempfile.gettempdir()) < 50
+        self._private = place, _ = make_private(parent if short else "/tmp")
         # Not in a thread: EngineCore ends with the thread that starts it.
         self.llm = start_llm(self.model_path, self._config, place, **self._options)
         self._process_others = self.llm.output_processor.process_outputs
