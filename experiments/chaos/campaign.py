@@ -177,9 +177,7 @@ class Campaign:
         return record.get("start", 0), record.get("step", 0)
 
     def look(self) -> None:
-        """Note what the processes have started; start the trainer again if it has ended."""
-        for server in self.servers:
-            server.look()
+        """Note the trainer's processes; start it again if it has ended."""
         if self.trainer.poll() is None:
             with suppress(psutil.Error):
                 self.children.update(psutil.Process(self.trainer.pid).children(recursive=True))
