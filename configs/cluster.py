@@ -16,8 +16,8 @@ VARIANTS = {
     "math_1_5b_n1": ("1.5B on 1 node: 3,461 s a step", math_1_5b, 1, "vllm:d4+jax:f4"),
     "math_1_5b_n4": ("1.5B on 4 nodes: 997 s a step", math_1_5b, 4, "vllm:d16+jax:d2f8"),
     "math_1_5b_n16": ("1.5B on 16 nodes: 391 s a step", math_1_5b, 16, "vllm:d64+jax:d8f8"),
-    "math_7b_n4": ("7B on 4 nodes: 2,275 s a step", math_7b, 4, "vllm:d16+jax:d2f8"),
-    "math_7b_n16": ("7B on 16 nodes: 815 s a step", math_7b, 16, "vllm:d64+jax:d8f8"),
+    "math_7b_n4": ("7B on 4 nodes: 2,275 s a step", math_7b, 4, "vllm:d16+jax:f16"),
+    "math_7b_n16": ("7B on 16 nodes: 815 s a step", math_7b, 16, "vllm:d64+jax:d4f16"),
     "math_32b_n16": ("32B on 16 nodes: 6,707 s a step", math_32b, 16, "vllm:d16t4+jax:d2f32"),
 }
 

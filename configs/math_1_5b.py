@@ -29,7 +29,7 @@ def get_config():
     c.rollout.max_staleness = 4
     c.rollout.max_concurrent_rollouts = 512
     c.rollout.request_timeout_seconds = 3600.0
-    c.model.remat = "dots"
+    c.model.remat = "none"
     c.train.mesh = "fsdp:4"
     c.train.row_buckets = (2048, 4096, 8192, 12288, 17408)  # the last: the longest trajectory
     c.train.max_tokens_per_microbatch = 17408  # on each of 4 devices: one of the longest rows

@@ -17,6 +17,6 @@ def get_config():
     c.total_steps = 400
     c.model.path = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
     c.rollout.max_concurrent_rollouts = 1024
-    c.model.remat = "up"
-    c.train.mesh = "replica:2,fsdp:8"  # weights are gathered within a node
+    c.model.remat = "dots"
+    c.train.mesh = "fsdp:16"
     return c

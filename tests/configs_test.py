@@ -24,7 +24,7 @@ from rlx.model.mesh import mesh_axes, num_row_shards
 from rlx.model.model_config import ModelConfig
 from rlx.rollout.tools import Calculator
 from rlx.run import config_checks, flags, scheduler
-from rlx.run.allocate import apply_allocation
+from rlx.run.allocate import OWN_MEMORY, apply_allocation
 from rlx.run.inputs import prepare
 from rlx.run.room_options import sizes_of
 from rlx.train.learner import make_optimizer
@@ -91,21 +91,21 @@ def test_a_config_has_command_hardware_time_and_expectation(path):
 
 @pytest.mark.parametrize("name", LARGE)
 def test_a_step_of_a_large_model_fits_the_gpus_that_its_config_names(name):
-    """Only shapes are computed. XLA takes 3/4 of a GPU's memory by default."""
+    """Only shapes are computed. The bound may pass what JAX takes, and XLA's plan may not."""
     config, (model, billions, gpus) = load(ROOT / "configs" / f"{name}.py"), LARGE[name]
     assert parameters.count(model) / 1e9 == pytest.approx(billions, abs=0.005)
     axes = mesh_axes(config.train.mesh, gpus)
     assert math.prod(axes.values()) == gpus
     pieces = memory.trainer(sizes_of(config, model), Devices("gpu", "H100", gpus, 80 * 10**9))
     print(f"{name}: {sum(pieces.values()) / 1e9:.0f} GB: {memory.listed(pieces)}")
-    assert sum(pieces.values()) < 80e9
+    assert sum(pieces.values()) < 80 * 2**30
     row = next(x for x in (ROOT / "docs" / "scale.md").read_text().splitlines() if f"[{name}]" in x)
     *_, told, mesh, remat, tokens, planned, most, _ = map(str.strip, row.split("|"))
     train = config.train
     assert (int(told), mesh) == (gpus, f"`{train.mesh}`")
     assert (remat, tokens) == (config.model.remat, f"{train.max_tokens_per_microbatch:,}")
     assert sum(pieces.values()) / 1e9 == pytest.approx(float(most), abs=1), "docs/scale.md"
-    assert 0.7 * float(most) < float(planned) < min(float(most), 0.75 * 80), "docs/scale.md"
+    assert 0.7 * float(most) < float(planned) < min(float(most), OWN_MEMORY * 80), "docs/scale.md"
     assert model.num_heads % axes["tensor"] == model.num_kv_heads % axes["tensor"] == 0
     trajectories = config.rollout.batch_prompts // config.train.minibatches
     assert trajectories * config.sampling.n_samples >= 2 * num_row_shards(axes)
@@ -128,7 +128,7 @@ def test_a_config_of_a_cluster_fills_its_nodes(variant, tmp_path):
     gpus = len(trainer.gpus)
     assert math.prod(mesh_axes(config.train.mesh, gpus).values()) == gpus
     pieces = memory.trainer(sizes_of(config, model), Devices("gpu", "H100", gpus, 80 * 10**9))
-    assert sum(pieces.values()) < 80e9, memory.listed(pieces)
+    assert sum(pieces.values()) < 80 * 2**30, memory.listed(pieces)
     config.model.path = "rlx:arithmetic"  # nothing is downloaded
     assert scheduler.launch(config, tmp_path, [f"--config={CLUSTER}:{variant}"], dry_run=True) == 0
     script = (tmp_path / "slurm" / "dry-run" / "job.sh").read_text()

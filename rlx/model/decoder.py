@@ -171,6 +171,7 @@ def states(
     remat: str = "none",
     compute_dtype: Any = jnp.float32,
     layout: Layout = ONE_DEVICE,
+    unrolled: bool = False,
 ) -> tuple[jax.Array, Routing | None]:
     """Return the hidden states of packed rows, after the final norm, and the experts' routing.
 
@@ -182,6 +183,7 @@ def states(
       remat: none (keep every intermediate for the backward pass) | a key of `remat.KEPT`.
       compute_dtype: of activations; parameters are cast where they are used.
       layout: of weights and activations on a mesh; row_shards divides B, 2 · context divides T.
+      unrolled: whether layers follow each other without a loop, which would copy what it keeps.
 
     Returns:
       [B, T, D] compute_dtype, with a row's tokens in the order of `layout.balanced`; the routing of
@@ -222,9 +224,9 @@ def states(
         layers = params["layers"], jnp.asarray(kinds)
 
     if remat != "none":
-        body = jax.checkpoint(body, policy=remat_lib.policy(remat), prevent_cse=False)
+        body = jax.checkpoint(body, policy=remat_lib.policy(remat), prevent_cse=unrolled)
     x = layout.stream(embed_scale(config, embed(params, tokens, compute_dtype, layout)))
-    x, routing = jax.lax.scan(body, x, layers)
+    x, routing = jax.lax.scan(body, x, layers, unroll=unrolled)
     x = layout.tokens(final_norm(params, config, x))
     if is_tree:
         x = layout.rows(jax.vmap(lambda x, places: x[places])(x, batch["sources"]))

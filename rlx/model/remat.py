@@ -23,6 +23,7 @@ KEPT: dict[str, tuple[str, ...]] = {  # remat → names of results in the decode
     "attention": ("qkv", "attention"),
     "full": (),
 }
+UNROLLED = ("none", "dots")  # on a GPU, layers are not in a loop, which would copy what they keep
 
 
 def policy(remat: str) -> Callable[..., Any]:

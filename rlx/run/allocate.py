@@ -19,6 +19,7 @@ from rlx.train.train_options import AUTO
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _JAX_MEMORY, _JAX_ALLOCATOR = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR"
+OWN_MEMORY = 0.9  # of a GPU, of which JAX by itself takes 0.75; the rest is CUDA's and NCCL's
 
 
 class GpuShares(NamedTuple):
@@ -113,6 +114,11 @@ def gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     return tuple(map(str, range(machine.nvidia_gpus())))
 
 
+def shares_gpus(config: ConfigDict) -> bool:
+    """Return whether `allocation_mode` puts servers on the trainer's GPUs."""
+    return bool(text := config.allocation_mode) and allocation.parse(text).shared
+
+
 @contextmanager
 def gpu_environment(config: ConfigDict) -> Iterator[tuple[tuple[str, ...], ...]]:
     """Restrict this process to the trainer's GPUs; yield those of each server, () if not shared."""
@@ -125,6 +131,8 @@ def gpu_environment(config: ConfigDict) -> Iterator[tuple[tuple[str, ...], ...]]
         elif set(shares.trainer) & {gpu for ids in shares.servers for gpu in ids}:
             # The memory that servers leave, less a tenth.
             changed[_JAX_MEMORY] = f"{max(0.9 - config.fleet.gpu_memory, 0.05):g}"
+    if (config.allocation_mode or config.fleet.addresses) and not shares_gpus(config):
+        changed.setdefault(_JAX_MEMORY, os.environ.get(_JAX_MEMORY, f"{OWN_MEMORY:g}"))
     with changed_environment(changed):  # before JAX or torch look for devices, which they do once
         yield shares.servers if shares else ()
 

@@ -30,11 +30,11 @@ from rlx.doctor.machine import Devices
 from rlx.doctor.memory import RunSizes
 from rlx.engines.kv_memory import make_plan, token_bytes
 from rlx.launch import xla_flags
-from rlx.model import directory, remat
+from rlx.model import directory
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
 from rlx.run import fitting
-from rlx.run.allocate import apply_allocation
+from rlx.run.allocate import OWN_MEMORY, apply_allocation, shares_gpus
 from rlx.run.room_options import RunOptions, sizes_of
 from rlx.train.train_options import AUTO
 
@@ -43,7 +43,7 @@ FLAGS = ("--xla_gpu_autotune_level=0", "--xla_gpu_enable_triton_gemm=false")
 # Published runs on Hopper reach these, from slow to fast. cuDNN's causal attention, heads of 128:
 # 39 to 54 % forward and 41 to 52 % backward from 1k to 16k tokens (arXiv 2407.08608, 5 and 6).
 SLOW, FAST = Reach(0.58, 0.38, 0.80), Reach(0.72, 0.50, 0.90)
-DEFAULT_SHARE = 0.75  # of a GPU's memory that JAX takes
+DEFAULT_SHARE = 0.75  # of a GPU's memory that JAX takes by itself
 SHOWN = 4  # collectives of a program
 TRAINS = ("train step", "microbatch")  # programs of the policy's loss
 TRAINER_FULL = "lower train.max_tokens_per_microbatch, set model.remat=full, or use more GPUs"
@@ -99,7 +99,7 @@ def findings(config: ConfigDict, text: str) -> Iterator[Finding]:  # text: see g
             yield _speed_row(name, reading, run, trained)
             yield from _collective_rows(name, reading, run.card)
         if run.sizes.has_fleet and run.sizes.engine == "jax":
-            yield from _engine(run, devices[0])
+            yield from _engine(replace(run, share=DEFAULT_SHARE), devices[0])
 
 
 def _engine(run: "_Target", device: Any) -> Iterator[Finding]:
@@ -143,7 +143,7 @@ def scan(config: ConfigDict, text: str) -> Iterator[Finding]:
     run = _Target.of(config, text)
     best: tuple[float, str] = 0.0, ""
     with device_programs.gpus(run.card.target(), run.hosts, run.each) as devices:
-        for mesh, kept in product(_meshes(run), remat.KEPT):
+        for mesh, kept in product(_meshes(run), fitting.KINDS["jax"]):
             options = replace(run.sizes.train, mesh=mesh, remat=kept)
             name = f"{mesh} {kept}"
             try:
@@ -189,6 +189,7 @@ class _Target:
     card: Card
     hosts: int
     each: int
+    share: float  # of a GPU's memory that JAX takes
 
     @classmethod
     def of(cls, config: ConfigDict, text: str) -> "_Target":
@@ -203,12 +204,13 @@ class _Target:
         model = directory.load_config(path).within(RunOptions.of(config).context)
         for key in ("compute_dtype", "publish_dtype"):
             config.model[key] = config.model[key].replace(AUTO, "bfloat16")
-        return cls(config, model, sizes_of(config, model), card, hosts, each)
+        own = DEFAULT_SHARE if shares_gpus(config) else OWN_MEMORY
+        share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", own))
+        return cls(config, model, sizes_of(config, model), card, hosts, each, share)
 
     def fitted(self, planned: fitting.Planned) -> tuple["_Target", str]:
         """Return the run with values for what it leaves open, and why these; see `fitting`."""
-        share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", DEFAULT_SHARE))
-        memory = int(share * self.card.memory)
+        memory = int(self.share * self.card.memory)
         devices = Devices("gpu", self.card.kind, self.hosts * self.each, memory)
         keys, message = fitting.decide(self.config, self.sizes, devices, planned)
         self.config.update_from_flattened_dict(keys)
@@ -232,9 +234,9 @@ def _compile(
         f"{''.join(f', {what} {size(count)}' for what, count in other.items() if count)}; "
         f"compiled in {time.monotonic() - began:.0f} s"
     )
-    more = f"JAX takes {DEFAULT_SHARE:.0%} of a GPU; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
+    more = f"JAX takes {run.share:.0%} of a GPU; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
     level, remedy = ("problem", remedy) if total > LARGEST_SHARE * memory else ("warning", more)
-    if total <= DEFAULT_SHARE * memory:
+    if total <= run.share * memory:
         level, remedy = "ok", ""
     row = Finding("compiled", name, level, what, remedy)
     return row, gpu_program.read(compiled.as_text(), run.each, trips)

@@ -20,9 +20,8 @@ from rlx.train.train_options import AUTO
 
 LARGEST = 65_536  # tokens of a device; more than that hides nothing further
 SHARE = 0.93  # of the memory; the rest is for two buckets of a publish, and for fragments
-# Trainer → kinds of recomputation, from the least. With JAX `dots` repeats no product, and moves
-# fewer bytes than `none`; torch recomputes everything or nothing.
-KINDS = {"jax": tuple(remat.KEPT), "torch": ("none", "full")}
+# Trainer → kinds of recomputation, from the least; torch recomputes everything or nothing.
+KINDS = {"jax": ("none", *remat.KEPT), "torch": ("none", "full")}
 REMAT, TOKENS = "model.remat", "train.max_tokens_per_microbatch"
 Planned = Callable[[RunSizes], float]  # a run → bytes that an update needs on each device
 

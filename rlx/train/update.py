@@ -17,14 +17,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from rlx.algorithms import kl, losses
 from rlx.base import UserError
-from rlx.model import decoder, sharding
+from rlx.model import decoder, remat, sharding
 from rlx.model import lora as lora_lib
 from rlx.model import params as parameters
 from rlx.model.attention import attention_kind, tree_error
 from rlx.model.buckets import Merge, export
 from rlx.model.experts import balance_loss
 from rlx.model.model_config import ModelConfig
-from rlx.model.ops import compiler_options
+from rlx.model.ops import compiler_options, on_cpu
 from rlx.model.params import Params
 from rlx.model.tensors import Buckets
 from rlx.train import objective, packing, prefix_trees, state_files, step_metrics
@@ -54,6 +54,7 @@ class JaxUpdate(BatchUpdate):
     Attributes:
       abstract_state: shapes, dtypes and shardings of the state, for restoring a checkpoint.
       lora: settings of the adapters, with which `state.params` holds only adapters; or None.
+      unrolled: whether the loss has the layers without a loop.
       learner: of the policy or the reward model. critic_learner: of `state.critic`.
     """
 
@@ -79,6 +80,7 @@ class JaxUpdate(BatchUpdate):
         own = dataclasses.replace(own, learning_rate=options.critic_learning_rate)
         optimizer = make_optimizer(own, options.total_steps * options.minibatches)
         self.critic_learner = Learner(self.value_loss, optimizer, own.clip_norm)
+        self.unrolled = options.remat in remat.UNROLLED and not on_cpu()
         how = attention_kind(
             options.compute_dtype, model_config.head_dim, model_config.attention_softcap
         )
@@ -185,11 +187,14 @@ class JaxUpdate(BatchUpdate):
             asked=batch.get("sampled", batch["loss_mask"]), layout=self._layout,
         )  # fmt: skip
 
-    def _states(self, full: Params, model: ModelConfig, batch: Batch) -> tuple[Array, Any]:
+    def _states(
+        self, full: Params, model: ModelConfig, batch: Batch, unrolled: bool = False
+    ) -> tuple[Array, Any]:
         o, dtype = self._options, jnp.dtype(self._options.compute_dtype)
         return decoder.states(
-            full, model, batch, remat=o.remat, compute_dtype=dtype, layout=self._layout
-        )
+            full, model, batch, remat=o.remat, compute_dtype=dtype, layout=self._layout,
+            unrolled=unrolled,
+        )  # fmt: skip
 
     def logprob_step(self, params: Params | None, frozen: Params | None, batch: Batch) -> Array:
         """Return log-probabilities of a microbatch's tokens, [B, T] float32."""
@@ -205,7 +210,7 @@ class JaxUpdate(BatchUpdate):
     def loss(self, params: Params, frozen: Params | None, batch: Batch) -> tuple[Array, Stats]:
         """Return the microbatch's summed loss, with the experts' balance loss; summed stats."""
         full = self.full_params(params, frozen)
-        x, routing = self._states(full, self.model, batch)
+        x, routing = self._states(full, self.model, batch, self.unrolled)
         total, stats = objective.loss(
             batch, self._algorithm, logprobs=lambda: self._token_logprobs(full, batch, x),
             scores=lambda: decoder.values(full, self.model, batch, x=x, layout=self._layout),

@@ -85,6 +85,11 @@ def test_gradients_of_a_gpus_chunks_are_those_of_autograd(few, rows, monkeypatch
     check_gradients(*few, rows, 0, "none")
 
 
+@pytest.mark.parametrize("remat", ["none", "dots"])
+def test_gradients_of_layers_without_a_loop_are_those_of_autograd(few, rows, remat):
+    check_gradients(*few, rows, 25, remat, unrolled=True)
+
+
 def test_gradients_of_each_family_are_those_of_autograd(family, rows):
     """With windows shorter than the packed segments, and chunks of capped logits."""
     check_gradients(*family, rows, 25, "attention")
@@ -111,12 +116,14 @@ def test_tokens_that_nobody_asks_about_change_nothing(few, rows, share, monkeypa
     rounding.assert_sums_agree(gradient, wanted_gradient, ROUNDINGS)
 
 
-def check_gradients(model, path, rows, chunk, remat):
+def check_gradients(model, path, rows, chunk, remat, **how):
     config, params = hf.load(path)
     weights = np.random.default_rng(2).normal(size=(2, *rows["tokens"].shape)).astype(np.float32)
 
     def loss(params):
-        both = decoder.logprobs(params, config, rows, temperature=0.7, chunk=chunk, remat=remat)
+        both = decoder.logprobs(
+            params, config, rows, temperature=0.7, chunk=chunk, remat=remat, **how
+        )
         return jnp.sum(jnp.stack(both) * weights)
 
     got = hf.to_hf(jax.jit(jax.grad(loss))(params), config)

@@ -107,6 +107,24 @@ def test_what_shares_gpus_shares_their_memory(monkeypatch):
     assert allocate.apply_allocation(given).fleet.gpu_memory == 0.3
 
 
+@pytest.mark.parametrize(
+    ("config", "given", "share"),
+    [
+        (config_of("vllm:d1+jax:f1"), "", "0.9"),
+        (config_of("", **{"fleet.addresses": ("h:1",)}), "", "0.9"),
+        (config_of("vllm:d1+jax:f1"), "0.8", "0.8"),
+        (config_of(""), "", None),
+    ],
+)
+def test_a_trainer_takes_the_memory_of_gpus_that_are_its_own(monkeypatch, config, given, share):
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    monkeypatch.setenv(name, given) if given else monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
+    with allocate.gpu_environment(allocate.apply_allocation(config)):
+        assert os.environ.get(name) == share
+    assert os.environ.get(name, "") == given
+
+
 def test_servers_of_an_evaluation_have_gpus_of_their_own(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
     monkeypatch.setattr(score_models, "servers_of", lambda *_, **options: options["gpus"])

@@ -75,7 +75,8 @@ CASES = {
     ),
     "lora": Case(
         SEVEN, "math_7b", "h100:16", {"microbatch": 43}, 28, 0.039, 0.224,
-        ("--config.lora.rank=16",),
+        ("--config.lora.rank=16", "--config.train.mesh=replica:2,fsdp:8",
+         "--config.model.remat=up"),
     ),
     "critic": Case(
         FEW, "math_1_5b", "h100:4", {"microbatch": 10, "critic microbatch": 9.0}, 4, 1.3,

@@ -34,6 +34,24 @@ def test_the_step_on_hopper_is_of_packed_attention(
     assert "48x48" not in text
 
 
+@pytest.mark.parametrize(("remat", "loops"), [("none", 0), ("dots", 0), ("attention", 2)])
+def test_a_step_on_hopper_that_keeps_much_has_no_loop_over_layers(
+    hopper, trainer, params, make_groups, monkeypatch, remat, loops
+):
+    """A loop would copy what it keeps: forward and backward."""
+    monkeypatch.setattr("rlx.train.update.on_cpu", lambda: False)
+    keys = {"model.compute_dtype": "bfloat16", "model.remat": remat, "train.row_buckets": (48,)}
+    update = trainer(**keys)
+    flat = packing.flatten(make_groups())
+    [batch] = update._pack(flat, np.arange(flat.num_sequences))[1]
+
+    def loss(params, batch):
+        return jnp.sum(update._states(params, update.model, batch, update.unrolled)[0])
+
+    text = jax.jit(jax.grad(loss)).trace(params, batch).lower(lowering_platforms=("cuda",))
+    assert text.as_text().count("stablehlo.while") == loops
+
+
 def test_trees_on_hopper_are_two_calls_of_packed_attention(hopper, trainer, params, make_groups):
     """One for chains, one for the first tokens of their trees; each once, without masks."""
     keys = {"model.compute_dtype": "bfloat16", "model.remat": "attention"}
