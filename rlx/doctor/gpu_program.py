@@ -264,9 +264,11 @@ def _flops(computations: Module, computation: Computation, one: Instruction) -> 
         return 2.0 * prod(_dims(one.shape)) * prod(left[i] for i in _numbers(axes))
     if "__cudnn$fmha" in one.line:
         *batch, rows, keys = _numbers(one.attribute(r'"dimensions": \[([\d", ]*)\]'))
-        width = _dims(one.shape)[-1]
+        width, window = _dims(one.shape)[-1], one.attribute(r'"sliding_window_length": ?"?(\d+)')
+        seen = min(int(window or 0) or keys, keys)
+        work = (2 * seen - seen**2 / rows) * rows  # twice what causal rows see
         products = 5 if "Backward" in one.line else 2
-        return products * prod(batch) * rows * keys * width  # a causal half of 2 a product
+        return products * prod(batch) * work * width  # a causal half of 2 a product
     return 0.0
 
 

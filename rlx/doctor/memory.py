@@ -130,7 +130,7 @@ def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
     narrow = 4 if devices.platform == "cpu" else np.dtype(train.compute_dtype).itemsize
     chunk = train.chunk or max(CHUNK, model.model_dim * (devices.platform == "gpu"))
     passing = {
-        "activations": tokens * narrow * _floats(sizes, devices.platform, axes),
+        "activations": tokens * narrow * _floats(sizes, devices, axes),
         "logits": 12 * min(chunk, tokens) * model.vocab_size * (not model.value_head),
     }
     if math.prod(axes[name] for name in WEIGHTS) > 1:
@@ -147,7 +147,7 @@ def bound(sizes: RunSizes, devices: Devices) -> int:
     return sum(trainer(sizes, devices).values())
 
 
-def _floats(sizes: RunSizes, platform: str, axes: Mapping[str, int]) -> float:
+def _floats(sizes: RunSizes, devices: Devices, axes: Mapping[str, int]) -> float:
     """Return the numbers a token that all layers keep, and those of the layer being computed."""
     model, kind = sizes.model, sizes.train.remat
     rows = model.experts_per_token * axes["expert"]  # of a token, with those of other devices
@@ -160,7 +160,9 @@ def _floats(sizes: RunSizes, platform: str, axes: Mapping[str, int]) -> float:
         kept = model.model_dim + sum(named[name] for name in remat.KEPT[kind])
     working = 2 * every
     half = sizes.train.compute_dtype != "float32"
-    if not (platform == "gpu" and half and kernel_fits(model.head_dim, model.attention_softcap)):
+    capability = tuple(map(int, (devices.capability or "9.0").split(".")))
+    fits = kernel_fits(model.head_dim, model.attention_softcap, capability)
+    if not (devices.platform == "gpu" and half and fits):
         # scores of a block of queries and one of keys, see attention.py
         block = max(min(256, sizes.row_length), sizes.row_length // 16)
         working += 3 * model.num_heads * block**2 // sizes.row_length

@@ -72,10 +72,10 @@ def attention(
 def attention_kind(dtype: Any, head_dim: int, softcap: float = 0.0) -> str:
     """Return how the target device computes attention: packed | mask | blocks."""
     # cuDNN's packed kernel needs Hopper; before it, and without segment sizes, cuDNN takes a mask.
-    half = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
-    if not half or not kernel_fits(head_dim, softcap) or not cuda_capability():
+    half, capability = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16), cuda_capability()
+    if not half or not capability or not kernel_fits(head_dim, softcap, capability):
         return "blocks"
-    return "packed" if cuda_capability() >= (9, 0) else "mask"
+    return "packed" if capability >= (9, 0) else "mask"
 
 
 def tree_error(heads: int, kv_heads: int, width: int, dtype: Any) -> float:

@@ -79,9 +79,10 @@ _SIZES: dict[str, str] = {  # fields of ModelConfig → keys of config.json
 _NULL_IS_OFF = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 
 
-def kernel_fits(head_dim: int, softcap: float) -> bool:
-    """Return whether cuDNN's attention supports this head width and softcap."""
-    return not (head_dim % 8 or head_dim > 128 or softcap)
+def kernel_fits(head_dim: int, softcap: float, capability: tuple[int, ...]) -> bool:
+    """Return whether cuDNN's attention supports this head width and softcap on a GPU."""
+    widest = 256 if capability >= (9, 0) else 128  # since Hopper
+    return not (head_dim % 8 or head_dim > widest or softcap)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,10 @@ def test_scores_that_no_kernel_makes_are_counted_on_a_gpu():
     config = config_of(model__compute_dtype="bfloat16", model__remat="full")
     capped, wide = (
         dataclasses.replace(MODEL, **change)
-        for change in ({"attention_softcap": 50.0}, {"num_heads": 2, "head_dim": 136})
+        for change in (
+            {"attention_softcap": 50.0},
+            {"num_heads": 1, "num_kv_heads": 1, "head_dim": 264},
+        )
     )
     plain, *others = (
         memory.trainer(sizes_of(config, model), Devices("gpu"))["activations"]

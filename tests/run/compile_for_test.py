@@ -34,6 +34,12 @@ def qwen2(layers, width, heads, kv, mlp, vocab=152_064, tied=False):
 SMALL = qwen2(28, 1536, 12, 2, 8960, 151_936, True)
 FEW = qwen2(4, 1536, 12, 2, 8960, 151_936, True)
 SEVEN = qwen2(28, 3584, 28, 4, 18_944)
+GEMMA = qwen2(6, 1152, 4, 1, 6912, 262_144, True) | {  # six layers of Gemma 3 1B, five with windows
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "head_dim": 256,
+    "sliding_window": 512, "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    "query_pre_attn_scalar": 256, "rope_local_base_freq": 10_000.0, "attention_bias": False,
+    "hidden_activation": "gelu_pytorch_tanh",
+}  # fmt: skip
 MIXTURE = qwen2(2, 2048, 32, 4, 6144, 151_936) | {  # two layers of Qwen3-30B-A3B
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 128,
     "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
@@ -88,6 +94,7 @@ CASES = {
         FEW, "math_1_5b", "h100:4", {"microbatch": 11}, 0, 1.7,
         keys=("--config.train.mesh=context:4",),
     ),
+    "gemma": Case(GEMMA, "math_1_5b", "h100:4", {"microbatch": 14}, 6, 1.4, flops=62),
     "mixture": Case(
         MIXTURE, "math_7b", "h100:8", {"microbatch": 10}, 2, 4.3,
         keys=("--config.train.mesh=expert:8",), flops=76,
