@@ -20,7 +20,7 @@ COMMAND = [
     f"--config.rollout.batch_prompts={PROMPTS}", "--config.sampling.n_samples=4",
     "--config.sampling.max_new_tokens=120", "--config.sampling.min_new_tokens=110",
     "--config.train.row_buckets=(256,)", "--config.fleet.num_servers=2",
-    "--config.fleet.slots=8", "--config.fleet.hang_seconds=1", "--config.fleet.probe_seconds=0.2",
+    "--config.fleet.slots=8", "--config.fleet.hang_seconds=4", "--config.fleet.probe_seconds=0.2",
     "--config.rollout.outage_seconds=60",
     "--config.rollout.max_staleness=8", "--config.rollout.max_concurrent_rollouts=4",
     "--config.eval.num_questions=0", "--config.gate.enabled=False", "--config.observe.writers=()",
