@@ -84,7 +84,7 @@ envs VLLM_CPU_OMP_THREADS_BIND:
 
 
 def missing(sources: Path) -> list[str]:
-    """What `sources`, a directory of vLLM's modules, does not have of `USED`."""
+    """Return the entries of `USED` that are missing in `sources`, a directory of vLLM's modules."""
     lacks = []
     for row in re.sub(r"\n +", " ", USED).strip().splitlines():
         (module, name), wanted = row.partition(":")[0].split(), row.partition(":")[2].split()
