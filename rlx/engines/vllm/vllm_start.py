@@ -21,6 +21,9 @@ from rlx.model.model_config import ModelConfig
 _GUIDES = {"backend": "xgrammar", "disable_any_whitespace": True}
 _BLOCK = 32  # tokens of a KV block; blocks of vLLM's 128 on CPU cannot share a short prompt
 _MOST_KV_BYTES = 4 << 30  # on a CPU, where vLLM has no limit
+# Bytes of weights below which the server and its clients need a core more than the engine does.
+# On two cores evaluations are 1.4 times as fast.
+_SMALL_MODEL = 16 << 20
 _WORKER = "rlx.engines.vllm.vllm_worker.RolloutWorker"
 _MULTIPROC = "rlx.engines.vllm.vllm_worker.TensorParallelExecutor"
 _UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -49,7 +52,8 @@ def start_llm(
 ) -> Any:
     """Return vLLM's AsyncLLM, started; raise UserError if it cannot serve the model."""
     cpu = on_cpu()
-    _set_environment(cpu, tensor_parallel)
+    size = sum(file.stat().st_size for file in model_path.glob("*.safetensors"))
+    _set_environment(cpu, tensor_parallel, size)
     try:
         import torch
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -146,7 +150,8 @@ def read_engine_args(text: str, names: Collection[str], fixed: Collection[str]) 
     return found
 
 
-def _set_environment(cpu: bool, tensor_parallel: int) -> None:
+def _set_environment(cpu: bool, tensor_parallel: int, size: int) -> None:
+    """Set variables of vLLM and its threads, for weights of `size` bytes."""
     wanted = {
         "VLLM_NO_USAGE_STATS": "1",
         "GLOO_SOCKET_IFNAME": "lo",  # else it listens on the address of the host's name
@@ -162,6 +167,8 @@ def _set_environment(cpu: bool, tensor_parallel: int) -> None:
             groups = [cores[i * each : (i + 1) * each] for i in range(tensor_parallel)]
             bound = "|".join(",".join(map(str, group)) for group in groups)
             wanted |= {"VLLM_CPU_OMP_THREADS_BIND": bound if each else "nobind"}
+        elif each > 1 and size < _SMALL_MODEL:
+            os.environ["OMP_NUM_THREADS"] = str(each - 1)
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
 
