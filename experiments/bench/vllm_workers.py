@@ -28,41 +28,42 @@ ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 BLOCK = 32
-# rlx:arithmetic, SmolLM2, and random weights of Qwen2.5-0.5B's shape
-MODELS = ("tiny", "135m", "0.5b")
+# rlx:arithmetic, SmolLM2, and random weights of 25M parameters and of Qwen2.5-0.5B's shape
+MODELS = ("tiny", "25m", "135m", "0.5b")
 
 
 @contextlib.contextmanager
 def model_dir(name: str, scratch: Path) -> Iterator[Path]:
-    """Return the HF directory of one of MODELS; make the large one in `scratch` if missing.
+    """Return the HF directory of one of MODELS; make a random one in `scratch` if missing.
 
-    The random one has the arithmetic tokenizer, whose ids are in its vocabulary.
+    Random ones have the arithmetic tokenizer, whose ids are in their vocabulary.
     """
     from rlx.model.directory import resolve
 
     if name in (own := {"tiny": "rlx:arithmetic", "135m": "rlx:smollm2"}):
         yield Path(resolve(own[name]))
         return
-    path = scratch / "qwen2-0.5b-shape"
+    path = scratch / f"random-{name}"
     if not path.exists():
         # A separate process, so that its memory is freed.
         done = subprocess.run(
-            [sys.executable, "-m", "experiments.bench.vllm_workers", "make", f"--model={path}"]
-        )
+            [sys.executable, "-m", "experiments.bench.vllm_workers", "make",
+             f"--model={path}", f"--shape={name}"]
+        )  # fmt: skip
         assert done.returncode == 0
     yield path
 
 
-def make(path: str) -> None:
-    """Write random bfloat16 weights of Qwen2.5-0.5B's shape, 1 GB."""
+def make(path: str, shape: str) -> None:
+    """Write random bfloat16 weights of a shape of `train_step_workers.MODELS`."""
     import dataclasses
 
     import jax
 
-    from experiments.bench.engine import SHAPES
+    from experiments.bench.train_step_workers import MODELS
     from rlx.model import hf, params
 
-    config = dataclasses.replace(SHAPES["0.5b"], eos_token_ids=(272,))
+    config = dataclasses.replace(MODELS[shape], eos_token_ids=(272,))
     weights = params.init(config, jax.random.key(0), "bfloat16")
     hf.save(path, config, weights, "bfloat16", source=hf.resolve("rlx:arithmetic"))
 
@@ -269,6 +270,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p = argparse.ArgumentParser(allow_abbrev=False)
     p.add_argument("program", choices=("offline", "evaluate", "reload", "make"))
     p.add_argument("--model", required=True)
+    p.add_argument("--shape", default="0.5b", help="of the weights to make")
     p.add_argument("--dtype", default="float32")
     p.add_argument("--max-model-len", type=int, default=512)
     p.add_argument("--slots", type=int, default=64)
@@ -280,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.parent_pid:
         end_with_parent(args.parent_pid)
     if args.program == "make":
-        make(args.model)
+        make(args.model, args.shape)
     elif args.program == "offline":
         offline(args)
     elif args.program == "evaluate":
