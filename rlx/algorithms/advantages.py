@@ -5,8 +5,8 @@ Shapes: F tokens of the flat axis, N trajectories, K of either. Trajectories lie
 Groups are identified by id, not by position.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from rlx.algorithms import kl, signatures
 from rlx.algorithms.algorithm import Algorithm, choose, require_reference
@@ -37,10 +37,8 @@ def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Arr
       advantages [F] f32, 0 where not trained, NaN where a user's own is not finite; returns [F] f32
       (A + V before normalisation); shaped_rewards [N] f32 (after penalty, scale and clip, before
       baseline and normalisation); kl_rewards [F] f32, ≤ 0 for k2 and k3; nonfinite_kl, int32:
-      number of trained tokens that were left out because their KL was not finite.
-
-    Raises:
-      UserError: KL in the reward without `reference_logprobs`.
+      number of trained tokens that were left out because their KL was not finite. UserError for
+      KL in the reward without `reference_logprobs`.
     """
     mask, ids, valid = flat["loss_mask"], flat["sequence_ids"], flat["valid"]
     same_shape(mask, ids, flat["behaviour_logprobs"])
@@ -158,8 +156,7 @@ def standardise(
       run_ids: [K] int; n entries of one run in a group count 1/n each; None: each entry is a run.
       mean, std: group | batch | none; std also: mean, to divide by μ.
 
-    Returns:
-      [K] float32, 0 where not valid.
+    The result is [K] float32, 0 where not valid.
     """
     same_shape(x, group_ids, valid)
     ops = ops_of(x)
@@ -328,8 +325,6 @@ def running_baselines(
             mean = sum(values) / len(values)
             after[agent] = decay * after.get(agent, 0.0) + (1 - decay) * mean
             taken[run, agent] = after[agent]
-        rows = (
-            dataclasses.replace(t, baseline=taken[t.run_id, t.agent]) for t in group.trajectories
-        )
-        found.append(dataclasses.replace(group, trajectories=tuple(rows)))
+        rows = (replace(t, baseline=taken[t.run_id, t.agent]) for t in group.trajectories)
+        found.append(replace(group, trajectories=tuple(rows)))
     return after, found

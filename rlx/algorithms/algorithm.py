@@ -7,21 +7,17 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rlx.base import UserError, unknown
-from rlx.option import check_value, option, options_of
+from rlx.option import option, options_of
 
 T = TypeVar("T")
 
 LEVELS = ("group", "batch", "none")
 REDUCTIONS = (
-    "token_mean",
-    "sequence_mean_token_mean",
-    "sequence_mean_token_sum",
-    "constant",
-    "prompt_mean",
-)
+    "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant", "prompt_mean",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +57,12 @@ def choose(field: str, name: str, table: Mapping[str, T]) -> T:
 def require_reference(batch: Mapping[str, T]) -> T:
     """Return `batch["reference_logprobs"]`; UserError where there are none."""
     if "reference_logprobs" not in batch:
-        raise UserError(
-            "a KL term needs reference_logprobs and the batch has none; give a reference model or "
-            "a teacher, or set algorithm.kl_placement=none"
-        )
+        remedy = "give a reference model or a teacher, or set algorithm.kl_placement=none"
+        raise UserError(f"a KL term needs reference_logprobs and the batch has none; {remedy}")
     return batch["reference_logprobs"]
 
 
-def _choice(default: str, choices: tuple[str, ...], doc: str) -> Any:
-    return option(default, doc, choices)
-
-
-def _number(default: float, low: float, high: float, doc: str) -> Any:
-    return option(default, doc, f"[{low:g}, {high:g}]")
-
-
 _KS = ("k1", "k2", "k3")
-_ANY = (-math.inf, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,114 +82,121 @@ class Algorithm:
     overlong_filter: bool = option(
         False, "exclude trajectories cut off by length from the loss; their rewards still count"
     )
-    overlong_buffer: float = _number(
-        0.0, 0, math.inf, "tokens of penalty zone before the limit; below 1: share of it; 0: off"
+    overlong_buffer: float = option(
+        0.0, "tokens of penalty zone before the limit; below 1: share of it; 0: off", "[0, inf]"
     )
-    overlong_limit: int = _number(0, 0, math.inf, "tokens; 0: sampling.max_new_tokens")
-    overlong_factor: float = _number(1.0, 0.0, math.inf, "penalty at the limit")
-    running_mean: float = _number(
-        0.0, 0.0, 1.0, "decay of each agent's running mean reward, subtracted first (RAE); 0: off"
+    overlong_limit: int = option(0, "tokens; 0: sampling.max_new_tokens", "[0, inf]")
+    overlong_factor: float = option(1.0, "penalty at the limit", "[0, inf]")
+    running_mean: float = option(
+        0.0, "decay of each agent's running mean reward, subtracted first (RAE); 0: off", "[0, 1]"
     )
-    reward_bias: float = _number(0.0, *_ANY, "added to each reward")
-    reward_scale: float = _number(1.0, *_ANY, "multiplies each reward, after the bias")
-    reward_clip: float = _number(
-        math.inf, 0.0, math.inf, "largest absolute reward after scaling; ∞: off"
+    reward_bias: float = option(0.0, "added to each reward", "[-inf, inf]")
+    reward_scale: float = option(1.0, "multiplies each reward, after the bias", "[-inf, inf]")
+    reward_clip: float = option(
+        math.inf, "largest absolute reward after scaling; ∞: off", "[0, inf]"
     )
-    reward_mean: str = _choice("none", LEVELS, "rewards whose mean is subtracted")
-    reward_std: str = _choice(
-        "none", (*LEVELS, "mean"), "rewards whose deviation, or mean (MaxRL), divides"
+    reward_mean: str = option("none", "rewards whose mean is subtracted", LEVELS)
+    reward_std: str = option(
+        "none", "rewards whose deviation, or mean (MaxRL), divides", (*LEVELS, "mean")
     )
     leave_one_out: bool = option(False, "subtract from each reward the mean of the others")
-    peers: str = _choice(
-        "prompt", ("prompt", "agent", "turn"), "a group: all of a prompt | one agent's | one turn's"
+    peers: str = option(
+        "prompt", "a group: all of a prompt | one agent's | one turn's", ("prompt", "agent", "turn")
     )
-    kl_anchor: str = _choice(
-        "reference", ("reference", "teacher"),
+    kl_anchor: str = option(
+        "reference",
         "policy that KL pulls to: config.reference | a served teacher (config.teacher)",
-    )  # fmt: skip
-    kl_placement: str = _choice(
-        "none", ("none", "reward", "loss"), "none | penalty per token before GAE | loss term"
+        ("reference", "teacher"),
     )
-    kl_estimator: str = _choice("k3", _KS, "estimator of KL from one token")
-    kl_coefficient: float = _number(0.0, 0.0, math.inf, "β; the initial one if it adapts")
-    kl_target: float = _number(0.0, 0.0, math.inf, "KL that β adapts to, nats a token; 0: fixed β")
-    kl_horizon: int = _number(10_000, 1, math.inf, "trajectories in which β may change by a fifth")
+    kl_placement: str = option(
+        "none", "none | penalty per token before GAE | loss term", ("none", "reward", "loss")
+    )
+    kl_estimator: str = option("k3", "estimator of KL from one token", _KS)
+    kl_coefficient: float = option(0.0, "β; the initial one if it adapts", "[0, inf]")
+    kl_target: float = option(0.0, "KL that β adapts to, nats a token; 0: fixed β", "[0, inf]")
+    kl_horizon: int = option(10_000, "trajectories in which β may change by a fifth", "[1, inf]")
     critic: bool = option(False, "train a network for values (config.critic); else they are 0")
     bootstrap_truncated: bool = option(
         True, "value the missing rest of trajectories cut off by length with the critic"
     )
-    advantage: str = _choice(
-        "gae", ("gae",), "estimator of each token's advantage; or your own, FILE.py:name"
+    advantage: str = option(
+        "gae", "estimator of each token's advantage; or your own, FILE.py:name", ("gae",)
     )
-    gamma: float = _number(1.0, 0.0, 1.0, "discount")
-    lam: float = _number(1.0, 0.0, 1.0, "λ of GAE, which mixes returns of different lengths")
-    advantage_mean: str = _choice("none", LEVELS, "trained tokens whose mean is subtracted")
-    advantage_std: str = _choice("none", LEVELS, "trained tokens whose deviation divides")
-    proximal: str = _choice(
-        "recompute", ("recompute", "loglinear", "behaviour"),
+    gamma: float = option(1.0, "discount", "[0, 1]")
+    lam: float = option(1.0, "λ of GAE, which mixes returns of different lengths", "[0, 1]")
+    advantage_mean: str = option("none", "trained tokens whose mean is subtracted", LEVELS)
+    advantage_std: str = option("none", "trained tokens whose deviation divides", LEVELS)
+    proximal: str = option(
+        "recompute",
         "the clip's anchor: the policy before the batch's first update, computed | interpolated | "
         "the sampled logprobs (plain PPO)",
-    )  # fmt: skip
+        ("recompute", "loglinear", "behaviour"),
+    )
     decoupled: bool = option(True, "weigh the loss by sg(exp(proximal − behaviour))")
-    weight_level: str = _choice("token", ("token", "sequence"), "whose statistic has bounds")
-    weight_action: str = _choice(
-        "mask", ("none", "mask", "truncate"), "what happens to weights out of bounds"
+    weight_level: str = option("token", "whose statistic has bounds", ("token", "sequence"))
+    weight_action: str = option(
+        "mask", "what happens to weights out of bounds", ("none", "mask", "truncate")
     )
-    weight_statistic: str = _choice("ratio", ("ratio", *_KS), "statistic of proximal / behaviour")
-    weight_aggregate: str = _choice(
-        "mean", ("mean", "sum", "max"), "how tokens' statistics make the sequence's"
+    weight_statistic: str = option("ratio", "statistic of proximal / behaviour", ("ratio", *_KS))
+    weight_aggregate: str = option(
+        "mean", "how tokens' statistics make the sequence's", ("mean", "sum", "max")
     )
-    weight_upper: float = _number(5.0, *_ANY, "upper bound of the statistic")
-    weight_lower: float = _number(-math.inf, *_ANY, "lower bound of the statistic")
-    sequence_upper: float = _number(
-        math.inf, 1.0, math.inf,
+    weight_upper: float = option(5.0, "upper bound of the statistic", "[-inf, inf]")
+    weight_lower: float = option(-math.inf, "lower bound of the statistic", "[-inf, inf]")
+    sequence_upper: float = option(
+        math.inf,
         "drop sequences whose geometric mean of proximal / behaviour is above this",
-    )  # fmt: skip
-    sequence_lower: float = _number(0.0, 0.0, 1.0, "drop sequences where it is below this")
-    veto: float = _number(
-        0.0, 0.0, 1.0, "drop sequences with a proximal / behaviour of a token below this; 0: off"
+        "[1, inf]",
     )
-    off_policy_limit: float = _number(
-        0.0, 0.0, math.inf,
+    sequence_lower: float = option(0.0, "drop sequences where it is below this", "[0, 1]")
+    veto: float = option(
+        0.0, "drop sequences with a proximal / behaviour of a token below this; 0: off", "[0, 1]"
+    )
+    off_policy_limit: float = option(
+        0.0,
         "where A is negative, drop sequences farther from behaviour, nats a token (OPSM); 0: off",
-    )  # fmt: skip
-    second_moment_clip: float = _number(
-        0.0, 0.0, math.inf,
+        "[0, inf]",
+    )
+    second_moment_clip: float = option(
+        0.0,
         "M2PO: the clip widens until the mean of capped (proximal − behaviour)² reaches this, "
         "nats²; 0: off",
-    )  # fmt: skip
-    second_moment: float = _number(
-        0.0, 0.0, math.inf,
+        "[0, inf]",
+    )
+    second_moment: float = option(
+        0.0,
         "AReaL's M2PO: limit on the mean of (behaviour − proximal)² of all tokens, nats²; 0: off",
-    )  # fmt: skip
-    loss: str = _choice(
-        "clip", tuple(LOSS_KINDS),
+        "[0, inf]",
+    )
+    loss: str = option(
+        "clip",
         "loss of a token, a demonstration or a pair; or your own, FILE.py:name",
-    )  # fmt: skip
+        tuple(LOSS_KINDS),
+    )
     loss_kwargs: str = option("", "keyword arguments of your own loss, a JSON object")
-    ratio_level: str = _choice(
+    ratio_level: str = option(
         "token",
-        ("token", "sequence", "sequence_token"),
         "ratios of tokens | the geometric mean of the sequence's | that, with the token's gradient",
+        ("token", "sequence", "sequence_token"),
     )
-    clip_low: float = _number(0.2, 0.0, 1.0, "ratios are clipped below 1 − clip_low; or DPPO's δ")
-    clip_high: float = _number(
-        0.2, 0.0, math.inf, "ratios are clipped above 1 + clip_high; or DPPO's δ where A > 0"
+    clip_low: float = option(0.2, "ratios are clipped below 1 − clip_low; or DPPO's δ", "[0, 1]")
+    clip_high: float = option(
+        0.2, "ratios are clipped above 1 + clip_high; or DPPO's δ where A > 0", "[0, inf]"
     )
-    divergence: str = _choice("tv", ("tv", "kl"), "divergence that bounds DPPO's trust region")
-    dual_clip: float = _number(
-        0.0, 0.0, math.inf, "c > 1: at most −c·A where the advantage is negative; 0: off"
+    divergence: str = option("tv", "divergence that bounds DPPO's trust region", ("tv", "kl"))
+    dual_clip: float = option(
+        0.0, "c > 1: at most −c·A where the advantage is negative; 0: off", "[0, inf]"
     )
-    sapo_positive: float = _number(1.0, 1e-3, math.inf, "τ of SAPO's gate where A > 0")
-    sapo_negative: float = _number(1.05, 1e-3, math.inf, "τ of SAPO's gate elsewhere")
-    value_clip: float = _number(
-        0.5, 0.0, math.inf, "largest change of a value that its loss follows; 0: off"
+    sapo_positive: float = option(1.0, "τ of SAPO's gate where A > 0", "[0.001, inf]")
+    sapo_negative: float = option(1.05, "τ of SAPO's gate elsewhere", "[0.001, inf]")
+    value_clip: float = option(
+        0.5, "largest change of a value that its loss follows; 0: off", "[0, inf]"
     )
-    pair_beta: float = _number(0.1, 1e-6, math.inf, "β of DPO and IPO")
-    entropy_coefficient: float = _number(0.0, 0.0, math.inf, "weight of the entropy bonus")
-    reduction: str = _choice("token_mean", REDUCTIONS, "how token losses become one number")
-    constant_length: int = _number(
-        0, 1, math.inf, "tokens, for reduction=constant; 0: sampling.max_new_tokens"
+    pair_beta: float = option(0.1, "β of DPO and IPO", "[1e-06, inf]")
+    entropy_coefficient: float = option(0.0, "weight of the entropy bonus", "[0, inf]")
+    reduction: str = option("token_mean", "how token losses become one number", REDUCTIONS)
+    constant_length: int = option(
+        0, "tokens, for reduction=constant; 0: sampling.max_new_tokens", "[1, inf]"
     )
 
     @property
@@ -267,13 +259,5 @@ def check_choices(algorithm: Algorithm) -> None:
     except ValueError:
         good = False
     if not good:
-        raise UserError(
-            f"algorithm.loss_kwargs={text!r} is no JSON object; write '{{\"name\": 1.5}}'"
-        )
-
-
-def check_ranges(algorithm: Algorithm) -> None:
-    """Raise UserError for a number outside its field's range, or NaN."""
-    for name, field in FIELDS.items():
-        if name not in CHOICES:
-            check_value(f"algorithm.{name}", getattr(algorithm, name), field.metadata["values"])
+        problem = f"algorithm.loss_kwargs={text!r} is no JSON object"
+        raise UserError(f"{problem}; write '{{\"name\": 1.5}}'")

@@ -9,16 +9,6 @@ from jax import Array, lax
 from rlx.algorithms.array_ops import Ops
 
 
-def take(x: Array, ids: Array, fill: float) -> Array:
-    """Return x[ids], `fill` where an id is padding."""
-    return x.at[ids].get(mode="fill", fill_value=fill)
-
-
-def dense_ranks(ids: Array) -> Array:
-    """Return ids [K] of any values as integers from 0 without gaps, in their order."""
-    return jnp.unique(ids, return_inverse=True, size=ids.size)[1]
-
-
 def sort(x: Array) -> Array:
     """Return x in ascending order; float32, none negative, none NaN."""
     # Integers sort several times faster on a CPU; the bits of these floats have the same order.
@@ -55,8 +45,8 @@ OPS = Ops(
     segment_sum=jax.ops.segment_sum,
     segment_min=jax.ops.segment_min,
     segment_max=jax.ops.segment_max,
-    take=take,
-    dense_ranks=dense_ranks,
+    take=lambda x, ids, fill: x.at[ids].get(mode="fill", fill_value=fill),
+    dense_ranks=lambda ids: jnp.unique(ids, return_inverse=True, size=ids.size)[1],
     sort=sort,
     least_from=lambda x: lax.cummin(x, reverse=True),
     recur=recur,

@@ -53,11 +53,8 @@ def policy_loss(
 
     Returns:
       The summed loss, float32 scalar, and stats, among them those of ℓ: float32 scalars, named as
-      the metrics that `summarise` makes of them.
-
-    Raises:
-      UserError: KL in the loss without `reference_logprobs`, or an unfit result of a user's own
-        loss.
+      the metrics that `summarise` makes of them. UserError for KL in the loss without
+      `reference_logprobs`, or an unfit result of a user's own loss.
     """
     mask, advantage, segments = batch["loss_mask"], batch["advantages"], batch["segment_ids"]
     same_shape(target_logprobs_BT, entropy_BT, mask, advantage)
@@ -83,17 +80,11 @@ def policy_loss(
     weight, in_bounds = control_weights(log_weight, used, segments, algorithm, ops)
     entropy = lib.where(used, entropy_BT, 0.0)
     inputs = LossInputs(
-        target=target,
-        proximal=lib.where(used, proximal, 0.0),
-        behaviour=lib.where(used, behaviour, 0.0),
-        log_ratio=log_ratio,
-        advantage=advantage,
-        entropy=entropy,
-        mask=used,
-        segment_ids=segments,
-        ops=ops,
+        target=target, proximal=lib.where(used, proximal, 0.0),
+        behaviour=lib.where(used, behaviour, 0.0), log_ratio=log_ratio, advantage=advantage,
+        entropy=entropy, mask=used, segment_ids=segments, ops=ops,
         clip_bound=batch.get("clip_bound"),
-    )
+    )  # fmt: skip
     kept = kept_sequences(inputs, algorithm)
     weight, in_bounds = lib.where(kept, weight, 0.0), in_bounds & kept
     if algorithm.loss_function is None:
@@ -226,10 +217,8 @@ def proximal_logprobs(target: Array, batch: Mapping[str, Array], algorithm: Algo
     Recomputed ones are batch["proximal_logprobs"]; before the first update they equal the target
     and may be absent. A loss without a ratio gets the target too. v_target is
     batch["target_version"], a float, n + m/M at minibatch m of M in the batch that turns version n
-    into n + 1; v_prox is its floor, n. α is 0 where v_target = v_behav.
-
-    Returns:
-      float32 of target's shape, nats, without gradient.
+    into n + 1; v_prox is its floor, n. α is 0 where v_target = v_behav. The result is float32 of
+    target's shape, nats, without gradient.
     """
     behaviour = batch["behaviour_logprobs"]
     frozen = ops_of(target).frozen(target)
@@ -336,13 +325,8 @@ def value_loss(
         square = lib.maximum(plain, (held - target) ** 2)
         clipped = square > plain
     loss = 0.5 * lib.sum(square)
-    stats = {
-        "value_loss": loss,
-        "value": value,
-        "value_error": plain,
-        "value_clip_ratio": clipped & mask,
-    }
-    return loss, ops.totals(stats)
+    stats = {"value_loss": loss, "value": value, "value_error": plain}
+    return loss, ops.totals(stats | {"value_clip_ratio": clipped & mask})
 
 
 def _kl_loss(

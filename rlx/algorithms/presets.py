@@ -9,15 +9,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlx.algorithms.algorithm import (
-    CHOICES,
-    FIELDS,
-    LOSS_KINDS,
-    Algorithm,
-    check_choices,
-    check_ranges,
-)
-from rlx.base import UserError, unknown
+from rlx.algorithms.algorithm import CHOICES, FIELDS, LOSS_KINDS, Algorithm, check_choices, choose
+from rlx.base import UserError, refuse
+from rlx.option import check_value
 
 _ARXIV = "https://arxiv.org/abs/"
 _GROUP_SCORE = {"reward_mean": "group", "reward_std": "group"}
@@ -102,24 +96,18 @@ Find = Callable[[str, str, Mapping[str, Any]], Any]  # (key, name, table), `cli.
 
 
 def resolve(
-    config: Mapping[str, Any], max_new_tokens: int, n_samples: int = 8, find: Find | None = None
+    config: Mapping[str, Any],  # `preset` and any field of `Algorithm`; None: the preset's value
+    max_new_tokens: int,  # of sampling; replaces 0 in `overlong_limit` and `constant_length`
+    n_samples: int = 8,  # of sampling; comparisons of a prompt's samples need two
+    find: Find | None = None,  # loads a user's own loss or advantage; None: only rlx's are known
 ) -> Algorithm:
-    """Return the preset's row with the overrides of `config.algorithm`, checked.
+    """Return the preset's row with the overrides of `config.algorithm`.
 
-    Args:
-      config: `preset` and any field of `Algorithm`; None keeps the preset's value.
-      max_new_tokens: sampling.max_new_tokens; replaces 0 in `overlong_limit` and
-        `constant_length`.
-      n_samples: sampling.n_samples; comparisons of a prompt's samples need two.
-      find: loads a user's own loss or advantage; None: only rlx's own are known.
-
-    Raises:
-      UserError: for an unknown name, or values that cannot work together.
+    UserError for an unknown name, or values that cannot work together.
     """
-    if config["preset"] not in PRESETS:
-        raise unknown("algorithm.preset", str(config["preset"]), PRESETS)
+    preset = choose("preset", str(config["preset"]), PRESETS)
     given = {name: config[name] for name in FIELDS if config.get(name) is not None}
-    algorithm = _loaded(dataclasses.replace(PRESETS[config["preset"]], **given), find)
+    algorithm = _loaded(dataclasses.replace(preset, **given), find)
     if not algorithm.decoupled and "proximal" not in given:
         algorithm = dataclasses.replace(algorithm, proximal="behaviour")
     check_choices(algorithm)
@@ -130,10 +118,11 @@ def resolve(
         overlong_buffer=float(max(1, round(buffer * limit))) if 0 < buffer < 1 else buffer,
         constant_length=algorithm.constant_length or max_new_tokens,
     )
-    check_ranges(algorithm)
-    for broken, words in (*_weight_rules(algorithm, given), *_rules(algorithm, given, n_samples)):
-        if broken:
-            raise UserError(f"algorithm.{words}")
+    for name, field in FIELDS.items():
+        if name not in CHOICES:
+            check_value(f"algorithm.{name}", getattr(algorithm, name), field.metadata["values"])
+    rules = (*_weight_rules(algorithm, given), *_rules(algorithm, given, n_samples))
+    refuse((broken, f"algorithm.{words}") for broken, words in rules)
     _check_acts(algorithm, given)
     return algorithm
 
@@ -211,10 +200,9 @@ def _check_acts(algorithm: Algorithm, given: dict) -> None:
     remedies = idle(algorithm)
     for name, value in given.items():
         if value not in (0, "", "none") and name in remedies:
-            raise UserError(
-                f"algorithm.{name}={value} has no effect ({algorithm.name}); it needs "
-                f"algorithm.{remedies[name]}: set that, or leave {name} unset"
-            )
+            problem = f"algorithm.{name}={value} has no effect ({algorithm.name})"
+            remedy = f"it needs algorithm.{remedies[name]}: set that, or leave {name} unset"
+            raise UserError(f"{problem}; {remedy}")
 
 
 Rules = tuple[tuple[bool, str], ...]  # (is broken, words after `algorithm.`)

@@ -82,10 +82,8 @@ def pair_loss(
 
     Returns:
       The summed loss, float32 scalar, and stats as sums; pair_accuracy counts pairs with z > 0,
-      pair_margin is z (times β for DPO and IPO, the implicit reward).
-
-    Raises:
-      UserError: DPO or IPO without `reference_logprobs`.
+      pair_margin is z (times β for DPO and IPO, the implicit reward). UserError for DPO or IPO
+      without `reference_logprobs`.
     """
     mask, segments, ops = batch["loss_mask"], batch["segment_ids"], ops_of(x_BT)
     lib = ops.lib
@@ -97,7 +95,6 @@ def pair_loss(
     chosen, rejected = (_by_pair(weights * x, mask, segments, odd) for odd in (1, 0))
     z, present = chosen - rejected, _by_pair(ops.float32(mask), mask, segments, 1) > 0
     scale = algorithm.pair_beta if algorithm.kind.reference else 1.0
-    margin = scale * z
     each = choose("loss", algorithm.loss, PAIR_LOSSES)(z, algorithm)
     loss = lib.sum(lib.where(present, each, 0.0))
     stats = {
@@ -105,7 +102,7 @@ def pair_loss(
         "n_pairs": present,
         "pair_loss": loss,
         "pair_accuracy": (z > 0) & present,
-        "pair_margin": lib.where(present, margin, 0.0),
+        "pair_margin": lib.where(present, scale * z, 0.0),
         "pair_chosen": lib.where(present, scale * chosen, 0.0),
         "pair_rejected": lib.where(present, scale * rejected, 0.0),
     }
