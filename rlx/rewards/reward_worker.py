@@ -123,8 +123,7 @@ def _of_group(runner: asyncio.Runner, function: Callable, calls: _Calls) -> _Out
     elif len(values) == len(calls):
         yield from enumerate(values)
     else:
-        wrong = f"{len(values)} rewards were returned for {len(calls)} completions"
-        yield None, ValueError(wrong)
+        yield None, ValueError(f"{len(values)} rewards were returned for {len(calls)} completions")
 
 
 def _outcome(job: Callable) -> Any:

@@ -55,9 +55,6 @@ NO_LIMITS = WorkerLimits()
 class WorkerHandle(Protocol):
     """A worker's process, here or on another machine; see `SupervisedProcess`."""
 
-    @property
-    def running(self) -> bool: ...
-
     def stop(self) -> None: ...
 
     def end(self, patience: float = 0.0) -> int: ...
@@ -98,8 +95,7 @@ class SupervisedProcess:
     def end(self, patience: float = 0.0) -> int:
         """End it, unless it ends within `patience` seconds; return its code as in subprocess."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            if patience:
-                self._process.wait(patience)
+            self._process.wait(patience)
         self.stop()
         try:
             return self._process.wait(_END_SECONDS)
@@ -146,7 +142,7 @@ class WorkerEnd:
         keep_private()
         self._socket = socket.socket(fileno=int(sys.argv[1]))
         self._socket.set_inheritable(False)
-        self._unread, self._lock = bytearray(), threading.Lock()
+        self._lines, self._lock = self._socket.makefile("rb", 1 << 20), threading.Lock()
         self.first = self.receive() or sys.exit()  # message from the process that started this one
         # Modules are looked for where the starting process does, then elsewhere.
         path = self.first["path"]
@@ -154,16 +150,8 @@ class WorkerEnd:
 
     def receive(self) -> dict[str, Any]:
         """Wait for the next message and return it; {} where there will be none."""
-        seen = 0
-        while (end := self._unread.find(b"\n", seen)) < 0:
-            seen = len(self._unread)
-            data = self._socket.recv(1 << 20)
-            if not data:
-                return {}
-            self._unread += data
-        line = self._unread[:end]
-        del self._unread[: end + 1]
-        return json.loads(line)
+        line = self._lines.readline()
+        return json.loads(line) if line.endswith(b"\n") else {}
 
     def send(self, **message: Any) -> None:
         data = json.dumps(message).encode() + b"\n"
