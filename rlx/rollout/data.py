@@ -31,8 +31,7 @@ from rlx.rollout.images import RowImages, data_uri, is_image, with_column
 Row = dict[str, Any]
 
 MOST_ROWS = 1_000_000  # from a user's own code, which may never end
-_NONE: Mapping[str, str] = {}
-_NO_SHARES: Mapping[str, float] = {}
+_NONE: Mapping[str, Any] = {}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _CODE = re.compile(r".+\.py:\w+|[\w.]+:\w+")
 PLAYERS = (openenv_tasks, textarena_tasks, verifiers_tasks)  # an agent plays their rows
@@ -180,12 +179,11 @@ def _csv(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:
     table = csv.DictReader(text, strict=True)
     try:
         for row in table:
+            where = f"{path}:{table.line_num}"
             if None in row or None in row.values():
-                raise UserError(
-                    f"{path}:{table.line_num}: the row has more or fewer fields than the header; "
-                    "correct it, and quote texts that hold commas"
-                )
-            yield f"{path}:{table.line_num}", row
+                problem = f"{where}: the row has more or fewer fields than the header"
+                raise UserError(f"{problem}; correct it, and quote texts that hold commas")
+            yield where, row
     except (csv.Error, UnicodeDecodeError) as error:
         line = table.reader.line_num
         raise UserError(f"{path}:{line} is not CSV: {error}; correct it, in UTF-8") from None
@@ -248,7 +246,7 @@ class Cursor:
         seed: int = 0,
         shuffle: bool = True,
         mix: Sequence[tuple[int, float]] = (),  # rows and weight of each source; empty: one source
-        shares: Mapping[str, float] = _NO_SHARES,  # "easy", "hard" → share of places, (0, 1]
+        shares: Mapping[str, float] = _NONE,  # "easy", "hard" → share of places, (0, 1]
     ):
         if not rows:
             raise UserError("the dataset has no rows; it needs at least one")
@@ -452,15 +450,13 @@ def _text_or_messages(given: Any, what: str, images: RowImages | None, folder: P
         raise UserError(f"{what} must be text or a list of messages, got {given!r}")
     found = [{**message} if isinstance(message, dict) else {} for message in given]
     for n, message in enumerate(found, 1):
-        message["content"] = _content(
-            message.get("content"), f"{what}: message {n}", images, folder
-        )
+        where = f"{what}: message {n}"
+        message["content"] = _content(message.get("content"), where, images, folder)
         if message["content"] is None or not isinstance(message.get("role"), str):
             got = repr(given[n - 1])[:80]
-            raise UserError(f"{what}: message {n} must have texts `role` and `content`, got {got}")
-        if message["role"] not in _ROLES:
-            roles, role = ", ".join(_ROLES), message["role"]
-            raise UserError(f"{what}: message {n} has role {role!r}; use one of {roles}")
+            raise UserError(f"{where} must have texts `role` and `content`, got {got}")
+        if (role := message["role"]) not in _ROLES:
+            raise UserError(f"{where} has role {role!r}; use one of {', '.join(_ROLES)}")
     return found
 
 

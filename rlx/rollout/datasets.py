@@ -35,10 +35,8 @@ class AnswerWorkflow:
 
     def __post_init__(self) -> None:
         if len(set(self.keys)) < len(self.keys):
-            raise UserError(
-                f"data.chosen_key and data.rejected_key are both {self.keys[0]!r}; give each "
-                "answer of a pair its own key"
-            )
+            problem = f"data.chosen_key and data.rejected_key are both {self.keys[0]!r}"
+            raise UserError(f"{problem}; give each answer of a pair its own key")
 
     def group(self, row: Mapping[str, Any], group_id: int, name: str = "") -> Group:
         """Return the group of `row`; raise Overlong, which shows `name`, above a limit."""

@@ -180,9 +180,8 @@ class MultiTurn:
         rewards, infos = [0.0] * len(episodes), [dict[str, float]() for _ in episodes]
         trying = list(range(len(episodes)))
         for turn in range(self._max_turns):
-            graded = await self._rewards.grade(
-                [episodes[i].reward_call(first=turn) for i in trying]
-            )
+            calls = [episodes[i].reward_call(first=turn) for i in trying]
+            graded = await self._rewards.grade(calls)
             for i, reward, info in zip(trying, graded.rewards, graded.infos, strict=True):
                 rewards[i], infos[i] = self._discount**turn * reward, {**info, "turns": turn + 1}
             wrong = [i for i, r in zip(trying, graded.rewards, strict=True) if r <= self._right]

@@ -383,8 +383,7 @@ class Executor:
                 kept = ticket.group_id in self._numbers  # resumed, with the tokens that it had
                 about = dataclasses.asdict(ticket) | {"kept": kept}
                 about |= self._cursor.drawn(ticket.group_id) if self._cursor else {}
-                number = self._note("admit", about)
-                self._numbers.setdefault(ticket.group_id, number)
+                self._numbers.setdefault(ticket.group_id, self._note("admit", about))
                 if self._idle_since is not None:
                     self._idle_seconds += self._clock() - self._idle_since
                     self._idle_since = None

@@ -8,12 +8,12 @@ NAME is that of the run's `ImageStore`. Files named by a row stay where they are
 
 import base64
 import binascii
-import functools
 import io
 import re
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +69,14 @@ def images_in(messages: Sequence[Mapping[str, Any]]) -> list[Part]:
 
 
 def image_part(
-    part: Part, store: ImageStore, folder: Path | None = None, hosts: Collection[str] = ()
+    part: Part,
+    store: ImageStore,
+    folder: Path | None = None,  # of paths that are not absolute; None: files are refused
+    hosts: Collection[str] = (),  # from which images are fetched
 ) -> dict[str, str]:
     """Return a part with an image by its name in the store, or by its file.
 
-    Args:
-      folder: of paths that are not absolute; None: files are refused.
-      hosts: from which images are fetched.
-
-    Raises:
-      UserError: no image, or one that cannot be read, is too large, or is not allowed here.
+    UserError for no image, or one that cannot be read, is too large, or is not allowed here.
     """
     source = source_of(part)
     if isinstance(source, str) and source.startswith(NAME) and folder:
@@ -183,10 +181,7 @@ def _pieces(content: Any) -> list[Any]:
 class ImagePrompts:
     """The images of prompts, and their placeholders, which a model's processor expands.
 
-    Args:
-      directory: of the model; UserError if it has no processor that can be loaded.
-      tokenizer: of the prompts.
-      store: for the images of rows that are drawn.
+    UserError if the model's `directory` has no processor that can be loaded.
     """
 
     def __init__(self, directory: Path, tokenizer: Any, store: ImageStore):
@@ -194,9 +189,8 @@ class ImagePrompts:
 
         names = ("processor_config.json", "preprocessor_config.json")
         if not any((directory / name).exists() for name in names):
-            raise UserError(
-                f"no processor_config.json in {directory}; copy the model's files there"
-            )
+            problem = f"no processor_config.json in {directory}"
+            raise UserError(f"{problem}; copy the model's files there")
         try:
             self._processor = AutoProcessor.from_pretrained(directory, trust_remote_code=False)
         except Exception as error:  # of many kinds: damaged files, packages that are missing
@@ -205,10 +199,8 @@ class ImagePrompts:
         self.store = store
         self._processor.tokenizer = self._texts = _Texts(tokenizer)
         self._lock = threading.Lock()  # of these, which a gateway uses in several threads
-        self._size = functools.lru_cache(65536)(
-            lambda name: image_store.opened(store.get(name)).size
-        )
-        self._for_sizes = functools.lru_cache(4096)(self._expanded)
+        self._size = lru_cache(65536)(lambda name: image_store.opened(store.get(name)).size)
+        self._for_sizes = lru_cache(4096)(self._expanded)
 
     def names(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         """Return the names of the images in messages, after putting their files into the store."""
@@ -244,10 +236,9 @@ class ImagePrompts:
                 self._processor(text=[text], images=[pictures], return_tensors="np")
                 return self._texts.last
         except Exception as error:  # of many kinds, by family
-            raise UserError(
-                f"the processor refuses a prompt with {len(sizes)} images ({error!s:.200}); "
-                "check that its chat template writes a placeholder for each"
-            ) from error
+            problem = f"the processor refuses a prompt with {len(sizes)} images ({error!s:.200})"
+            remedy = "check that its chat template writes a placeholder for each"
+            raise UserError(f"{problem}; {remedy}") from error
 
 
 class _Texts:

@@ -52,10 +52,8 @@ class Scored:
         except UserError as error:
             raise type(error)(f"{self.who}: {error}") from error
         if not np.isfinite(scores).all():
-            raise UserError(
-                f"{self.who} gives trajectory {t.trajectory_id} scores that are not finite; "
-                "check its weights, or serve it in float32"
-            )
+            problem = f"{self.who} gives trajectory {t.trajectory_id} scores that are not finite"
+            raise UserError(f"{problem}; check its weights, or serve it in float32")
         return scores
 
 

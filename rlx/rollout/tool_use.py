@@ -158,13 +158,10 @@ class ToolUse:
             raise toolbox.ToolError(f"a call is a JSON object of {wanted}") from None
 
     def _observation(self, text: str) -> tuple[PromptTokens, bool]:
-        """Return the tokens of an output, none special but an image's, and whether it is whole.
-
-        An image in it is a data URI. A policy that sees no images reads "[image]" in its place.
-        """
+        """Return the tokens of an output, none special but an image's, and whether it is whole."""
         most, longest = self._max_output, 64 * self._max_output  # characters
         (before, after), images = self._around, self._prompts.images
-        if images is None:
+        if images is None:  # the policy sees none
             text = IN_TEXT.sub("[image]", text)
         elif IN_TEXT.search(text):
             try:
@@ -185,10 +182,7 @@ class ToolUse:
     def _with_images(
         self, pieces: Sequence[str], images: ImagePrompts
     ) -> tuple[list[int], tuple[str, ...]]:
-        """Return the tokens of texts and images in turn, and the images' names.
-
-        It ends once they are too many.
-        """
+        """Return the tokens of texts and images in turn, until too many, and the images' names."""
         ids, names = list[int](), tuple[str, ...]()
         for at, piece in enumerate(pieces):
             if len(ids) > self._max_output:

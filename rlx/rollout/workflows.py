@@ -107,9 +107,8 @@ def _template_errors(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of Jinja, or raised by the template on purpose
-        raise UserError(
-            f"the chat template fails on {name} ({error!r:.200}); correct it, or the messages"
-        ) from error
+        problem = f"the chat template fails on {name} ({error!r:.200})"
+        raise UserError(f"{problem}; correct it, or the messages") from error
 
 
 class Overlong(UserError):
