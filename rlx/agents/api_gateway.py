@@ -17,7 +17,7 @@ import math
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import UTC, datetime
@@ -65,7 +65,6 @@ _FIELDS = {  # the API's names of fields of Sampling
 }  # fmt: skip
 _RETRIES = "x-stainless-retry-count"  # header of OpenAI's and Anthropic's clients
 _MOST_RETRY = 600  # seconds in a Retry-After, at least 1
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,7 +458,9 @@ def _sse(events: Sequence[Event]) -> bytes:
 
 
 @web.middleware
-async def _errors_as_json(request: web.Request, handler: _Handler) -> web.StreamResponse:
+async def _errors_as_json(
+    request: web.Request, handler: http_listener.Handler
+) -> web.StreamResponse:
     try:
         return await handler(request)
     except ApiError as refused:

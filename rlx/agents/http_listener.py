@@ -25,7 +25,7 @@ _HANDSHAKE_SECONDS = 10.0
 # Seconds for a connection's first request, for a body, and between two requests.
 _LIMITS, _LIMITS_WHEN_FULL = (10.0, 60.0, float("inf")), (1.0, 10.0, 1.0)
 _LOOK_SECONDS = 0.25
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # Drops errors of malformed requests.
 LOGGER.addFilter(lambda record: not isinstance((record.exc_info or [0, 0])[1], CLIENTS))
 
@@ -40,7 +40,7 @@ class HttpListener:
         self._opening, self._warned = set[asyncio.Task](), False
 
     @web.middleware
-    async def watch(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def watch(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Record when a request's connection became idle and whether it was authorized.
 
         It must be the outermost middleware of the application.

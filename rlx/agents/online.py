@@ -116,9 +116,8 @@ class OnlineSessions:
             except (OSError, sqlite3.OperationalError) as error:
                 locked = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
                 why = "another process has it" if locked else error
-                raise UserError(
-                    f"cannot use {self._path}: {why}; give another directory"
-                ) from error
+                problem = f"cannot use {self._path}: {why}"
+                raise UserError(f"{problem}; give another directory") from error
             except (sqlite3.DatabaseError, ValueError, TypeError, LookupError) as error:
                 problem = f"{self._path} is damaged ({error!r:.100})"
                 raise UserError(f"{problem}; restore a backup, or move it away") from error

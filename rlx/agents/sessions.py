@@ -216,15 +216,14 @@ class Sessions:
     def ended(self, key: str) -> bool:
         return key in self._ended
 
-    def end(self, session: Session) -> list[Interaction]:
-        """End a session and cancel its requests; return its interactions."""
+    def end(self, session: Session) -> None:
+        """End a session and cancel its requests."""
         if self._open.pop(session.key, None):
             self._ended[session.key] = None
             if len(self._ended) > _REMEMBERED:
                 self._ended.popitem(last=False)
         for task in list(session.tasks):
             task.cancel()
-        return session.interactions
 
 
 _END = '", []]'  # end of the key of a message without calls

@@ -15,7 +15,7 @@ messages and each turn becomes a row.
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -133,18 +133,12 @@ def outcome(interactions: Sequence[Interaction], value: float | Mapping[str, flo
     return float(value[rewarded[-1]])
 
 
-class Turn(NamedTuple):
-    """Token ids of a completion, and of the prompt since the previous completion."""
-
-    prompt: list[int]
-    completion: list[int]
-
-
-def turns(trajectory: Trajectory) -> list[Turn]:
+def turns(trajectory: Trajectory) -> list[tuple[list[int], list[int]]]:
+    """Return the token ids of each completion, after those read since the previous one."""
     steps = np.diff(trajectory.loss_mask.astype(np.int8), prepend=0, append=0)
     parts = np.split(trajectory.tokens, np.flatnonzero(steps))
     pairs = zip(parts[::2], parts[1::2], strict=False)
-    return [Turn(prompt.tolist(), completion.tolist()) for prompt, completion in pairs]
+    return [(prompt.tolist(), completion.tolist()) for prompt, completion in pairs]
 
 
 def samples(group: Group, count: int) -> list[list[Trajectory]]:
@@ -167,8 +161,8 @@ def record(parts: Sequence[Trajectory], tokenizer: Any) -> dict[str, Any]:
     own = [turn for part in parts for turn in turns(part)]
     if not last.agent and len(own) == 1:
         return found
-    words = tokenizer.decode(own[-1].completion, skip_special_tokens=True)
-    texts = [{name: tokenizer.decode(ids) for name, ids in t._asdict().items()} for t in own]
+    words = tokenizer.decode(own[-1][1], skip_special_tokens=True)
+    texts = [{"prompt": tokenizer.decode(p), "completion": tokenizer.decode(c)} for p, c in own]
     return {**found, "completion": words, "turns": texts}
 
 
