@@ -53,10 +53,8 @@ class OpenEnvAgent:
         url, options = _address(data["environment"])
         field, steps = _field(data["form"], options["action"]), 0
         talk, rewards = list[Any](), list[float]()
-        schema = {"name": "action", "schema": data["form"]}
-        form: Any = (
-            {} if field else {"response_format": {"type": "json_schema", "json_schema": schema}}
-        )
+        form = {"type": "json_schema", "json_schema": {"name": "action", "schema": data["form"]}}
+        asked: Any = {} if field else {"response_format": form}
         model = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
         try:
             async with self._connect(base_url=url) as environment:
@@ -65,7 +63,7 @@ class OpenEnvAgent:
                     talk.append({"role": "user", "content": _text(result.observation)})
                     try:
                         answer = await model.chat.completions.create(
-                            model="default", messages=talk, **form
+                            model="default", messages=talk, **asked
                         )
                     except BadRequestError:  # the conversation is longer than the model's context
                         if steps:
