@@ -156,8 +156,7 @@ def _checked(what: str, result: int) -> int:
 
 def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
     words = [word.encode() for word in (source, target, kind)]
-    ended = _libc.mount(*words, ctypes.c_ulong(flags), options.encode())
-    _checked(f"mount {target}", ended)
+    _checked(f"mount {target}", _libc.mount(*words, ctypes.c_ulong(flags), options.encode()))
 
 
 def _make_root() -> None:
