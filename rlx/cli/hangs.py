@@ -19,6 +19,7 @@ from types import FrameType
 from typing import NamedTuple, TextIO
 
 from rlx.cli.user_code import frames, place_of
+from rlx.system.loop_thread import watched
 
 # Quiet seconds that are never late.
 SECONDS = {
@@ -143,12 +144,10 @@ def reported_here(
     name: str, further: Callable[[float], Mapping[str, Sign]] = lambda woken: {}
 ) -> Iterator[None]:
     """Report on stderr when the running event loop is blocked, and what `further` signs say."""
-    loop, thread, turned = asyncio.get_running_loop(), threading.get_ident(), [0.0]
+    turned, thread = watched(asyncio.get_running_loop()), threading.get_ident()
 
     def signs(woken: float) -> dict[str, Sign]:
-        with suppress(RuntimeError):  # closed
-            loop.call_soon_threadsafe(lambda: turned.__setitem__(0, time.monotonic()))
-        return {"loop": loop_sign(turned[0], thread, name), **further(woken)}
+        return {"loop": loop_sign(turned(), thread, name), **further(woken)}
 
     with reported(signs, lambda text: print(text, file=sys.stderr, flush=True)):
         yield

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
@@ -21,7 +22,8 @@ class LoopThread:
         # `ending`, from `close` on, keeps cancelled work from restarting. `threads` are the pool of
         # `asyncio.to_thread` on this loop, for users' code only.
         self.ending, self.threads = False, DaemonThreads(_THREADS)
-        self._turned = 0.0
+        # When the loop last turned, as of `watched`.
+        self.turned: Callable[[], float] = lambda: 0.0
         self.thread = threading.Thread(target=self._run_loop, name=name, daemon=True)
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -41,11 +43,6 @@ class LoopThread:
         if self._loop is None:
             raise RuntimeError("start the loop's thread before submitting to it")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def turned(self) -> float:
-        """Return when the loop last ran a callback of this method, 0.0: never; schedule one."""
-        self.call_soon(lambda: setattr(self, "_turned", time.monotonic()))
-        return self._turned
 
     def run(self, coroutine: Coroutine, seconds: float | None = None) -> Any:
         """Return a coroutine's result to another thread; TimeoutError after `seconds`."""
@@ -70,6 +67,7 @@ class LoopThread:
     def _run_loop(self) -> None:
         async def until_closed() -> None:
             self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+            self.turned = watched(self._loop)
             self._loop.set_default_executor(self.threads)
             self._started.set()
             await self._end.wait()
@@ -78,6 +76,18 @@ class LoopThread:
             asyncio.run(until_closed())  # then cancels all other tasks
         finally:
             self._started.set()
+
+
+def watched(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
+    """Return a function for another thread: when the loop last turned for a call of it, or 0.0."""
+    last = deque([0.0], maxlen=1)
+
+    def turned() -> float:
+        with suppress(RuntimeError):  # closed
+            loop.call_soon_threadsafe(lambda: last.append(time.monotonic()))
+        return last[0]
+
+    return turned
 
 
 async def run_all(*coroutines: Coroutine) -> list[Any]:
