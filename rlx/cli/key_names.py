@@ -32,7 +32,8 @@ def elsewhere(known: Iterable[str]) -> dict[str, str]:
         ours = [key for key in given if key.partition("=")[0] in keys or key[:2] == "--"]
         ours = [key for key in ours if "=" not in key] or [key.split("=")[0] for key in ours]
         for cell in cells if ours else ():
-            for n, name in enumerate(code.partition("=")[0] for code in _codes(cell)):
+            foreign = _codes(cell.partition(": `")[0])  # without the values that may follow
+            for n, name in enumerate(code.partition("=")[0] for code in foreign):
                 for each in {name, *{name.rpartition(".")[2]} - ends}:
                     names.setdefault(each, ours[min(n, len(ours) - 1)])
     return names

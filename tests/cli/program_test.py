@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[2]
         (["convert", "--zz"], 2, ["error: unrecognized arguments: --zz; python -m"]),
         (["keys", "optimizer"], 0, ["optimizer.b2=0.999  (in [0, 1))  share"]),
         (["keys", "optimizer.lr"], 2, ["did you mean 'optimizer.learning_rate'?\n"]),
+        (["keys", "nope"], 2, ["did you mean 'scheduler.nodes'?\n"]),
         (["configs"], 0, ["rlx:arithmetic ", "GRPO on chains", "rlx:cluster:math_7b_n4 "]),
     ],
 )  # fmt: skip
