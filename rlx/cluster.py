@@ -11,7 +11,6 @@ from pathlib import Path
 from rlx.base import UserError
 from rlx.cli import command
 from rlx.launch import remote_servers
-from rlx.launch.remote_servers import Machines, table
 
 
 def main(argv: Sequence[str], serve: Sequence[str] = ("-m", "rlx.serve")) -> int:
@@ -37,10 +36,10 @@ def main(argv: Sequence[str], serve: Sequence[str] = ("-m", "rlx.serve")) -> int
         return int(not well)
     if not a.model:
         raise UserError("--model is missing; give the HF directory to serve")
-    machines = Machines.of(a.hosts, a.ssh, a.python, os.environ)
+    machines = remote_servers.Machines.of(a.hosts, a.ssh, a.python, os.environ)
     ports = range(a.port, a.port + max(1, a.servers)) if a.port else ()
     checks, found = machines.check(shared, ports)
-    command.say(table(checks))
+    command.say(remote_servers.table(checks))
     if not all(check.ok for check in checks):
         return 1
     served = (*serve, f"--model={a.model}", *argv[cut + 1 :])

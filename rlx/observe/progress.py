@@ -16,7 +16,6 @@ from rich import box, progress, progress_bar
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -263,10 +262,10 @@ class ProgressBar:
         self._clock, self._began, self._shown = clock, 0.0, float("-inf")
         self._what, self._task = "", progress.TaskID(0)
         self._bar = progress.Progress(
-            TextColumn("{task.description}", markup=False), progress.BarColumn(),
-            progress.MofNCompleteColumn(), progress.TimeElapsedColumn(), TextColumn("left"),
-            progress.TimeRemainingColumn(), console=Console(file=self._stream),
-            disable=not self._stream.isatty(),
+            progress.TextColumn("{task.description}", markup=False), progress.BarColumn(),
+            progress.MofNCompleteColumn(), progress.TimeElapsedColumn(),
+            progress.TextColumn("left"), progress.TimeRemainingColumn(),
+            console=Console(file=self._stream), disable=not self._stream.isatty(),
         )  # fmt: skip
 
     def __enter__(self) -> "ProgressBar":

@@ -22,8 +22,7 @@ from rlx.cli.text import duration, number, visible
 from rlx.observe import report_learning, report_samples, report_speed
 from rlx.observe.charts import percent, shares
 from rlx.observe.rundir import Run, finite, gaps, load
-from rlx.system import image_store
-from rlx.system.image_store import ImageStore
+from rlx.system.image_store import ImageStore, thumbnail
 from rlx.system.jsonl import has_step, write_atomically
 
 _SKIPPED = 20  # rows named
@@ -84,7 +83,7 @@ def page(run: Run, defaults: Mapping[str, Any] | None = None) -> str:
 def _image(workdir: Path, name: str) -> str:
     """Return an image of a run as a data URI; "" if it is missing, or Pillow is."""
     with suppress(UserError, ValueError):
-        return image_store.thumbnail(ImageStore(workdir / "images").get(Path(name).name))
+        return thumbnail(ImageStore(workdir / "images").get(Path(name).name))
     return ""
 
 

@@ -13,7 +13,6 @@ from rlx.model import lora_config
 from rlx.model import params as parameters
 from rlx.model.lora_config import PREFIX, LoraConfig
 from rlx.model.model_config import ModelConfig
-from rlx.model.params import Row
 from rlx.model.tensors import Buckets
 
 _OF_TORCH = "policy.model."
@@ -26,11 +25,11 @@ class _Stored(NamedTuple):
     read: Callable[[], np.ndarray]
 
 
-def _stored(path: Path, rows: tuple[Row, ...]) -> dict[str, _Stored]:
+def _stored(path: Path, rows: tuple[parameters.Row, ...]) -> dict[str, _Stored]:
     return _of_jax(path, rows) if (path / "state").is_dir() else _of_torch(path)
 
 
-def _of_jax(path: Path, rows: tuple[Row, ...]) -> dict[str, _Stored]:
+def _of_jax(path: Path, rows: tuple[parameters.Row, ...]) -> dict[str, _Stored]:
     # params.layers.q[i], [in, out] is model.layers.i.self_attn.q_proj.weight, [out, in].
     import tensorstore
 

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from rlx.cli.text import size
-from rlx.doctor import memory
 from rlx.doctor.machine import Devices
-from rlx.doctor.memory import RunSizes
+from rlx.doctor.memory import RunSizes, whole_minibatch
 from rlx.model import remat
 from rlx.model.mesh import mesh_axes
 from rlx.train.train_options import AUTO
@@ -49,7 +48,7 @@ def decide(
         found, why = (begun[REMAT], begun[TOKENS]), "as the run began"
     elif left and devices.platform == "gpu" and devices.memory:
         room = SHARE * devices.memory
-        whole = memory.whole_minibatch(sizes, mesh_axes(train.mesh, devices.count))
+        whole = whole_minibatch(sizes, mesh_axes(train.mesh, devices.count))
         larger = [train.token_budget]
         while TOKENS in left and larger[-1] < whole and 2 * larger[-1] <= LARGEST:
             larger.append(2 * larger[-1])

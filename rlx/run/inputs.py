@@ -18,7 +18,6 @@ from rlx.algorithms.algorithm import Algorithm
 from rlx.base import Group, UserError, refuse
 from rlx.cli import user_code
 from rlx.launch import teacher
-from rlx.launch.teacher import ScorerOptions
 from rlx.model import directory, lora_config, mesh
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
@@ -208,7 +207,7 @@ def _workflow(config: ConfigDict, inputs: Inputs) -> Workflow:
 
 
 def _model_rewarded(
-    config: ConfigDict, options: ScorerOptions, prompts: Prompts
+    config: ConfigDict, options: teacher.ScorerOptions, prompts: Prompts
 ) -> Callable[..., Workflow] | None:
     """Return (workflow, fleet) → workflow with a reward model's values; None without a model."""
     weight = rewards.weights_of(config.reward.name, config.reward.terms).get(rewards.MODEL)

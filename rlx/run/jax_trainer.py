@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from rlx.doctor import gpu_cards, memory
 from rlx.doctor.machine import Devices
-from rlx.doctor.memory import RunSizes
 from rlx.launch import xla_flags
 from rlx.model import compile_cache, hf, mesh, ops
 from rlx.model import params as parameters
@@ -58,7 +57,7 @@ def devices() -> Devices:
     return Devices(platform, first.device_kind, jax.device_count(), limit, capability)
 
 
-def planned(sizes: RunSizes, devices: Sequence[jax.Device] = ()) -> float:
+def planned(sizes: memory.RunSizes, devices: Sequence[jax.Device] = ()) -> float:
     """Return the bytes that an update needs on each device, by what XLA compiles for them."""
     _, program, beside = next(programs(sizes, devices or jax.devices())[1])
     # All processes of a run would share the work of timing products; this one compiles by itself.
@@ -73,7 +72,7 @@ def planned(sizes: RunSizes, devices: Sequence[jax.Device] = ()) -> float:
 
 
 def programs(
-    sizes: RunSizes, devices: Sequence[jax.Device]
+    sizes: memory.RunSizes, devices: Sequence[jax.Device]
 ) -> tuple[device_programs.ShapesUpdate, Iterator[device_programs.Lowered]]:
     """Return a trainer without arrays for some devices, and the programs of its train batch."""
     trainer = device_programs.ShapesUpdate(sizes.model, sizes.train, list(devices))

@@ -15,8 +15,7 @@ versions are published for evaluations only.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -234,9 +233,7 @@ class _Loop:
                 step, _, metrics = self.under_way
                 with self._phase("train", step=step):
                     # An update may compute synchronously, so a completed step is recorded first.
-                    while not (
-                        futures.wait([metrics], BUSY_SECONDS).done or self.parts.stop.is_set()
-                    ):
+                    while not (wait([metrics], BUSY_SECONDS).done or self.parts.stop.is_set()):
                         if groups := self._take(0.0):
                             return groups
                 self._record()  # the device has completed the step before a batch is ready
@@ -293,7 +290,7 @@ class _Loop:
             if not checked and not self.held_out.due(self.step):
                 return
         with self._phase("publish", version=self.step):
-            while self.publishing and not futures.wait([self.publishing], COLLECT_SECONDS).done:
+            while self.publishing and not wait([self.publishing], COLLECT_SECONDS).done:
                 if self.parts.stop.is_set():  # a resumed run publishes the saved weights
                     return
             if self.publishing:

@@ -26,15 +26,12 @@ from rlx.cli.text import size
 from rlx.cli.user_code import own_files
 from rlx.doctor import memory
 from rlx.doctor.machine import Devices
-from rlx.doctor.memory import RunSizes
 from rlx.evaluation.held_out import HeldOut
 from rlx.fleet import cast, wire
 from rlx.fleet.client import Fleet, NoFleet
 from rlx.fleet.tls import client_tls, is_loopback
 from rlx.journal import history
 from rlx.journal import journal as journals
-from rlx.journal.history import Recovered
-from rlx.journal.journal import Journal
 from rlx.launch import teacher
 from rlx.launch.local import CpuPlan, LocalServers, cpu_plan, servers_of, start_early
 from rlx.mismatch import measure
@@ -79,7 +76,7 @@ class Parts:
     config: ConfigDict
     workdir: Path
     inputs: Inputs
-    sizes: RunSizes
+    sizes: memory.RunSizes
     stop: Event  # set by the first Ctrl-C or SIGTERM, a hook, or another thread
     laps: dict[str, int]  # parts of the start → their ends, ns
     hooks: Hooks
@@ -89,7 +86,7 @@ class Parts:
     timeline: Timeline = field(init=False)
     update: Update = field(init=False)
     export: Export = field(init=False)
-    journal: Journal = field(init=False)
+    journal: journals.Journal = field(init=False)
     writer: MetricsWriter = field(init=False)
     held_out: HeldOut = field(init=False)
     loop: LoopThread = field(init=False)  # thread of rollouts, publishes and evaluations
@@ -349,7 +346,7 @@ def _warnings(parts: Parts, killed: Killed | None, platform: str) -> Iterator[st
     yield disk_warning(parts.sizes, parts.workdir)  # last: a full disk raises
 
 
-def disk_warning(sizes: RunSizes, workdir: Path) -> str:
+def disk_warning(sizes: memory.RunSizes, workdir: Path) -> str:
     """Return a warning about disk space for checkpoints; raise DiskFull if none fits."""
     found = (path for name in ("checkpoints", "hf") for path in (workdir / name).rglob("*"))
     used = sum(path.stat().st_size for path in found if path.is_file())
@@ -357,7 +354,7 @@ def disk_warning(sizes: RunSizes, workdir: Path) -> str:
 
 
 def publish_dir(
-    config: ConfigDict, sizes: RunSizes, workdir: Path, say: Callable[[str], None]
+    config: ConfigDict, sizes: memory.RunSizes, workdir: Path, say: Callable[[str], None]
 ) -> str:
     """Return the directory of published weights: `fleet.publish_dir`, or `workdir` if that is full.
 
@@ -425,7 +422,7 @@ def _records(
     return writer
 
 
-def _journal(parts: Parts, restored: checkpoint.Restored | None) -> Journal:
+def _journal(parts: Parts, restored: checkpoint.Restored | None) -> journals.Journal:
     """Return the journal of the run, without what is damaged."""
     place = parts.workdir / "journal"
     at = history.position(restored.host["executor"] if restored else None)
@@ -433,12 +430,12 @@ def _journal(parts: Parts, restored: checkpoint.Restored | None) -> Journal:
     removed, number = journals.cut(place, first)
     if removed:
         parts.progress.message(f"{place}: {removed} damaged or incomplete bytes were removed")
-    return Journal(place, max(number, last + 1), parts.config.journal.keep)
+    return journals.Journal(place, max(number, last + 1), parts.config.journal.keep)
 
 
 def _recover(
     parts: Parts, restored: checkpoint.Restored | None, last: Mapping[str, Any]
-) -> Recovered:
+) -> history.Recovered:
     """Restore the executor from the checkpoint and the journal; show what is repeated."""
     executor, place, say = parts.executor, parts.workdir / "journal", parts.progress.message
     saved = restored.host["executor"] if restored else executor.state()

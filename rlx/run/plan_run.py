@@ -23,7 +23,6 @@ from rlx.doctor.findings import Finding, advised
 from rlx.doctor.gpu_cards import CARDS, CPU, Card
 from rlx.doctor.memory import RunSizes
 from rlx.launch import allocation
-from rlx.launch.allocation import Allocation
 from rlx.model import directory
 from rlx.observe.report_speed import measured_phases
 from rlx.observe.timeline import Timeline
@@ -77,7 +76,7 @@ class PlanRequest:
             raise UserError(f"{what}; give GPUs to plan for, such as --gpus=8 --gpu=h100")
         return cls(config, values, card, count, run)
 
-    def own(self, work: Workload) -> Allocation | None:
+    def own(self, work: Workload) -> allocation.Allocation | None:
         """Return the allocation that a run measured, on a CPU with the servers of `work`."""
         if work.cores:
             return allocation.parse(f"jax:d{max(1, work.sizes.num_servers)}+jax:f1")
@@ -383,7 +382,7 @@ def _terms(work: Workload, plan: SplitPlan) -> Iterator[str]:
     yield "constants: " + ", ".join(f"{name} {value:g}" for name, value in constants)
 
 
-def _change(asked: PlanRequest, work: Workload, own: Allocation, best: SplitPlan) -> str:
+def _change(asked: PlanRequest, work: Workload, own: allocation.Allocation, best: SplitPlan) -> str:
     """Return the change of a run that makes its steps shortest, by the refitted plan."""
     limits = work.limits
     now = search.plan(work, own).prediction.step_seconds

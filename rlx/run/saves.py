@@ -5,8 +5,7 @@ not end the run: the next save may fit.
 """
 
 from collections.abc import Callable, Iterator
-from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -90,7 +89,7 @@ class Saves:
             return
         files, self._checkpoint = self._checkpoint, []
         with self._phase("checkpoint"):
-            futures.wait(files)  # even after a failure, all end before the next save
+            wait(files)  # even after a failure, all end before the next save
             directory, sums, *_ = [file.result() for file in files]
         self.step = checkpoint.step_of(directory)
         weights = {"version": self.step, "sums": sums, "adapters": False}

@@ -18,14 +18,12 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rlx.agents import loading, named_workflow
-from rlx.agents.named_workflow import NamedWorkflow
 from rlx.base import refuse
 from rlx.cli.command import say
 from rlx.cli.hangs import reported
 from rlx.evaluation import sample_files, statistics
 from rlx.evaluation.question_sets import Benchmark
 from rlx.evaluation.runner import Evaluator
-from rlx.evaluation.sample_files import GREEDY, Asked, SampleRange
 from rlx.fleet import wire
 from rlx.fleet.client import Fleet
 from rlx.fleet.requests import Sampling
@@ -52,7 +50,7 @@ from rlx.system.workdir_lock import lock_workdir, make_directory
 Show = Callable[[str, int, int], None]  # (what, samples finished, samples wanted)
 
 
-def eval_options(config: ConfigDict, values: Any) -> Asked:
+def eval_options(config: ConfigDict, values: Any) -> sample_files.Asked:
     """Return an evaluation's options by its flags, and write its token budget into `config`."""
     number = partial(flags.number, values)
 
@@ -64,7 +62,7 @@ def eval_options(config: ConfigDict, values: Any) -> Asked:
         config.sampling.max_new_tokens, config.eval.max_new_tokens = budget, 0
     n_samples = number("n_samples", int, 32)
     workflow, kwargs = loading.workflow_of(values, config.rollout)
-    return Asked(
+    return sample_files.Asked(
         n_samples=n_samples, temperature=number("temperature", float, 0.6),
         top_p=number("top_p", float, 0.95),
         pass_at=number("pass_at", numbers, (8, 16)) if n_samples else (),
@@ -78,7 +76,7 @@ def score_models(
     config: ConfigDict,  # config of a run; `sampling.max_new_tokens` is the budget of an answer
     models: Mapping[str, Path],  # name → HF directory or checkpoint
     sets: Sequence[tuple[Benchmark, Sequence[Mapping[str, Any]]]],  # question sets with their rows
-    asked: Asked,
+    asked: sample_files.Asked,
     out: Path,
     show: Show,  # called with the progress of each set
 ) -> list[dict[str, Any]]:
@@ -143,7 +141,7 @@ class _Set:
 
     name: str
     rows: Sequence[Mapping[str, Any]]
-    samples: Sequence[SampleRange]
+    samples: Sequence[sample_files.SampleRange]
     path: Path
     workflow: Workflow
     pool: RewardPool | None  # not started; None if the workflow grades
@@ -155,7 +153,7 @@ class _Model:
 
     config: ConfigDict
     options: RunOptions
-    asked: Asked
+    asked: sample_files.Asked
     directory: Path
     out: Path
 
@@ -195,7 +193,7 @@ class _Model:
         sandbox = SandboxOptions(**config.sandbox)
         name = found.workflow or asked.workflow
         kwargs = {} if found.workflow else asked.workflow_kwargs
-        named = NamedWorkflow(name, kwargs, self.prompts, Sampling(), 1, sandbox)
+        named = named_workflow.NamedWorkflow(name, kwargs, self.prompts, Sampling(), 1, sandbox)
         workflow = named.build(pool, replace(agents_of(config), question_key="question"))
         named.try_out(rows[0])
         if judge:  # no verdict is needed twice: samples are kept with theirs
@@ -232,8 +230,8 @@ class _Model:
                 raise
             return fleet
 
-        def submit(each: SampleRange):
-            greedy, index = each.first == GREEDY, each.index
+        def submit(each: sample_files.SampleRange):
+            greedy, index = each.first == sample_files.GREEDY, each.index
             temperature, top_p = (0.0, 1.0) if greedy else (asked.temperature, asked.top_p)
             most, stop = options.sampling.max_new_tokens, options.sampling.stop
             return evaluator.submit(

@@ -18,11 +18,10 @@ from rlx.base import UserError, explained
 from rlx.cli import command
 from rlx.cli.hangs import reported_here
 from rlx.engines.engine import EngineOptions
-from rlx.fleet import tls as fleet_tls
 from rlx.fleet import wire
 from rlx.fleet.client import Fleet
 from rlx.fleet.requests import Sampling
-from rlx.fleet.tls import Tls, client_tls, server_tls
+from rlx.fleet.tls import Tls, client_tls, https, is_loopback, server_tls
 from rlx.launch.local import servers_of
 from rlx.run.tokenizer_files import Served
 from rlx.system.host_port import bracketed
@@ -72,7 +71,7 @@ def guards(a: Namespace, others: bool = False) -> tuple[tuple[str, ...], Tls | N
         if not keys:
             raise UserError(f"--keys={a.keys} has no key; write one per line")
     tls = server_tls(a.tls_cert, a.tls_key, "")
-    if not ((keys or others) and tls) and not fleet_tls.is_loopback(a.host):
+    if not ((keys or others) and tls) and not is_loopback(a.host):
         remedy = "give --keys=FILE, --tls-cert and --tls-key, or listen at 127.0.0.1"
         raise UserError(f"--host={a.host} listens beyond this machine; {remedy}")
     return keys, tls
@@ -109,8 +108,8 @@ async def answer(make: Callable[[Any], Any], host: str, port: int, tls: Tls | No
     from rlx.agents.http_listener import HttpListener
 
     listener = HttpListener()
-    https = fleet_tls.https(tls) if tls else None
-    port = await listener.open(make(listener.watch), host, port, https)
+    context = https(tls) if tls else None
+    port = await listener.open(make(listener.watch), host, port, context)
     try:
         await until_signal(f"http{'s' if tls else ''}://{bracketed(host, port)}")
     finally:

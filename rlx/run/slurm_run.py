@@ -23,7 +23,6 @@ from rlx.base import UserError, explained
 from rlx.cli.command import INTERRUPTED, say
 from rlx.launch import slurm
 from rlx.launch.processes import addresses, table
-from rlx.launch.slurm import Job
 from rlx.run.inputs import INITIAL
 from rlx.run.room_options import as_json
 from rlx.run.scheduler import DONE, FAILED, Ended, processes_of, retry, steps_in
@@ -150,7 +149,7 @@ def _write(
     return attempt / "job.sh", table(plan).replace("@", "")
 
 
-def _why(number: str, job: Job, workdir: Path, attempt: Path, failed: Sequence[str]) -> str:
+def _why(number: str, job: slurm.Job, workdir: Path, attempt: Path, failed: Sequence[str]) -> str:
     if job.status == slurm.UNSHARED and not _logs(attempt):
         what = f"its first node ({job.nodes.split(',')[0]}) cannot see {workdir}"
         remedy = "put --workdir on a disk that all nodes share"
@@ -181,9 +180,9 @@ class _JobMonitor:
         self._read: dict[Path, int] = {}
         self._asked = self.cancelled = False
 
-    def follow(self) -> Job | None:
+    def follow(self) -> slurm.Job | None:
         """Return the ended job; None if the user leaves it running."""
-        last, silent = Job(""), 0
+        last, silent = slurm.Job(""), 0
         try:
             with interrupts(lambda: setattr(self, "_asked", True)):
                 while True:

@@ -11,7 +11,6 @@ import numpy as np
 from rlx.base import packages_of
 from rlx.doctor import memory
 from rlx.doctor.machine import Devices
-from rlx.doctor.memory import RunSizes
 from rlx.model import mesh
 from rlx.model.directory import load_config
 from rlx.model.tensors import Buckets, write_directory
@@ -50,7 +49,7 @@ def devices() -> Devices:
     return Devices("gpu", torch.cuda.get_device_name(), count, total, capability)
 
 
-def planned(sizes: RunSizes) -> float:
+def planned(sizes: memory.RunSizes) -> float:
     """Return a bound of the bytes that an update needs on each device."""
     return memory.bound(sizes, devices())
 
