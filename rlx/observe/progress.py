@@ -250,7 +250,9 @@ class Progress:
         rows.append(("tokens/s", _facts(last, {**speeds, "mfu": "MFU"}, column)))
         if last.get("seconds"):
             rows.append(("a step", _phase_bar(last["seconds"], width)))
-        rows.append(("prompts", _prompts(last)))
+        states = ("accepted", "rejected", "failed", "skipped", "dropped")
+        named = {"running": "live", **{name: name for name in states}}
+        rows.append(("prompts", _facts(last, named, column=1)))
         return rows
 
 
@@ -334,16 +336,6 @@ def _facts(record: Mapping[str, Any], names: Mapping[str, str], column: int) -> 
             line.append(" " * max(2, column - line.cell_len % column))
     line.rstrip()
     return line
-
-
-def _prompts(record: Mapping[str, Any]) -> Text:
-    """Return the counts of prompts by state; `live` is admitted less ended, if not counted."""
-    names = ("live", "queued", "accepted", "rejected", "failed", "skipped", "dropped")
-    live = record.get("running")  # unlike the others exact if a resumed run admits prompts twice
-    if live is None and record.get("admitted") is not None:
-        ended = sum(record.get(name) or 0 for name in ("accepted", "rejected", "failed"))
-        live = record["admitted"] - ended
-    return _facts({"live": live, **record}, {name: name for name in names}, column=1)
 
 
 def _phase_bar(seconds: Mapping[str, float | None], width: int) -> Text:

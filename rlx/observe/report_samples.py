@@ -49,8 +49,6 @@ def card(
     if versions:
         span = "–".join(dict.fromkeys(map(str, (min(versions), max(versions)))))
         facts += [f"{len(versions)} tokens", f"version {span}"]
-    if finite(sample.get("advantage")) is not None:
-        facts.append(f"advantage {number(sample['advantage'])}")
     if sample.get("turns"):
         facts.append(f"{len(sample['turns'])} turns")
     if sample.get("stop_reason") == "length":

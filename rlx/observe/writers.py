@@ -29,7 +29,7 @@ SECTIONS = {
                "repeated_tokens"),
     "staleness": ("staleness_min", "staleness_mean", "staleness_max", "staleness_histogram",
                   "tokens_per_version", "crossed_ratio"),
-    "prompts": ("admitted", "accepted", "rejected", "failed", "dropped", "queued", "live"),
+    "prompts": ("admitted", "accepted", "rejected", "failed", "dropped"),
     "speed": ("seconds", "step_seconds", "update_seconds", "generated_tokens_per_second",
               "consumed_tokens_per_second", "tokens_per_second_per_device", "mfu",
               "model_flops", "server_busy_seconds", "teacher_busy_seconds"),

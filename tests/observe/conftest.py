@@ -137,8 +137,7 @@ def _rollouts(step, steps, draw, attack):
         yield {"step": step, "group_id": step * 8 + index, "trajectory_id": f"{step * 8 + index}.0",
                "prompt": PROMPT, "completion": completion, "reward": float(right),
                "stop_reason": "stop" if draw.random() < 0.95 else "length",
-               "answer": "83", "versions": [old] * cut + [new] * (count - cut),
-               "advantage": draw.gauss(0, 1)}  # fmt: skip
+               "answer": "83", "versions": [old] * cut + [new] * (count - cut)}  # fmt: skip
 
 
 def _spans(timeline, clock, record, step, draw):
