@@ -11,8 +11,9 @@ from pathlib import Path
 from rlx.base import UserError
 from rlx.engines.kv_memory import device_is_full
 from rlx.system import available_memory
+from rlx.system.atomic_directory import is_full
+from rlx.system.workdir_lock import existing
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _PLACES = {  # errors of a path → remedy
     **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make it writable, or give another"),
     **dict.fromkeys(
@@ -54,7 +55,7 @@ def explain(
         if isinstance(each, MemoryError) or _errno(each) == errno.ENOMEM:
             there = available_memory.memory()
             return UserError(f"memory is used up{when}: {there}; {advice() or there.remedy}")
-        if _errno(each) in _FULL:
+        if is_full(each):
             return UserError(_disk(each))
         if _errno(each) == errno.EADDRINUSE:
             remedy = "end the process that listens there, or choose another port (0: any free one)"
@@ -92,9 +93,7 @@ def _disk(error: BaseException) -> str:
     name = getattr(error, "filename", None)
     if not isinstance(name, str | os.PathLike):
         return f"no space left where the run writes ({error}); free some, or give another --workdir"
-    place = Path(os.fspath(name)).absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    place = existing(Path(os.fspath(name)))
     free = shutil.disk_usage(place).free / 1e9
     shared = str(place).startswith("/dev/shm")
     which = "set fleet.publish_dir to a disk" if shared else "give another --workdir"

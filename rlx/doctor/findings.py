@@ -1,7 +1,7 @@
 """Rows of the doctor's table: results of checks with remedies, and how a terminal shows them."""
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 from itertools import groupby
 from pathlib import PurePath
@@ -13,7 +13,6 @@ from rlx.cli.text import plain
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
 # Of levels, from good to bad.
 STYLES = {"ok": "green", "absent": "bright_black", "warning": "yellow", "problem": "bold red"}
@@ -30,10 +29,6 @@ class Finding:
     level: str  # ok | absent (not needed) | warning (slow, may fail) | problem (cannot work)
     found: str  # result, one sentence
     remedy: str = ""  # change to make; empty if none is needed
-
-    def __post_init__(self):
-        if self.level not in STYLES:
-            raise ValueError(f"level {self.level!r} is not one of {', '.join(STYLES)}")
 
 
 def advised(area: str, name: str, found: str, remedy: str = "") -> Finding:
@@ -132,14 +127,9 @@ def _section(area: str, rows: list[Finding], width: int) -> "Table":
     for finding in rows:
         style = STYLES[finding.level]
         quiet = style if finding.level == "absent" else ""
-        table.add_row(Text(finding.level, style=style), Text(finding.name, style=quiet or "bold"),
-                      Text("\n").join(_found(finding, quiet)))  # fmt: skip
+        text = Text(finding.found, style=quiet)
+        if finding.remedy:
+            text.append(f"\n→ {finding.remedy}", style=quiet or "cyan")
+        name = Text(finding.name, style=quiet or "bold")
+        table.add_row(Text(finding.level, style=style), name, text)
     return table
-
-
-def _found(finding: Finding, style: str) -> Iterator["Text"]:
-    from rich.text import Text
-
-    yield Text(finding.found, style=style)
-    if finding.remedy:
-        yield Text(f"→ {finding.remedy}", style=style or "cyan")

@@ -17,6 +17,7 @@ from rlx.doctor.findings import Finding, advised
 from rlx.model.compile_cache import cpu_flags
 from rlx.sandbox.sandbox import Outcome, Sandbox
 from rlx.system import available_memory
+from rlx.system.workdir_lock import existing
 
 DEVICE_SECONDS = 120.0
 _DEVICES = """
@@ -145,14 +146,6 @@ def judge_address(address: str, error: str, key: str = "fleet.addresses") -> Fin
         return Finding("machine", key, "ok", f"{address} accepts connections")
     return Finding("machine", key, "problem", f"{address}: {error}",
                    f"start it (python -m rlx.serve), or correct {key}")  # fmt: skip
-
-
-def existing(path: Path) -> Path:
-    """Return `path`, or the nearest directory above it that exists."""
-    path = path.absolute()
-    while not path.is_dir() and path != path.parent:
-        path = path.parent
-    return path
 
 
 def judge_workdir(directory: Path, free: int, writable: bool) -> Finding:

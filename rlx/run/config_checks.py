@@ -23,6 +23,7 @@ from rlx.run.plan_run import judge_idle
 from rlx.run.precision import decide_dtypes
 from rlx.run.room_options import sizes_of
 from rlx.system import available_memory
+from rlx.system.workdir_lock import existing
 
 _TIGHT = 0.9  # share of the memory above which a row is a warning
 _LEAST = 0.7  # of the bound: XLA's plan for a GPU (docs/scale.md)
@@ -161,7 +162,7 @@ def check_capacity(sizes: RunSizes, workdir: Path, devices: machine.Devices) -> 
     yield Finding("memory", "trainer", level, what, remedy)
     if sizes.has_fleet:
         yield machine.check_publish_dir(sizes.publish_dir, memory.in_publish_dir(sizes))
-    free = shutil.disk_usage(machine.existing(workdir)).free
+    free = shutil.disk_usage(existing(workdir)).free
     state, exported = sum(memory.state(sizes).values()), memory.exported(sizes)
     yield judge_disk(state, exported, sizes.keep, free)
 

@@ -60,6 +60,14 @@ def make_directory(path: Path, option: str = "--workdir") -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
+def existing(path: Path) -> Path:
+    """Return `path`, or the nearest directory above it that exists."""
+    path = path.absolute()
+    while not path.is_dir() and path != path.parent:
+        path = path.parent
+    return path
+
+
 def fresh_workdir(config_file: str) -> Path:
     """Make and return `runs/<config>-<date>-<time>`, with a number appended if it exists."""
     stem = Path(config_file.split(":", 1)[0]).stem

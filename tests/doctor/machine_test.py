@@ -9,6 +9,7 @@ from rlx.doctor import machine
 from rlx.doctor.machine import Devices
 from rlx.sandbox.sandbox import Outcome
 from rlx.system.host_port import refusal
+from rlx.system.workdir_lock import existing
 
 GB = 10**9
 RAN = Outcome("ok", "42\n", "", 0.1)
@@ -50,7 +51,7 @@ def test_workdirs_that_are_full_or_closed_are_told(tmp_path):
     assert machine.judge_workdir(tmp_path, 50 * GB, True).level == "ok"
     assert machine.judge_workdir(tmp_path, 10**8, True).level == "warning"
     assert machine.judge_workdir(tmp_path, 50 * GB, False).level == "problem"
-    assert machine.existing(tmp_path / "a" / "b") == tmp_path
+    assert existing(tmp_path / "a" / "b") == tmp_path
 
 
 def test_addresses_are_tried():
