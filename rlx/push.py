@@ -39,8 +39,7 @@ def main() -> None:
         if adapter.is_dir():
             api.upload_folder(repo_id=name, folder_path=adapter, path_in_repo="adapter")
         api.upload_folder(repo_id=name, folder_path=hf, ignore_patterns="README.md")
-        data = text.encode()
-        api.upload_file(repo_id=name, path_or_fileobj=data, path_in_repo="README.md")
+        api.upload_file(repo_id=name, path_or_fileobj=text.encode(), path_in_repo="README.md")
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise UserError(f"cannot push to {a.repository}: {str(error).splitlines()[0]}; check the "
                         "name and $HF_TOKEN, which needs to write") from None  # fmt: skip

@@ -66,8 +66,7 @@ def resample(values: Sequence[float], count: int) -> list[float]:
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
     """Return the finite values as a line of at most `width` bars, lowest to highest."""
-    finite = [v for v in values if v is not None and math.isfinite(v)]
-    points = resample(finite, width)
+    points = resample([v for v in values if v is not None and math.isfinite(v)], width)
     if not points:
         return ""
     low, high = min(points), max(points)

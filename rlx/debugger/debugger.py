@@ -179,8 +179,7 @@ def _findings(area: str, runs: Sequence[AgentRun], seconds: float) -> Iterator[F
     for same in _alike([run for run in runs if run.error]):
         rows = sorted({run.index for run in same})
         text = f"{len(same)} × {same[0].error} (rows {', '.join(map(str, rows[:4]))})"
-        remedy = f"look at one: --steps=1 --rows={rows[0]}"
-        yield Finding(area, "failed", "problem", text, remedy)
+        yield Finding(area, "failed", "problem", text, f"look at one: --steps=1 --rows={rows[0]}")
     calls = [call for run in runs for call in run.calls]
     refused = [call for call in calls if not call.ok]
     for alike in _alike(refused):

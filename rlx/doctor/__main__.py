@@ -3,8 +3,7 @@
 Checks packages and machine, and with a config its model, data and arithmetic. With --cluster it
 compares the hosts of --hosts, or of a Slurm job, with this one. With --compile-for=h100:16 it
 compiles trainer and JAX servers for GPUs that are not here: memory, time and communication of each
-program.
-Exit status 0 without a problem, 1 with one.
+program. Exit status 0 without a problem, 1 with one.
 """
 
 import os

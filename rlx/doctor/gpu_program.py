@@ -328,8 +328,7 @@ def _read_collective(
     # Devices of a host that need the same bytes receive each of them once, by all of their cards.
     same = kind not in ("all-to-all", "collective-permute")
     cards = max((max(on.values()) if same else 1 for on in hosts if len(on) > 1), default=0)
-    shape = results[-1]
-    return Collective(kind, shape, place, times, times * moved, times * covered, cards)
+    return Collective(kind, results[-1], place, times, times * moved, times * covered, cards)
 
 
 def _covered(computations: Module, computation: Computation) -> dict[str, float]:

@@ -63,8 +63,7 @@ class RunSizes:
     @property
     def group(self) -> int:
         """Trajectories of a prompt."""
-        data = self.train.algorithm.data
-        return {"pairs": 2, "demonstrations": 1}.get(data, self.n_samples)
+        return {"pairs": 2, "demonstrations": 1}.get(self.train.algorithm.data, self.n_samples)
 
     @property
     def row_length(self) -> int:

@@ -268,8 +268,7 @@ def join() -> Any:
         import ray
     if ray.is_initialized():
         return ray
-    given = address not in ("", "auto", "local")
-    if given and (error := refusal(address, _REACH_SECONDS)):
+    if address not in ("", "auto", "local") and (error := refusal(address, _REACH_SECONDS)):
         problem = f"{ADDRESS}={address}: no head of a Ray cluster listens there ({error})"
         remedy = "give its host:port on a node of the cluster, or unset it to start one here"
         raise UserError(f"{problem}; {remedy}")

@@ -282,8 +282,7 @@ def _alive(machines: Machines, started: Processes) -> list[tuple[str, dict[str, 
 
 
 def _joined(shared: Path) -> tuple[str, ...]:
-    there = (shared / "servers").is_dir()
-    return Joining(str(shared / "servers")).look() if there else ()
+    return Joining(str(shared / "servers")).look() if (shared / "servers").is_dir() else ()
 
 
 def _remove_dead_addresses(shared: Path) -> int:

@@ -50,10 +50,9 @@ class ScorerOptions:
     def of_reward_model(cls, config: Any) -> "ScorerOptions":
         """Return the reward model's options; its tokenizer may need twice the tokens for a text."""
         completion = max(config.sampling.max_new_tokens, config.eval.max_new_tokens)
-        longest = 2 * (config.data.max_prompt_tokens + completion)
         return read_options(
             cls, config.reward.model, name="reward model", preset=config.algorithm.preset,
-            engine="jax", slots=1, longest=longest,
+            engine="jax", slots=1, longest=2 * (config.data.max_prompt_tokens + completion),
         )  # fmt: skip
 
     def __bool__(self) -> bool:

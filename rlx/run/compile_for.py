@@ -70,8 +70,7 @@ def set_up(environment: MutableMapping[str, str]) -> None:
     environment["JAX_PLATFORMS"] = "cpu"
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's warnings of each rematerialisation
     given = environment.get("XLA_FLAGS", "")
-    own_flags = (*xla_flags.FLAGS, *FLAGS)
-    flags = (flag for flag in own_flags if flag.partition("=")[0] not in given)
+    flags = (flag for flag in (*xla_flags.FLAGS, *FLAGS) if flag.partition("=")[0] not in given)
     environment["XLA_FLAGS"] = " ".join([given, *flags]).strip()
 
 
@@ -92,8 +91,7 @@ def findings(config: ConfigDict, text: str) -> Iterator[Finding]:  # text: see g
         what = f"{len(devices)} × {run.card.kind}, {mesh}; {held} on each"
         yield Finding("compiled", "GPUs", "ok", what)
         for name, program, beside in programs:
-            other = {"rest of the state": beside}
-            row, reading = _compile(name, program, run, TRAINER_FULL, other)
+            row, reading = _compile(name, program, run, TRAINER_FULL, {"rest of the state": beside})
             yield row
             trained = trainer.tokens_a_device(run.sizes.row_length) * (name in TRAINS)
             yield _speed_row(name, reading, run, trained)
@@ -123,8 +121,7 @@ def _engine(run: "_Target", device: Any) -> Iterator[Finding]:
     ):
         program = device_programs.lower_on(device, *programs.program(key))
         # While new weights are read, the old ones decode.
-        other = {"new weights": weights}
-        row, reading = _compile(name, program, run, ENGINE_FULL, other, trips)
+        row, reading = _compile(name, program, run, ENGINE_FULL, {"new weights": weights}, trips)
         yield row
         if name == "decode":
             # Of an embedding that is not the head, a step reads a few rows.

@@ -158,8 +158,7 @@ def check_capacity(sizes: RunSizes, workdir: Path, devices: machine.Devices) -> 
     tight = there and needed > _TIGHT * there
     least = needed * (_LEAST if devices.platform == "gpu" else 1.0)
     level = ("problem" if least > there else "warning") if tight else "ok"
-    remedy = memory.remedy(sizes, devices) if tight else ""
-    yield Finding("memory", "trainer", level, what, remedy)
+    yield Finding("memory", "trainer", level, what, memory.remedy(sizes, devices) if tight else "")
     if sizes.has_fleet:
         yield machine.check_publish_dir(sizes.publish_dir, memory.in_publish_dir(sizes))
     free = shutil.disk_usage(existing(workdir)).free

@@ -77,8 +77,7 @@ def programs(
     """Return a trainer without arrays for some devices, and the programs of its train batch."""
     trainer = device_programs.ShapesUpdate(sizes.model, sizes.train, list(devices))
     whole = memory.whole_minibatch(sizes, mesh.mesh_axes(sizes.train.mesh, len(devices)))
-    accumulates = whole > sizes.train.token_budget
-    return trainer, trainer.lowered(sizes.row_length, accumulates=accumulates)
+    return trainer, trainer.lowered(sizes.row_length, accumulates=whole > sizes.train.token_budget)
 
 
 def product(shape: tuple[int, int, int], dtype: str) -> Callable[[], Any]:

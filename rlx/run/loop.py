@@ -489,8 +489,7 @@ class _Loop:
     @contextmanager
     def _phase(self, name: str, **args) -> Iterator[None]:
         """Time a phase of this thread for the record, the timeline and the terminal."""
-        first = name == "train" and self.compiles
-        self.progress.phase("train, compiling" if first else name)
+        self.progress.phase("train, compiling" if name == "train" and self.compiles else name)
         start = time.monotonic()
         doing = " ".join([name, *(f"{key} {value}" for key, value in args.items())])
         try:

@@ -307,8 +307,7 @@ def early_servers(config: ConfigDict) -> Iterator[list[Popen]]:
     servers = list[Popen]()
     with ExitStack() as stack:
         if place and not (elsewhere or other or options.teacher or options.reward_model):
-            plan = _cpu_plan(config, cores, fleet.num_servers)
-            for i, cpus in enumerate(plan.servers):
+            for i, cpus in enumerate(_cpu_plan(config, cores, fleet.num_servers).servers):
                 servers.append(start_early(place, cpus, config.seed + i, given))
                 stack.enter_context(servers[-1])
                 stack.callback(servers[-1].kill)  # if it was not taken
@@ -416,8 +415,7 @@ def _records(
         holes = gaps(read_jsonl(workdir / "metrics.jsonl"), step)
         missing = f"metrics.jsonl has no records of {holes}; charts omit them" * bool(holes)
         elsewhere = resume.machine_warning(writer.before, writer.environment)
-        settings = resume.setting_changes(before, now, step)
-        for text in filter(None, [*settings, elsewhere, missing]):
+        for text in filter(None, [*resume.setting_changes(before, now, step), elsewhere, missing]):
             say(text)
     return writer
 
@@ -425,8 +423,7 @@ def _records(
 def _journal(parts: Parts, restored: checkpoint.Restored | None) -> journals.Journal:
     """Return the journal of the run, without what is damaged."""
     place = parts.workdir / "journal"
-    at = history.position(restored.host["executor"] if restored else None)
-    first, last = at or (0, -1)
+    first, last = history.position(restored.host["executor"] if restored else None) or (0, -1)
     removed, number = journals.cut(place, first)
     if removed:
         parts.progress.message(f"{place}: {removed} damaged or incomplete bytes were removed")

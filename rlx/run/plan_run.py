@@ -205,8 +205,7 @@ def choose(config: ConfigDict, kind: str, gpus: int, workdir: Path | None) -> st
         usual = f"vllm:d{gpus - 1}+{config.trainer}:f1" if gpus > 1 else "vllm:d1|jax:f1"
         what = f"allocation_mode=auto: the GPU {kind!r} is unknown"
         raise UserError(f"{what}; set it, such as {usual}")
-    asked = PlanRequest(config, None, card, gpus, None)
-    work = asked.workload({})
+    work = PlanRequest(config, None, card, gpus, None).workload({})
     if work.sizes.train.algorithm.data != "rollouts":
         return ""
     best, *others = search.best(work, gpus)

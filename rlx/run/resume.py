@@ -74,8 +74,7 @@ def prepare_workdir(config: ConfigDict, workdir: Path) -> list[str]:
         ended = f"the last attempt ended after step {step} without a checkpoint"
         messages.append(f"starting again: {ended}")
         for path in found:  # all are damaged
-            kept = checkpoint.set_aside(path)
-            messages.append(f"{path} is damaged and is kept as {kept.name}")
+            messages.append(f"{path} is damaged and is kept as {checkpoint.set_aside(path).name}")
     if not resumed and (off or changed or not before):
         shutil.rmtree(workdir / "journal", ignore_errors=True)
     if not (resumed and before):  # a resumed run keeps the config of its first steps

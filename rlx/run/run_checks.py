@@ -57,8 +57,7 @@ def findings(config: ConfigDict | None, workdir: Path) -> Iterator[Finding]:
         if found is None:
             yield row
         for address in found or ():
-            error = str(refusal(address, _REACH_SECONDS) or "")
-            yield machine.judge_address(address, error, name)
+            yield machine.judge_address(address, str(refusal(address, _REACH_SECONDS) or ""), name)
     if isinstance(devices, str):  # the next checks need JAX
         return
     # Only shapes are computed, so the devices stay free.

@@ -108,8 +108,7 @@ async def answer(make: Callable[[Any], Any], host: str, port: int, tls: Tls | No
     from rlx.agents.http_listener import HttpListener
 
     listener = HttpListener()
-    context = https(tls) if tls else None
-    port = await listener.open(make(listener.watch), host, port, context)
+    port = await listener.open(make(listener.watch), host, port, https(tls) if tls else None)
     try:
         await until_signal(f"http{'s' if tls else ''}://{bracketed(host, port)}")
     finally:

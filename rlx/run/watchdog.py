@@ -75,8 +75,7 @@ def rollout_signs(
     executor: Executor, loop: LoopThread, fleet: Any, woken: float
 ) -> dict[str, Sign]:
     """Return the signs of the rollouts on a loop, which a fleet's servers generate."""
-    ident = loop.thread.ident or 0
-    found = {"loop": loop_sign(loop.turned(), ident, "the loop of all rollouts")}
+    found = {"loop": loop_sign(loop.turned(), loop.thread.ident or 0, "the loop of all rollouts")}
     if calls := list(loop.threads.calls.values()):
         name, since = calls[0][0], max(calls[0][1], woken)
         found["call"] = Sign((name, since), lambda: f"{name} does not return", since)

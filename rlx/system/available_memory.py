@@ -78,6 +78,5 @@ def _own() -> Iterator[MemoryLimit]:
     """Yield the limit of `ulimit -v`, which counts addresses rather than memory."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        used = pages * os.sysconf("SC_PAGE_SIZE")
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         yield MemoryLimit(limit, max(limit - used, 0), _SHELL)
