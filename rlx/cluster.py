@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlx.base import UserError
-from rlx.cli import command
+from rlx.cli import command, findings
 from rlx.launch import remote_servers
 
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str], serve: Sequence[str] = ("-m", "rlx.serve")) -> int
     ports = range(a.port, a.port + max(1, a.servers)) if a.port else ()
     checks, found = machines.check(shared, ports)
     command.say(remote_servers.table(checks))
-    if not all(check.ok for check in checks):
+    if findings.status(checks):
         return 1
     served = (*serve, f"--model={a.model}", *argv[cut + 1 :])
     first = (a.port, a.metrics_port)

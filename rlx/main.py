@@ -31,7 +31,7 @@ def main() -> int:
         raise UserError(f"--workdir={workdir} is a file; give a directory")
     local = config.scheduler.type == "local"
     if values.dry_run and local:
-        from rlx.doctor.findings import show, status
+        from rlx.cli.findings import show, status
         from rlx.run.run_checks import findings
 
         return status(show(findings(config, workdir)))

@@ -17,9 +17,9 @@ from rlx.agents import returns, workflow
 from rlx.agents.agent_options import AgentOptions
 from rlx.base import UserError
 from rlx.cli.command import say
+from rlx.cli.findings import Finding, problems, section
 from rlx.cli.text import duration
 from rlx.debugger.forwarder import HOST, Forwarder, ModelCall, shorten
-from rlx.doctor.findings import Finding, problems, section
 from rlx.observe.progress import ProgressBar
 from rlx.rollout import data
 from rlx.workers.worker_pool import Evicted, WorkerError, WorkerPool

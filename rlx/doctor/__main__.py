@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rlx.base import UserError
 from rlx.cli import command
+from rlx.cli.findings import show, status
 from rlx.doctor import failures
-from rlx.doctor.findings import show, status
 from rlx.launch.remote_servers import Machines, table
 from rlx.run import flags
 from rlx.run.run_checks import findings
@@ -34,7 +34,7 @@ def main() -> int:
         machines = Machines.of(values.hosts, values.ssh or "ssh", python, os.environ)
         checks, _ = machines.check(Path(values.workdir or "runs"))
         command.say(table(checks))
-        return int(not all(check.ok for check in checks))
+        return status(checks)
     if values.compile_for:
         if config is None:
             raise UserError("--compile-for without --config; give the run's config")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlx.base import UserError, install
+from rlx.cli.findings import Finding, advised
 from rlx.cli.text import size
-from rlx.doctor.findings import Finding, advised
 from rlx.model.compile_cache import cpu_flags
 from rlx.sandbox.sandbox import Outcome, Sandbox
 from rlx.system import available_memory

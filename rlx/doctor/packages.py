@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from rlx.base import install
-from rlx.doctor.findings import Finding
+from rlx.cli.findings import Finding
 from rlx.workers.worker_process import SupervisedProcess
 
 IMPORT_SECONDS = 180.0  # timeout of an import; torch and vLLM are slow on a busy machine

@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlx.base import UserError, explained
+from rlx.cli.findings import Finding, problem, problems
 from rlx.cli.text import aligned
 from rlx.fleet import wire
 from rlx.fleet.addresses import Joining
@@ -36,16 +37,6 @@ PACKAGES = ("jax", "torch", "transformers", "vllm", "grpcio", "numpy", "safetens
 CHECKS = ("reach", "python", "packages", "GPUs", "clock", "shared", "ports")
 CLOCK_SECONDS = 2.0  # that two clocks may differ
 ASK_SECONDS = 120.0
-
-
-class Check(NamedTuple):
-    """One finding about a host, with a remedy unless it is `ok`."""
-
-    host: str
-    name: str
-    ok: bool
-    found: str
-    remedy: str
 
 
 @dataclass(frozen=True)
@@ -103,7 +94,9 @@ class Machines:
                 remedy = f"give the hosts' Python by --python (now {self.python})"
             return UserError(f"{last_line}; {remedy}")
 
-    def check(self, shared: Path, ports: Sequence[int] = ()) -> tuple[list[Check], dict[str, Any]]:
+    def check(
+        self, shared: Path, ports: Sequence[int] = ()
+    ) -> tuple[list[Finding], dict[str, Any]]:
         """Compare all hosts with this one; return the checks, and host → result of `look`."""
         mark = secrets.token_hex(8)
         with explained(f"cannot write to --shared={shared}", "give another directory"):
@@ -120,11 +113,10 @@ class Machines:
         return [c for h in self.hosts for c in checks_of(h, found[h], here, span)], found
 
 
-def checks_of(host: str, found: Any, here: Mapping, span: tuple[float, float]) -> list[Check]:
-    """Return the checks of a host with the result `found` of `look`, against the one `here`."""
+def checks_of(host: str, found: Any, here: Mapping, span: tuple[float, float]) -> list[Finding]:
+    """Return the rows of a host with the result `found` of `look`, against the one `here`."""
     if isinstance(found, UserError):
-        text, _, remedy = str(found).rpartition("; ")
-        return [Check(host, "reach", False, text, remedy)]
+        return [problem(host, "reach", found)]
     versions, ours = found["versions"], here["versions"]
     other = [f"{name} {versions[name] or 'missing'} (here {ours[name]})"
              for name in ours if ours[name] and versions[name] != ours[name]]  # fmt: skip
@@ -143,15 +135,18 @@ def checks_of(host: str, found: Any, here: Mapping, span: tuple[float, float]) -
          "give a directory that all hosts see and may write to by --shared"),
         ("ports", not found["ports"], found["ports"] or "free", "give another --port, or 0: any"),
     )  # fmt: skip
-    return [Check(host, name, ok, text, "" if ok else remedy) for name, ok, text, remedy in results]
+    return [
+        Finding(host, name, "ok" if ok else "problem", text, "" if ok else remedy)
+        for name, ok, text, remedy in results
+    ]
 
 
-def table(checks: Sequence[Check]) -> str:
+def table(checks: Sequence[Finding]) -> str:
     """Return a line per host with ✓ or ✗ for each check, and a line per ✗ with its remedy."""
-    cells = {(c.host, c.name): f"✓ {c.found}" if c.ok else "✗" for c in checks}
-    hosts = dict.fromkeys(check.host for check in checks)
+    cells = {(c.area, c.name): "✗" if c.remedy else f"✓ {c.found}" for c in checks}
+    hosts = dict.fromkeys(check.area for check in checks)
     rows = [[host, *(cells.get((host, name), "–") for name in CHECKS)] for host in hosts]
-    wrong = [f"✗ {c.host}: {c.name}: {c.found} → {c.remedy}" for c in checks if not c.ok]
+    wrong = [f"✗ {c.area}: {c.name}: {c.found} → {c.remedy}" for c in problems(checks)]
     return "\n".join([*aligned([["host", *CHECKS], *rows]), *wrong])
 
 

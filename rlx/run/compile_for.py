@@ -21,9 +21,9 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from rlx.base import UserError
+from rlx.cli.findings import Finding
 from rlx.cli.text import size
 from rlx.doctor import gpu_cards, gpu_program
-from rlx.doctor.findings import Finding
 from rlx.doctor.gpu_cards import LARGEST_SHARE, Card
 from rlx.doctor.gpu_program import Collective, Reach, Reading
 from rlx.doctor.machine import Devices

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from rlx.cli.findings import Finding, advised, attempt, problem, problems
 from rlx.cli.text import number, size
 from rlx.doctor import machine, memory
-from rlx.doctor.findings import Finding, advised, attempt, problem, problems
 from rlx.doctor.memory import RunSizes
 from rlx.fleet.addresses import read_addresses
 from rlx.model.mesh import WEIGHTS, check_devices, mesh_axes, num_row_shards

@@ -17,9 +17,9 @@ from ml_collections import ConfigDict
 
 from rlx.base import UserError
 from rlx.cli.command import say
+from rlx.cli.findings import Finding, advised
 from rlx.cli.text import aligned, size
 from rlx.doctor import gpu_cards
-from rlx.doctor.findings import Finding, advised
 from rlx.doctor.gpu_cards import CARDS, CPU, Card
 from rlx.doctor.memory import RunSizes
 from rlx.launch import allocation

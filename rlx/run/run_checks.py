@@ -14,8 +14,8 @@ from ml_collections import ConfigDict
 from rlx.agents import loading
 from rlx.base import leaves
 from rlx.cli import user_code
+from rlx.cli.findings import Finding, attempt
 from rlx.doctor import machine, packages
-from rlx.doctor.findings import Finding, attempt
 from rlx.fleet.addresses import read_addresses
 from rlx.observe import writers
 from rlx.observe.hooks import Hooks

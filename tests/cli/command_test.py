@@ -125,7 +125,7 @@ SPEAKERS = {
     "    print('panel' if progress._panel else 'lines')",
     "counting": "from rlx.observe.progress import ProgressBar\n"
     "with ProgressBar() as bar:\n    bar.show('[red]' + TEXT, 1, 2)",
-    "findings": "from rlx.doctor import findings\n"
+    "findings": "from rlx.cli import findings\n"
     "findings.show([findings.Finding(TEXT, TEXT, 'problem', TEXT, TEXT)])",
 }
 

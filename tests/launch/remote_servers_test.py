@@ -263,8 +263,8 @@ def test_a_host_that_differs_is_named_with_the_remedy():
              "versions": {**here["versions"], "numpy": "0.1", "jax": ""}}  # fmt: skip
     now = time.time()
     checks = checks_of("b", {**here, "shared": "", "ports": ""}, here, (now - 5, now))
-    assert all(check.ok for check in checks)
-    wrong = {c.name: c for c in checks_of("c", other, here, (now, now)) if not c.ok}
+    assert all(check.level == "ok" for check in checks)
+    wrong = {c.name: c for c in checks_of("c", other, here, (now, now)) if c.level != "ok"}
     assert set(wrong) == {"packages", "clock", "shared"}
     assert "numpy 0.1 (here " in wrong["packages"].found
     assert "jax missing (here " in wrong["packages"].found
@@ -272,7 +272,7 @@ def test_a_host_that_differs_is_named_with_the_remedy():
     text = table([*checks, *wrong.values()])
     assert "✗ c: clock: 60.0 s off → set it by NTP (chrony)" in text
     older = checks_of("d", {**here, "python": "3.9.2"}, here, (now, now))
-    assert [c.name for c in older if not c.ok and c.name == "python"] == ["python"]
+    assert [c.name for c in older if c.remedy and c.name == "python"] == ["python"]
 
 
 def test_the_doctor_asks_the_hosts_of_a_slurm_job_by_srun(tmp_path, monkeypatch, capsys):

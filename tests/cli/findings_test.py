@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from rlx.doctor.findings import Finding, attempt, show, status, summary
+from rlx.cli.findings import Finding, attempt, show, status, summary
 
 ROWS = [
     Finding("machine", "devices", "ok", "1 × [bold]cpu[/bold]"),

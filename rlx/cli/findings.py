@@ -1,4 +1,4 @@
-"""Rows of the doctor's table: results of checks with remedies, and how a terminal shows them."""
+"""Rows of a table of checks: results with remedies, and how a terminal shows them."""
 
 import traceback
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 class Finding:
     """One row."""
 
-    area: str  # section of the table: packages | machine | model | data | config | memory
+    area: str  # section of the table, such as machine or config, or a host
     name: str  # subject of the check
     level: str  # ok | absent (not needed) | warning (slow, may fail) | problem (cannot work)
     found: str  # result, one sentence
