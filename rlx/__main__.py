@@ -8,7 +8,7 @@ import sys
 
 from rlx import __version__
 from rlx.base import unknown
-from rlx.cli import command, completion
+from rlx.cli import command
 
 COMMANDS = {  # module, what it does
     "train": ("rlx.main", "train or resume: --config=FILE or --config=rlx:NAME"),
@@ -33,6 +33,19 @@ COMMANDS = {  # module, what it does
     "doctor": ("rlx.doctor", "find problems that would stop rlx, or a run"),
     "debug-workflow": ("rlx.debug_workflow", "debug an agent with any OpenAI-compatible server"),
 }
+_COMPLETION = """\
+_rlx() {
+  local word=${COMP_WORDS[COMP_CWORD]} words='%s'
+  COMPREPLY=()
+  [ "$COMP_CWORD" = 1 ] || words='%s'
+  case $word in
+    --config.*|'') ;;
+    -*) words='--config= --config. --workdir= --help' ;;
+    *) [ "$COMP_CWORD" = 1 ] || { COMPREPLY=($(compgen -f -- "$word")); return; } ;;
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "$word"))
+}
+complete -o nospace -F _rlx rlx"""  # of commands and keys in bash
 
 
 def main() -> None:
@@ -49,7 +62,8 @@ def _answer() -> None:
     if given == "completion":  # eval "$(rlx completion)" in bash
         from rlx.config import OPTIONS
 
-        answers[given] = completion.script((*COMMANDS, given), OPTIONS)
+        keys = " ".join(f"--config.{key}=" for key in sorted(OPTIONS))
+        answers[given] = _COMPLETION % (" ".join([*COMMANDS, given]), keys)
     if given not in answers:
         raise unknown("command", given, COMMANDS)
     command.say(answers[given])

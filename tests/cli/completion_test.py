@@ -1,12 +1,11 @@
 """Bash completes commands and keys by the script that `rlx completion` prints."""
 
 import subprocess
+import sys
 
 import pytest
 
 from rlx.__main__ import COMMANDS
-from rlx.cli import completion
-from rlx.config import OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -20,7 +19,8 @@ from rlx.config import OPTIONS
 )
 def test_bash_completes_what_was_begun(words, found, tmp_path):
     (tmp_path / "README.md").touch()
-    script = f"""{completion.script(COMMANDS, OPTIONS)}
+    printed = subprocess.check_output([sys.executable, "-m", "rlx", "completion"], text=True)
+    script = f"""{printed}
 COMP_WORDS=(rlx {" ".join(words)}) COMP_CWORD={len(words)}
 _rlx
 printf '%s\\n' "${{COMPREPLY[@]}}"
