@@ -48,7 +48,7 @@ from rlx.run.turns import CACHE
 from rlx.run.watchdog import watchdog
 from rlx.system.jsonl import jsonable, read_jsonl
 from rlx.system.process_settings import keep_freed_memory
-from rlx.system.workdir_lock import lock_workdir, make_directory
+from rlx.system.workdir_lock import lock_workdir
 from rlx.train import conductor
 from rlx.train.contract import State
 
@@ -111,7 +111,6 @@ def run(
         hooks = Hooks(writers.load(config.observe.writers, [*callbacks, *copies]))
         inputs = prepare(config)
         laps["inputs"] = time.monotonic_ns()
-        make_directory(workdir)
         with failures.friendly_errors(), ExitStack() as stack:
             killed = stack.enter_context(lock_workdir(workdir))
             for each in copies:

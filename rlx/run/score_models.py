@@ -7,9 +7,9 @@ sample is kept, and none is generated twice (rlx/evaluation/sample_files.py).
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import as_completed
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -45,7 +45,7 @@ from rlx.run.watchdog import rollout_signs
 from rlx.sandbox.sandbox import SandboxOptions
 from rlx.system.image_store import ImageStore
 from rlx.system.jsonl import set_aside, write_atomically
-from rlx.system.workdir_lock import lock_workdir, make_directory
+from rlx.system.workdir_lock import lock_workdir
 
 Show = Callable[[str, int, int], None]  # (what, samples finished, samples wanted)
 
@@ -87,7 +87,7 @@ def score_models(
     statistics.check_samples(asked.n_samples, asked.pass_at, asked.maj_at)
     options, template = RunOptions.of(config), config.data.chat_template
     token = wire.take_token(os.environ)
-    with _locked(out):
+    with lock_workdir(out, "--output"):
         own = {
             "max_gen_tokens": options.sampling.max_new_tokens,
             "system_prompt": config.data.system_prompt, "seed": config.seed,
@@ -115,20 +115,6 @@ def score_models(
                 table.append({"model": name, **row})
                 sample_files.write_table(out, table, asked.columns)
         return table
-
-
-@contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """Create and lock `out`; remove it again if it stays empty."""
-    made = not out.exists()
-    make_directory(out, "--output")
-    try:
-        with lock_workdir(out, "--output"):
-            yield
-    finally:
-        with suppress(OSError):
-            if made:
-                out.rmdir()
 
 
 def _say(text: str) -> None:

@@ -93,9 +93,14 @@ def chosen_workdir(given: str, config_file: str, fresh: bool = True) -> Iterator
 
 @contextmanager
 def lock_workdir(directory: Path, option: str = "--workdir") -> Iterator[Killed | None]:
-    """Lock `directory` for this process, or UserError; yield the last process if it was killed."""
-    path, pid = directory / _NAME, os.getpid()
-    handle = _locked(path, option)  # the option for another directory, for the message
+    """Lock `directory` for this process, or UserError; yield the last process if it was killed.
+
+    It is made where it is missing, and then removed again if it stays empty. The message of an
+    error names the `option` for another directory.
+    """
+    path, pid, made = directory / _NAME, os.getpid(), not directory.exists()
+    make_directory(directory, option)
+    handle = _locked(path, option)
     with ExitStack() as stack:
         stack.callback(os.close, handle)
         before, ended = _last(path, handle, option), threading.Event()
@@ -112,6 +117,8 @@ def lock_workdir(directory: Path, option: str = "--workdir") -> Iterator[Killed 
             with suppress(OSError):
                 if path.read_bytes() == record:
                     path.unlink()
+                if made:
+                    directory.rmdir()
 
 
 def _locked(path: Path, option: str) -> int:

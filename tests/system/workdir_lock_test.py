@@ -163,3 +163,13 @@ def test_of_many_that_start_together_one_gets_the_directory(tmp_path):
         for racer in racers:
             racer.kill()
             racer.communicate()
+
+
+def test_a_directory_is_made_and_goes_again_if_it_stays_empty(tmp_path):
+    place = tmp_path / "a" / "b"
+    with lock_workdir(place):
+        assert place.is_dir()
+    assert not place.exists()
+    with lock_workdir(place):
+        (place / "record").touch()
+    assert place.exists()
