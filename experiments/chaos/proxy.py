@@ -4,7 +4,7 @@ import asyncio
 import math
 from contextlib import suppress
 
-from rlx.system.loop_thread import LoopThread
+from rlx.system.threads import LoopThread
 
 
 class Proxy:

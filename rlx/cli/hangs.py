@@ -19,7 +19,7 @@ from types import FrameType
 from typing import NamedTuple, TextIO
 
 from rlx.cli.user_code import frames, place_of
-from rlx.system.loop_thread import watched
+from rlx.system.threads import watched
 
 # Quiet seconds that are never late.
 SECONDS = {

@@ -18,7 +18,7 @@ from typing import Any
 from rlx.base import UserError, packages_of
 from rlx.cli.command import say
 from rlx.cli.user_code import words
-from rlx.system.loop_thread import run_alone
+from rlx.system.threads import run_alone
 
 _START_SECONDS = 60.0  # npx and uvx may download the server first
 _SILENT_SECONDS = 10.0  # a server that answered nothing for so long is started again

@@ -28,7 +28,7 @@ from rlx.rollout.executor import Executor, group_seed
 from rlx.rollout.staleness import Limits
 from rlx.rollout.workflow_checks import checked
 from rlx.rollout.workflows import Generator, Task, Workflow
-from rlx.system.loop_thread import LoopThread
+from rlx.system.threads import LoopThread
 
 
 @dataclass(eq=False, slots=True)

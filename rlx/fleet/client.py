@@ -30,8 +30,7 @@ from rlx.fleet.sample import Completion, GenerateCall, PartialSample, split
 from rlx.fleet.tls import Tls
 from rlx.observe import traces
 from rlx.system.host_port import bracketed, split_address
-from rlx.system.loop_thread import run_all
-from rlx.system.threads import in_thread
+from rlx.system.threads import in_thread, run_all
 
 SAY_SECONDS, SAY_AGAIN_SECONDS = 1.0, 10.0  # between lines while `connect` waits
 _POLL_SECONDS = 0.05

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from rlx.observe.traces import span
-from rlx.system.loop_thread import LoopThread
+from rlx.system.threads import LoopThread
 from rlx.workers.worker_pool import Evicted, WorkerError, WorkerKind, WorkerPool, WorkerProcess
 from rlx.workers.worker_process import NO_LIMITS, StartWorker, WorkerLimits, start_worker
 

@@ -16,7 +16,7 @@ from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.rewards.reward_pool import RewardCall, RewardPool
 from rlx.rollout.workflows import Generator, Prompts, Task, chat, encode, joined
-from rlx.system.loop_thread import run_all
+from rlx.system.threads import run_all
 
 _MARK = "@@ANSWER@@"  # an answer, to find the text that a chat template puts after it
 

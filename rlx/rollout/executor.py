@@ -40,7 +40,7 @@ from rlx.rollout.staleness import Limits, Staleness
 from rlx.rollout.unfinished import Unfinished
 from rlx.rollout.workflow_checks import checked
 from rlx.rollout.workflows import Generator, Task, Workflow
-from rlx.system.loop_thread import LoopThread
+from rlx.system.threads import LoopThread
 
 _ADMIT_AT_ONCE = 64  # tasks to start before the loop serves the network again
 _POLL_SECONDS = 0.5  # until a waiting trainer notices a dead executor

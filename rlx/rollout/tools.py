@@ -15,7 +15,7 @@ from rlx.environments.mcp_tools import ToolError
 from rlx.rollout.images import data_uri
 from rlx.rollout.workflows import close
 from rlx.sandbox.sandbox import SandboxOptions
-from rlx.system.loop_thread import run_alone
+from rlx.system.threads import run_alone
 
 KEY = "rollout.workflow_kwargs.tools"  # the config key that lists tools
 _TRIAL_SECONDS = 60.0

@@ -15,7 +15,7 @@ from rlx.rewards import reward_pool
 from rlx.rollout import workflows
 from rlx.rollout.attempts import describe
 from rlx.rollout.workflows import Generator, Task, Workflow
-from rlx.system.loop_thread import run_alone
+from rlx.system.threads import run_alone
 
 DRY_SECONDS = 60.0  # of a dry run, which waits for no model
 _ARRAYS = ("tokens", "loss_mask", "behaviour_logprobs", "versions")

@@ -57,8 +57,8 @@ from rlx.run.room_options import RunOptions, as_json, joining_of, limits_of, siz
 from rlx.run.turns import CACHE, Turns, in_turns, rests
 from rlx.system import available_memory
 from rlx.system.jsonl import append_jsonl, read_json, read_jsonl, read_last
-from rlx.system.loop_thread import CLOSE_SECONDS, LoopThread
 from rlx.system.signals import IS_COMMAND, interrupts
+from rlx.system.threads import CLOSE_SECONDS, LoopThread
 from rlx.system.workdir_lock import Killed
 from rlx.train import checkpoint, conductor
 from rlx.train.contract import State, Update

@@ -18,7 +18,7 @@ from rlx.doctor.machine import Devices
 from rlx.engines.engine import SLEEPS
 from rlx.fleet.client import Fleet
 from rlx.launch.allocation import SHARED_MEMORY
-from rlx.system.loop_thread import LoopThread
+from rlx.system.threads import LoopThread
 from rlx.train.contract import State
 
 CACHE, WEIGHTS = 1, 2  # levels of sleep

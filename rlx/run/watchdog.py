@@ -18,7 +18,7 @@ from rlx.cli.user_code import frames, of_user, place_of
 from rlx.observe.run_status import STATUS
 from rlx.rollout.executor import Executor
 from rlx.system.jsonl import write_atomically
-from rlx.system.loop_thread import LoopThread
+from rlx.system.threads import LoopThread
 
 _STATUS = 5.0  # seconds between two writes of the status
 _BUSY = 30.0  # CPU seconds that count as life before the first step, while it compiles

@@ -13,7 +13,7 @@ import pytest
 
 from rlx.agents import api_gateway as gateway
 from rlx.agents.sessions import Session
-from rlx.system.loop_thread import LoopThread
+from rlx.system.threads import LoopThread
 
 HELLO = [{"role": "user", "content": "hello there"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

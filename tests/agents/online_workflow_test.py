@@ -16,7 +16,7 @@ from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor
 from rlx.rollout.staleness import Limits
 from rlx.rollout.workflows import Task
-from rlx.system.loop_thread import LoopThread
+from rlx.system.threads import LoopThread
 from tests.agents.online_test import ADMIN, Site
 
 

@@ -21,7 +21,7 @@ from rlx.rollout.attempts import Patience
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor
 from rlx.rollout.staleness import Limits
-from rlx.system.loop_thread import LoopThread
+from rlx.system.threads import LoopThread
 from tests.agents.conftest import LIMITS
 
 pytestmark = pytest.mark.witnesses

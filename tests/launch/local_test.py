@@ -19,7 +19,7 @@ from rlx.base import UserError
 from rlx.fleet.member import Timeouts
 from rlx.fleet.wire import TOKEN_VARIABLE
 from rlx.launch.local import CpuPlan, LocalServers, cpu_plan, start_early
-from rlx.system.loop_thread import LoopThread
+from rlx.system.threads import LoopThread
 from tests.fixtures.commands import ended
 
 SCRIPT = str(Path(__file__).parents[1] / "fixtures" / "arithmetic_engine.py")

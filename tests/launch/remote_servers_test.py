@@ -24,7 +24,7 @@ from rlx.fleet.tls import Tls
 from rlx.launch import remote_servers, run_secrets
 from rlx.launch.remote_servers import PACKAGES, Machines, checks_of, table
 from rlx.system import host_agent
-from rlx.system.loop_thread import LoopThread
+from rlx.system.threads import LoopThread
 from tests.fixtures.commands import ended
 
 SSHD, HOSTS = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin"), ("a", "b", "c")

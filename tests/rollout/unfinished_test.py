@@ -22,7 +22,7 @@ from rlx.rollout.executor import Executor, group_seed
 from rlx.rollout.staleness import Limits
 from rlx.rollout.unfinished import Unfinished
 from rlx.rollout.workflows import joined
-from rlx.system.loop_thread import LoopThread
+from rlx.system.threads import LoopThread
 
 SEED, ROWS = 5, [{"question": f"q{i}", "answer": str(i)} for i in range(60)]
 PROMPT, N, SECONDS = [1, 2, 3], 3, 30.0

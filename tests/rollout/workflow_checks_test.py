@@ -15,7 +15,7 @@ from rlx.rollout import workflow_checks
 from rlx.rollout.teacher_scores import TeacherScored
 from rlx.rollout.workflow_checks import TrajectoryError, checked
 from rlx.rollout.workflows import Prompts, Task
-from rlx.system import loop_thread
+from rlx.system import threads
 
 ROW = {"question": "20 + 52?", "answer": "72"}
 OWN = """
@@ -99,7 +99,7 @@ def test_a_workflow_that_asks_until_it_is_content_ends_too(own, tokenizer, monke
 
 def test_a_workflow_that_blocks_its_loop_ends_too(monkeypatch):
     monkeypatch.setattr(workflow_checks, "DRY_SECONDS", 0.05)
-    monkeypatch.setattr(loop_thread, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(threads, "CLOSE_SECONDS", 0.05)
     end = threading.Event()
 
     class Blocks:

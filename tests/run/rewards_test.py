@@ -17,7 +17,7 @@ from rlx.model import params as parameters
 from rlx.rollout.workflows import Prompts
 from rlx.run import inputs, tokenizer_files
 from rlx.run.room_options import check_reward, judge_of
-from rlx.system.loop_thread import LoopThread
+from rlx.system.threads import LoopThread
 from rlx.workers import worker_process
 from tests.fixtures.chat_server import ChatServer
 from tests.fixtures.commands import FLOAT32, RLX_MAIN

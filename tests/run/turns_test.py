@@ -23,7 +23,7 @@ from rlx.launch.local import LocalServers
 from rlx.run.allocate import apply_allocation, gpu_environment
 from rlx.run.turns import CACHE, WEIGHTS, DeviceTurn, OutOfTurn, Turns, follow, in_turns, rests
 from rlx.system.jsonl import read_jsonl
-from rlx.system.loop_thread import LoopThread
+from rlx.system.threads import LoopThread
 from tests.fixtures.commands import FLOAT32, RLX_MAIN
 
 RECORDS = ("metrics", "eval")
