@@ -19,10 +19,10 @@ import aiohttp
 import yarl
 from aiohttp import web
 
+from rlx.agents.http_listener import HttpListener
 from rlx.base import UserError, unknown
 
 HOST = "127.0.0.1"
-_BACKLOG = 4096  # connections that may wait to be accepted
 _PER_CONNECTION = {  # headers that are not forwarded
     "host", "content-length", "accept-encoding", "content-encoding", "connection", "keep-alive",
     "te", "upgrade", "transfer-encoding", "proxy-authorization", "expect",
@@ -116,21 +116,18 @@ class Forwarder:
             connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(sock_connect=30), trust_env=True,
         )  # fmt: skip
-        app = web.Application(client_max_size=1 << 30)
+        self._listener = HttpListener()
+        app = web.Application(client_max_size=1 << 30, middlewares=[self._listener.watch])
         app.router.add_route("*", f"/{self.api_key}/{{run}}/v1/{{rest:.*}}", self._forward)
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=0
-        )
-        await self._runner.setup()
-        await web.TCPSite(self._runner, HOST, 0, backlog=_BACKLOG).start()
+        self._port = await self._listener.open(app, HOST, 0, None)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._runner.cleanup()
+        await self._listener.close()
         await self._session.close()
 
     def base_url(self, run: int) -> str:
-        return f"http://{HOST}:{self._runner.addresses[0][1]}/{self.api_key}/{run}/v1"
+        return f"http://{HOST}:{self._port}/{self.api_key}/{run}/v1"
 
     def calls(self, run: int) -> list[ModelCall]:
         """Return the calls of a finished run, in order."""

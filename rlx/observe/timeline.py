@@ -72,11 +72,6 @@ class Timeline:
             self._spans.append(Span(process, track, name, start, max(start, end), args))
             self._recorded += 1
 
-    def add_laps(self, ends: Mapping[str, int]) -> None:
-        """Record parts of the trainer, each of which begins at the end of the one before, in ns."""
-        for start, (name, end) in zip(ends.values(), list(ends.items())[1:], strict=False):
-            self.add("trainer", "main", f"start: {name}", start, end)
-
     def save(self, path: str | os.PathLike) -> None:
         """Write the trace, replacing the file atomically. 200,000 spans take about 2 s."""
         with self._lock:

@@ -290,7 +290,8 @@ def build(
     if options.served and config.gate.enabled:
         parts.gate = _gate(config, inputs, model_dir, workdir / "hf")
     parts.laps["servers"] = time.monotonic_ns()
-    timeline.add_laps(parts.laps)
+    for (_, start), (name, end) in itertools.pairwise(parts.laps.items()):
+        timeline.add("trainer", "main", f"start: {name}", start, end)
     return state, step
 
 

@@ -96,9 +96,7 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
 
 def read_jsonl(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file in order, skipping unreadable lines; none if it is missing."""
-    if not Path(path).exists():
-        return
-    with open(path, "rb") as file:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         for line in file:
             if (record := _object(line)) is not None:
                 yield record
