@@ -33,29 +33,18 @@ class Position:
         return f"epoch{self.epoch}epochstep{self.epoch_step}globalstep{self.step}"
 
 
-@dataclass(frozen=True)
-class Every:
-    """An interval in each unit; 0: unused."""
+def due(section: ConfigDict, last: Position, now: Position, clock: bool = True) -> bool:
+    """Return whether an action last done at `last` is due at `now`, by a section's `every_` keys.
 
-    epochs: int = 0
-    steps: int = 0
-    seconds: float = 0.0
-
-
-def due(every: Every, last: Position, now: Position) -> bool:
-    """Return whether an action last done at `last` is due at `now`."""
+    Without `clock` its seconds do not count.
+    """
     # Epochs and steps count from the start of the run, so 4 means 4, 8, …; seconds from `last`.
+    epochs, steps, seconds = section.every_epochs, section.every_steps, section.every_seconds
     return (
-        (every.epochs > 0 and now.epoch // every.epochs > last.epoch // every.epochs)
-        or (every.steps > 0 and now.step // every.steps > last.step // every.steps)
-        or (every.seconds > 0 and now.seconds - last.seconds >= every.seconds)
+        (epochs > 0 and now.epoch // epochs > last.epoch // epochs)
+        or (steps > 0 and now.step // steps > last.step // steps)
+        or (clock and seconds > 0 and now.seconds - last.seconds >= seconds)
     )
-
-
-def every_of(config: ConfigDict) -> dict[str, Every]:
-    """Return the interval of each kind."""
-    units = ("epochs", "steps", "seconds")
-    return {k: Every(*(config[k][f"every_{unit}"] for unit in units)) for k in KINDS}
 
 
 def to_host(now: Position, last: Mapping[str, Position]) -> dict[str, Any]:

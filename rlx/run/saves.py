@@ -7,7 +7,6 @@ not end the run: the next save may fit.
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from rlx.config import default
 from rlx.doctor import memory
 from rlx.observe.run_report import write_report
 from rlx.run.export import prune
-from rlx.run.frequency import Position, due, every_of, to_host
+from rlx.run.frequency import Position, due, to_host
 from rlx.run.parts import Parts, disk_warning
 from rlx.run.room_options import as_json
 from rlx.train import checkpoint
@@ -30,17 +29,15 @@ class Saves:
         """Take a run's parts and first step; `phase(name, step=…)` times a save."""
         # Of the last complete checkpoint, and of the last of each kind; the owner ends `disk`.
         self.step, self.last, self.disk = step, {**parts.last}, ThreadPoolExecutor(4, "disk")
-        self._parts, self._phase, self._every = parts, phase, every_of(parts.config)
+        self._parts, self._phase = parts, phase
         self._checkpoint: list[Future] = []  # files being written
         self._hf: Future | None = None
         self._exported = self.last["export"]  # of the last whole one, which a checkpoint names
 
     def due(self, kind: str, now: Position) -> bool:
         """Return whether a checkpoint, eval or export is due now, and count it as done."""
-        every = self._every[kind]
-        if kind == "checkpoint" and self._checkpoint:  # only the clock waits for the current save
-            every = replace(every, seconds=0.0)
-        if found := due(every, self.last[kind], now):
+        clock = kind != "checkpoint" or not self._checkpoint  # it waits for the current save
+        if found := due(self._parts.config[kind], self.last[kind], now, clock):
             self.last[kind] = now
         return found
 

@@ -2,12 +2,18 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 
-from rlx.run.frequency import KINDS, Every, Position, due, from_host, to_host
+from rlx.run.frequency import KINDS, Position, due, from_host, to_host
 
 ROWS, BATCH = 50, 7
+
+
+def every(epochs=0, steps=0, seconds=0.0):
+    """The keys of a section."""
+    return SimpleNamespace(every_epochs=epochs, every_steps=steps, every_seconds=seconds)
 
 
 def positions(draw: random.Random, steps: int) -> list[Position]:
@@ -18,10 +24,10 @@ def positions(draw: random.Random, steps: int) -> list[Position]:
     return found
 
 
-def acted(every: Every, path: list[Position], last: Position) -> list[Position]:
+def acted(section, path: list[Position], last: Position) -> list[Position]:
     made = []
     for now in path:
-        if due(every, last, now):
+        if due(section, last, now):
             made.append(last := now)
     return made
 
@@ -33,10 +39,10 @@ def draw(request):
 
 def test_steps_and_epochs_are_counted_from_the_beginning(draw):
     path, steps = positions(draw, 60), draw.randint(1, 9)
-    found = acted(Every(steps=steps), path[1:], path[0])
+    found = acted(every(steps=steps), path[1:], path[0])
     assert [p.step for p in found] == list(range(steps, 61, steps))
     epochs = draw.randint(1, 3)
-    found = acted(Every(epochs=epochs), path[1:], path[0])
+    found = acted(every(epochs=epochs), path[1:], path[0])
     assert [p.epoch for p in found] == list(range(epochs, 60 * BATCH // ROWS + 1, epochs))
     for each in found:  # on the first step at which the pass is complete
         assert each.epoch_step == 0
@@ -45,33 +51,38 @@ def test_steps_and_epochs_are_counted_from_the_beginning(draw):
 
 def test_seconds_are_counted_from_the_last_time(draw):
     path, seconds = positions(draw, 60), draw.uniform(1.0, 40.0)
-    every, last = Every(seconds=seconds), path[0]
+    section, last = every(seconds=seconds), path[0]
     for now in path[1:]:
-        assert due(every, last, now) == (now.seconds - last.seconds >= seconds)
-        last = now if due(every, last, now) else last
+        assert due(section, last, now) == (now.seconds - last.seconds >= seconds)
+        assert not due(section, last, now, clock=False)
+        last = now if due(section, last, now) else last
 
 
 def test_whichever_comes_first_and_never_what_is_off(draw):
     path = positions(draw, 60)
-    one = Every(draw.randint(0, 3), draw.randint(0, 9), draw.choice([0.0, draw.uniform(1, 60)]))
-    parts = Every(epochs=one.epochs), Every(steps=one.steps), Every(seconds=one.seconds)
+    epochs, steps = draw.randint(0, 3), draw.randint(0, 9)
+    seconds = draw.choice([0.0, draw.uniform(1, 60)])
+    one = every(epochs, steps, seconds)
+    parts = every(epochs=epochs), every(steps=steps), every(seconds=seconds)
     for _ in range(200):
         last, now = sorted(draw.sample(path, 2), key=lambda p: p.step)
         assert due(one, last, now) == any(due(part, last, now) for part in parts)
-        assert not due(Every(), last, now)
-        assert not due(Every(one.epochs, one.steps), now, now)
+        assert not due(every(), last, now)
+        assert not due(every(epochs, steps), now, now)
 
 
 def test_a_continued_run_acts_when_the_whole_one_would_have(draw):
     path = positions(draw, 60)
-    every = Every(draw.randint(0, 3), draw.randint(0, 9), draw.choice([0.0, draw.uniform(1, 60)]))
+    section = every(draw.randint(0, 3), draw.randint(0, 9), draw.choice([0.0, draw.uniform(1, 60)]))
     cut = draw.randint(1, 59)
-    before = acted(every, path[1 : cut + 1], path[0])
+    before = acted(section, path[1 : cut + 1], path[0])
     last = dict.fromkeys(KINDS, (path[:1] + before)[-1])
     host = json.loads(json.dumps(to_host(path[cut], last)))
     now, last = from_host(host, Position())
     assert now == path[cut]
-    assert before + acted(every, path[cut + 1 :], last["eval"]) == acted(every, path[1:], path[0])
+    assert before + acted(section, path[cut + 1 :], last["eval"]) == acted(
+        section, path[1:], path[0]
+    )
 
 
 def test_a_run_of_an_older_checkpoint_counts_from_it():

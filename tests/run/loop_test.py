@@ -13,7 +13,7 @@ from rlx import config as config_lib
 from rlx.base import DiskFull, UserError
 from rlx.fleet.client import Fleet
 from rlx.mismatch.gate import Verdict
-from rlx.run.frequency import KINDS, Every, Position
+from rlx.run.frequency import KINDS, Position
 from rlx.run.loop import FRUITLESS, _Loop
 from rlx.run.precision import Precision
 
@@ -230,7 +230,7 @@ def test_a_checkpoint_counts_no_export_that_is_still_written(loop, monkeypatch):
     monkeypatch.setattr("rlx.run.saves.memory.exported", lambda sizes: 0)
     monkeypatch.setattr("rlx.run.saves.disk_warning", lambda *_: "")
     monkeypatch.setattr(saves, "show", lambda: None)
-    monkeypatch.setattr(saves, "_every", {**saves._every, "export": Every(steps=4)})
+    made.config.export.every_steps = 4
     assert saves.due("export", Position(step=4))
     saves.export(object(), Position(step=4))
     saves.save(object(), Position(step=5))
