@@ -31,14 +31,11 @@ def keep_private() -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory; call before threads start. Return False without glibc."""
+    """Make glibc keep freed memory; call before threads start. Return whether it does."""
     # A train step frees hundreds of megabytes at its end. By default the kernel zeroes and maps
     # these pages again in the next step. On a CPU that is a fifth of a small model's step, and a
     # third of a 135M-parameter model's.
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return False
+    mallopt = ctypes.CDLL(None).mallopt
     # One arena, because threads' arenas cannot hold such blocks; no block has its own mapping;
     # never trimmed (the largest int would be a limit of 2 GiB, which real models exceed).
     return all([mallopt(_ARENA_MAX, 1), mallopt(_MMAP_MAX, 0), mallopt(_TRIM_THRESHOLD, -1)])
