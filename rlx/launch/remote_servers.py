@@ -94,9 +94,7 @@ class Machines:
                 remedy = f"give the hosts' Python by --python (now {self.python})"
             return UserError(f"{last_line}; {remedy}")
 
-    def check(
-        self, shared: Path, ports: Sequence[int] = ()
-    ) -> tuple[list[Finding], dict[str, Any]]:
+    def check(self, shared: Path, ports: Sequence[int] = ()) -> tuple[list[Finding], dict]:
         """Compare all hosts with this one; return the checks, and host → result of `look`."""
         mark = secrets.token_hex(8)
         with explained(f"cannot write to --shared={shared}", "give another directory"):
@@ -143,7 +141,7 @@ def checks_of(host: str, found: Any, here: Mapping, span: tuple[float, float]) -
 
 def table(checks: Sequence[Finding]) -> str:
     """Return a line per host with ✓ or ✗ for each check, and a line per ✗ with its remedy."""
-    cells = {(c.area, c.name): "✗" if c.remedy else f"✓ {c.found}" for c in checks}
+    cells = {(c.area, c.name): f"✓ {c.found}" if c.level == "ok" else "✗" for c in checks}
     hosts = dict.fromkeys(check.area for check in checks)
     rows = [[host, *(cells.get((host, name), "–") for name in CHECKS)] for host in hosts]
     wrong = [f"✗ {c.area}: {c.name}: {c.found} → {c.remedy}" for c in problems(checks)]
