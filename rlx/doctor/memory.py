@@ -168,17 +168,12 @@ def _floats(sizes: RunSizes, devices: Devices, axes: Mapping[str, int]) -> float
     return model.num_layers * kept + working
 
 
-def published(sizes: RunSizes) -> int:
-    """Return the bytes of a published file."""
-    if sizes.publish == "adapter" and sizes.train.lora:
-        return sizes.trained * np.dtype(sizes.publish_dtype).itemsize
-    return exported(sizes)
-
-
 def in_publish_dir(sizes: RunSizes) -> int:
     """Return the bytes that `fleet.publish_dir` holds at most."""
+    adapter = sizes.publish == "adapter" and sizes.train.lora
+    file = sizes.trained * np.dtype(sizes.publish_dtype).itemsize if adapter else exported(sizes)
     # The old file stays until servers have read the new one; a delta needs two files.
-    return published(sizes) * (4 if sizes.publish == "delta" else 2)
+    return file * (4 if sizes.publish == "delta" else 2)
 
 
 def exported(sizes: RunSizes) -> int:

@@ -113,9 +113,9 @@ def test_adapters_make_the_state_small_and_keep_the_base_beside_it():
     pieces = memory.trainer(sizes_of(config, MODEL))
     assert pieces["parameters"] == 4 * adapters < whole["parameters"] / 3
     assert pieces["frozen base"] == 4 * count
-    assert memory.published(sizes_of(config, MODEL)) == 4 * count
+    assert memory.in_publish_dir(sizes_of(config, MODEL)) == 2 * 4 * count
     config.fleet.publish = "adapter"
-    assert memory.published(sizes_of(config, MODEL)) == 4 * adapters
+    assert memory.in_publish_dir(sizes_of(config, MODEL)) == 2 * 4 * adapters
 
 
 def test_the_kv_cache_is_the_engines_own():
