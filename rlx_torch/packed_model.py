@@ -14,16 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-)
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import logging
@@ -114,7 +108,9 @@ def empty(path: str | Path, kernel: str = "rlx_segments") -> Any:
 
 def auto(config: Any) -> Any:
     """Return the class of transformers that makes a config's model."""
-    return AutoModelForImageTextToText if vision.sees(config) else AutoModelForCausalLM
+    if vision.sees(config):
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
 
 
 def _attention(config: Any, name: str) -> Any:
@@ -125,10 +121,11 @@ def _attention(config: Any, name: str) -> Any:
 def known(path: str | Path) -> Any:
     """Return transformers' config of an HF directory; UserError if it cannot take packed rows."""
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        seeing = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        # One class for each of these.
-        kind: Any = (seeing if vision.sees(config) else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        if vision.sees(config):
+            classes = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        kind: Any = classes[type(config)]  # one class for each of these
     except (KeyError, ValueError) as error:
         text = f"{path} has no causal language model that transformers supports"
         raise UserError(f"{text} ({str(error).splitlines()[0]}); use another model") from None

@@ -38,27 +38,22 @@ def write(target: Path) -> None:
     """Write an HF directory; UserError names a package that is missing."""
     with packages_of("torch,vision", "rlx:shapes needs packages"):
         import torch
+        import transformers
         from tokenizers import Tokenizer, models, pre_tokenizers
-        from transformers import (
-            Idefics3Config,
-            Idefics3ForConditionalGeneration,
-            Idefics3Processor,
-            PreTrainedTokenizerFast,
-        )
-        from transformers.models.idefics3.image_processing_pil_idefics3 import (
-            Idefics3ImageProcessorPil,
-        )
+        from transformers.models.idefics3 import image_processing_pil_idefics3 as pil
     tokens = [*_SPECIAL.values(), *_WORDS.split()]
     words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(tokens)}, _SPECIAL["unk_token"]))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     named = dict(list(_SPECIAL.items())[:3])
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=words, **named, additional_special_tokens=tokens[3 : len(_SPECIAL)]
     )
     size = {"longest_edge": _PIXELS}
-    images = Idefics3ImageProcessorPil(do_image_splitting=False, size=size, max_image_size=size)
+    images = pil.Idefics3ImageProcessorPil(do_image_splitting=False, size=size, max_image_size=size)
     patches = (_PIXELS // _PATCH) ** 2
-    processor = Idefics3Processor(images, tokenizer, image_seq_len=patches, chat_template=_TEMPLATE)
+    processor = transformers.Idefics3Processor(
+        images, tokenizer, image_seq_len=patches, chat_template=_TEMPLATE
+    )
     text = {
         "hidden_size": _WIDTH, "intermediate_size": 2 * _WIDTH, "num_hidden_layers": 2,
         "model_type": "llama", "vocab_size": len(tokens),
@@ -70,10 +65,10 @@ def write(target: Path) -> None:
         "num_attention_heads": 4, "image_size": _PIXELS, "patch_size": _PATCH,
     }  # fmt: skip
     options: dict[str, Any] = {"pad_token_id": 0, "tie_word_embeddings": False, "scale_factor": 1}
-    config = Idefics3Config(
+    config = transformers.Idefics3Config(
         text_config=text, vision_config=vision, image_token_id=tokens.index("<image>"), **options
     )
-    model = Idefics3ForConditionalGeneration(config)
+    model = transformers.Idefics3ForConditionalGeneration(config)
     source = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, p in model.named_parameters():

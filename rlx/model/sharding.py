@@ -25,17 +25,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rlx.model import mesh as mesh_lib
 from rlx.model import params as parameters
-from rlx.model.mesh import (
-    EXPERT_WEIGHTS,
-    ROWS,
-    WEIGHTS,
-    check_devices,
-    cuts,
-    mesh_axes,
-    num_row_shards,
-    parse_mesh,
-)
+from rlx.model.mesh import EXPERT_WEIGHTS, ROWS, WEIGHTS
 from rlx.model.model_config import ModelConfig
 
 BATCH = PartitionSpec(ROWS)  # of a batch's arrays; the decoder cuts the tokens
@@ -51,10 +43,10 @@ def target_device() -> jax.Device:
 def make_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
     """Return the mesh of `text` over `devices`, None: all; or None for one device and no text."""
     count = jax.device_count() if devices is None else len(devices)
-    if not parse_mesh(text) and count == 1:
+    if not mesh_lib.parse_mesh(text) and count == 1:
         return None
-    check_devices(text, count)
-    axes = mesh_axes(text, count)
+    mesh_lib.check_devices(text, count)
+    axes = mesh_lib.mesh_axes(text, count)
     # Auto: the compiler shards intermediates; explicit axes would need a sharding at every gather.
     kinds = (jax.sharding.AxisType.Auto,) * len(axes)
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=devices)
@@ -62,7 +54,7 @@ def make_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> Mesh | 
 
 def spec(config: ModelConfig, row: parameters.Row, mesh: Mesh) -> PartitionSpec:
     """Return the partition of one parameter over the mesh."""
-    return PartitionSpec(*cuts(config, row, mesh.shape))
+    return PartitionSpec(*mesh_lib.cuts(config, row, mesh.shape))
 
 
 def named_shardings(
@@ -168,7 +160,7 @@ class Layout:
     @property
     def row_shards(self) -> int:
         """Number of parts into which the rows of a batch are cut."""
-        return 1 if self.mesh is None else num_row_shards(self.mesh.shape)
+        return 1 if self.mesh is None else mesh_lib.num_row_shards(self.mesh.shape)
 
     @property
     def context(self) -> int:

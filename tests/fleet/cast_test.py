@@ -31,11 +31,11 @@ SIZE = 48 << 20  # bytes of the ballast
 PROGRAM = """
 import sys
 from rlx.engines.vllm import vllm_cast
-cut = vllm_cast.buckets
+cut = vllm_cast.cast.buckets
 def buckets(head):
     print("what a library prints", flush=True)
     return cut(head, 1 << 22)
-vllm_cast.buckets = buckets
+vllm_cast.cast.buckets = buckets
 vllm_cast.main(sys.argv[1])
 """
 EVENTS = st.one_of(

@@ -21,11 +21,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from vllm.distributed import get_tensor_model_parallel_world_size
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.sample.sampler import Sampler
@@ -378,13 +374,13 @@ def own_slices(module: torch.nn.Module, leaf: str, parts: list[torch.Tensor]) ->
     if isinstance(module, VocabParallelEmbedding):
         rows = module.shard_indices
         return [t[rows.org_vocab_start_index : rows.org_vocab_end_index] for t in parts]
-    if isinstance(module, RowParallelLinear):
+    if isinstance(module, linear.RowParallelLinear):
         return [t.chunk(size, dim=1)[rank] if leaf == "weight" else t for t in parts]
-    if isinstance(module, QKVParallelLinear):  # workers may share key/value heads
+    if isinstance(module, linear.QKVParallelLinear):  # workers may share key/value heads
         copies = module.num_kv_head_replicas
         kv = (size // copies, rank // copies)
         return [t.chunk(n)[i] for t, (n, i) in zip(parts, ((size, rank), kv, kv), strict=True)]
-    if isinstance(module, ColumnParallelLinear):
+    if isinstance(module, linear.ColumnParallelLinear):
         return [t.chunk(size)[rank] for t in parts]
     return parts
 
