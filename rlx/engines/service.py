@@ -4,7 +4,7 @@
     Score    ─▶ score_from ─▶ engine.score ─▶ one message ─▶ client
     Publish  ─▶ staged (a delta: applied to the kept file; an adapter: added to the model
                 directory) and checksummed while the engine runs ─▶ engine.load
-             ─▶ or: the kept file to a server that joins
+             ─▶ or: the kept file to a server that joins (relay.py)
 
 A bad request gets an error status and never reaches the engine.
 """
@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -37,6 +37,7 @@ from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet.publish import WeightFile, Weights, check_room, checksum, sweep
 from rlx.fleet.requests import Chunk, EngineStatus
 from rlx.fleet.tls import Tls
+from rlx.fleet.wire import RequestError
 from rlx.observe import traces
 from rlx.system import image_store
 
@@ -45,18 +46,10 @@ PUBLISH_SECONDS = 3600.0
 PAUSE_SECONDS = 60.0  # default lease of a pause
 MAX_PAUSE_SECONDS = 3600.0
 MAX_PATH = 4096  # bytes of a published path
-_DRAIN_SECONDS, _POLL_SECONDS = 5.0, 0.01
+_DRAIN_SECONDS = 5.0
 _HOLD_SECONDS = 0.1  # tokens wait for others, as a message costs far more than its tokens
 _UNWATCHED = 5  # × _HOLD_SECONDS for unwatched requests; a dead server's are sampled again
 _Code = grpc.StatusCode
-
-
-class RequestError(Exception):
-    """Refusal of a request: gRPC status and a message."""
-
-    def __init__(self, code: grpc.StatusCode, message: str):
-        super().__init__(message)
-        self.code = code
 
 
 @dataclass(eq=False)
@@ -88,10 +81,9 @@ class RolloutService(rpc.RolloutServicer):
         self._spans: deque[tuple[str, int, int]] = deque(maxlen=MAX_SPANS)
         self._changing = asyncio.Lock()  # one pause, load or resume at a time
         self._installs: set[asyncio.Task] = set()
-        self._relayed: set[asyncio.Timeout] = set()  # of publishes that other servers send
-        self._passing: dict[asyncio.Timeout, Weights] = {}  # kept files on the way to other servers
+        self._relayed: relay.Calls = {}  # publishes that other servers send
+        self._kept = relay.KeptFile()  # of the current weights
         self._casting = False  # whether the engine takes part in a cast
-        self._base: Weights | None = None  # current file, kept for the next delta
         self._model = adapter.Base(self.model_dir) if self.model_dir else None
         self._closed = False
         sweep(self.stage_dir)
@@ -100,7 +92,7 @@ class RolloutService(rpc.RolloutServicer):
         """End a pause's lease and remove the kept file."""
         self._closed = True
         self._end_lease()
-        self._keep(None)
+        self._kept.replace(None)
 
     @property
     def quiet_seconds(self) -> float:
@@ -196,7 +188,7 @@ class RolloutService(rpc.RolloutServicer):
             header = await _header(requests)
             self._expected(header)
             if header.relay.kept:
-                return await self._pass_on(header, requests)
+                return await self._kept.pass_on(header, requests)
             requests.begin(header)
             way, num_bytes = "path", header.num_bytes
             if header.HasField("cast"):
@@ -205,10 +197,13 @@ class RolloutService(rpc.RolloutServicer):
             elif header.path:
                 path = await self._verified(header)
             else:
-                await self._end_outdated()
+                await self._kept.end_outdated()
                 file = self._stage_file(header.num_bytes)
                 path = file.path
-                async with self._overtaken_by_others(header):
+                relay.end(self._relayed)
+                message = f"version {header.version} is overtaken by another publish"
+                from_server = self._relayed if header.relay.to.instance else {}
+                async with relay.ended_early(from_server, header.version, message):
                     if header.HasField("delta"):
                         way, num_bytes = "delta", header.delta.num_bytes
                         await self._apply(header, requests, path)
@@ -219,7 +214,8 @@ class RolloutService(rpc.RolloutServicer):
                         way = "stream"
                         await _receive(header, requests, path)
         except BaseException as error:
-            _close(file)
+            if file:
+                file.close()
             if isinstance(error, RequestError):
                 await _drain(requests)
             raise
@@ -237,43 +233,6 @@ class RolloutService(rpc.RolloutServicer):
         if to.instance and (to.instance, to.version, to.crc32) != (self._instance, *now):
             message = f"relayed version {header.version} is not for this server as it is now"
             raise RequestError(_Code.ABORTED, message)
-
-    @asynccontextmanager
-    async def _overtaken_by_others(self, header: pb.PublishHeader) -> AsyncIterator[None]:
-        """End the receiving of what other servers send when a further publish begins."""
-        while self._relayed:
-            self._relayed.pop().reschedule(0)
-        try:
-            async with asyncio.timeout(None) as limit:
-                if header.relay.to.instance:
-                    self._relayed.add(limit)
-                yield
-        except TimeoutError:
-            message = f"version {header.version} is overtaken by another publish"
-            raise RequestError(_Code.ABORTED, message) from None
-        finally:
-            self._relayed.discard(limit)
-
-    async def _pass_on(self, header: pb.PublishHeader, requests: relay.Incoming) -> pb.PublishReply:
-        """Send the kept file to the servers below."""
-        base = self._kept(header.version, header.num_bytes, header.crc32)
-        try:
-            async with asyncio.timeout(None) as limit, aclosing(requests):
-                self._passing[limit] = base
-                return await requests.pass_on(header, base.path)
-        except TimeoutError:
-            message = f"version {header.version} is not kept any more"
-            raise RequestError(_Code.ABORTED, message) from None
-        finally:
-            del self._passing[limit]
-
-    async def _end_outdated(self) -> None:
-        """End the sending of removed files, so that no more than two are in memory."""
-        while old := [limit for limit, base in self._passing.items() if base is not self._base]:
-            for limit in old:
-                if limit.when() is None:
-                    limit.reschedule(0)
-            await asyncio.sleep(_POLL_SECONDS)
 
     def _admit_cast(self, cast: pb.PublishCast) -> None:
         """Raise RequestError unless the engine can take part in this cast."""
@@ -365,7 +324,7 @@ class RolloutService(rpc.RolloutServicer):
     async def _apply(self, header: pb.PublishHeader, requests: relay.Incoming, path: str) -> None:
         """Receive a delta; apply it to the kept file and write the result to `path`."""
         sent = header.delta
-        base = self._kept(sent.base_version, header.num_bytes, sent.base_crc32)
+        base = self._kept.require(sent.base_version, header.num_bytes, sent.base_crc32)
         with closing(self._stage_file(sent.num_bytes)) as file:
             try:
                 await _receive(sent, requests, file.path)
@@ -396,18 +355,6 @@ class RolloutService(rpc.RolloutServicer):
                 raise RequestError(_Code.RESOURCE_EXHAUSTED, str(error)) from error
         self._spans.append(("add adapter", start_ns, self.clock()))
 
-    def _kept(self, *wanted: int) -> Weights:
-        """Return the kept file; RequestError if its version, size and checksum are others."""
-        if (base := self._base) and (base.version, base.num_bytes, base.crc32) == wanted:
-            return base
-        raise RequestError(_Code.ABORTED, f"this server does not have version {wanted[0]}")
-
-    def _keep(self, base: Weights | None) -> None:
-        """Keep `base` for the next delta and for servers that join; remove the one before."""
-        if self._base:
-            self._base.close()
-        self._base = base
-
     def _stage_file(self, num_bytes: int) -> WeightFile:
         try:
             check_room(self.stage_dir, num_bytes)
@@ -434,15 +381,15 @@ class RolloutService(rpc.RolloutServicer):
                     base = Weights(
                         header.version, file.path, header.num_bytes, header.crc32, "delta", file
                     )
-                self._keep(base)
+                self._kept.replace(base)
         except ValueError as error:
             if not cast:
                 raise
             raise RequestError(_Code.ABORTED, str(error)) from error
         finally:
             self._casting = self._casting and not cast
-            if not base:
-                _close(file)
+            if file and not base:
+                file.close()
         return reply
 
 
@@ -584,26 +531,17 @@ def _compare(
         raise RequestError(_Code.DATA_LOSS, message)
 
 
-def _close(file: WeightFile | None) -> None:
-    if file:
-        file.close()
-
-
 @asynccontextmanager
 async def _refusing(context, bad: grpc.StatusCode = _Code.INVALID_ARGUMENT) -> AsyncIterator[None]:
     """Answer errors of a call with a status, which is `bad` for a mistake of the caller."""
     try:
         yield
-    except RequestError as error:
-        await _refuse(context, error.code, error)
-    except MissingImage as error:
-        await _refuse(context, _Code.FAILED_PRECONDITION, error)
-    except (ValueError, UserError) as error:
-        await _refuse(context, bad, error)
-    except EngineStopped as error:  # to a client, as if the server had died
-        await _refuse(context, _Code.UNAVAILABLE, error)
-
-
-async def _refuse(context, code: grpc.StatusCode, error: Exception) -> NoReturn:
-    await context.abort(code, " ".join(str(error).split())[:2000])
-    raise AssertionError("abort returned")
+    except (RequestError, MissingImage, EngineStopped, ValueError, UserError) as error:
+        code = bad
+        if isinstance(error, RequestError):
+            code = error.code
+        elif isinstance(error, MissingImage):
+            code = _Code.FAILED_PRECONDITION
+        elif isinstance(error, EngineStopped):  # to a client, as if the server had died
+            code = _Code.UNAVAILABLE
+        await context.abort(code, " ".join(str(error).split())[:2000])

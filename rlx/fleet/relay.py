@@ -12,7 +12,8 @@ import asyncio
 import os
 import time
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -23,11 +24,14 @@ from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet import tls as transport
 from rlx.fleet import wire
+from rlx.fleet.publish import Weights
 from rlx.system.threads import in_thread
 
 APART = 10  # publishes by the trainer itself, after a server did not get one from another server
-_SLACK_SECONDS, _POLL_SECONDS = 2.0, 0.05
+_SLACK_SECONDS, _POLL_SECONDS, _END_SECONDS = 2.0, 0.05, 0.01
 _TOKEN = "authorization"
+
+Calls = dict[asyncio.Timeout, Any]  # of running calls, and what each is about
 
 
 def parts(servers: Any, fanout: int) -> list[Any]:
@@ -189,3 +193,57 @@ class Incoming:
             data = await in_thread(os.pread, self._file, end - offset, offset)
             yield pb.PublishRequest(chunk=pb.PublishChunk(offset=offset, data=data, crc32=crc32))
             offset, index = end, index + 1
+
+
+@asynccontextmanager
+async def ended_early(calls: Calls, what: Any, message: str) -> AsyncIterator[None]:
+    """Enter the block in `calls`; RequestError if `end` ends it."""
+    try:
+        async with asyncio.timeout(None) as limit:
+            calls[limit] = what
+            yield
+    except TimeoutError:
+        raise wire.RequestError(grpc.StatusCode.ABORTED, message) from None
+    finally:
+        del calls[limit]
+
+
+def end(calls: Iterable[asyncio.Timeout]) -> None:
+    """End running calls, unless they are ending already."""
+    for limit in calls:
+        if limit.when() is None:
+            limit.reschedule(0)
+
+
+class KeptFile:
+    """A server's file of its weights, kept for the next delta and for servers that join."""
+
+    def __init__(self) -> None:
+        self.weights: Weights | None = None
+        self.passing: Calls = {}  # with the weights that each sends
+
+    def replace(self, weights: Weights | None) -> None:
+        """Keep these weights, and remove the file of those before."""
+        if self.weights:
+            self.weights.close()
+        self.weights = weights
+
+    def require(self, *wanted: int) -> Weights:
+        """Return the weights; RequestError if their version, size and checksum are others."""
+        if (own := self.weights) and (own.version, own.num_bytes, own.crc32) == wanted:
+            return own
+        message = f"this server does not have version {wanted[0]}"
+        raise wire.RequestError(grpc.StatusCode.ABORTED, message)
+
+    async def pass_on(self, header: pb.PublishHeader, requests: Incoming) -> pb.PublishReply:
+        """Send the file to the servers below."""
+        own = self.require(header.version, header.num_bytes, header.crc32)
+        message = f"version {header.version} is not kept any more"
+        async with ended_early(self.passing, own, message), aclosing(requests):
+            return await requests.pass_on(header, own.path)
+
+    async def end_outdated(self) -> None:
+        """End the sending of removed files, so that no more than two are in memory."""
+        while old := [limit for limit, sent in self.passing.items() if sent is not self.weights]:
+            end(old)
+            await asyncio.sleep(_END_SECONDS)

@@ -55,6 +55,14 @@ KV_NAMES = {number: name for name, number in KV_NUMBERS.items()}
 _STOP_NAMES = {number: name for name, number in _STOP_REASONS.items()}
 
 
+class RequestError(Exception):
+    """Refusal of a request: gRPC status and a message."""
+
+    def __init__(self, code: grpc.StatusCode, message: str):
+        super().__init__(message)
+        self.code = code
+
+
 def take_token(environment: MutableMapping[str, str]) -> str | None:
     """Remove the bearer token from `environment`, to keep it from children; return it."""
     return environment.pop(TOKEN_VARIABLE, None)

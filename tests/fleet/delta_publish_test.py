@@ -43,7 +43,7 @@ def ways(report):
 
 def kept(server):
     """The bytes that a server in this process keeps; None when it keeps no file."""
-    base = server._rollouts._base
+    base = server._rollouts._kept.weights
     return Path(base.path).read_bytes() if base else None
 
 
@@ -254,7 +254,7 @@ def test_a_server_that_lost_its_base_gets_the_file_at_once(tools, tmp_path):
     async def main():
         async with tools.fleet(2, tmp_path) as (fleet, engines, servers):
             await fleet.publish(1, step(1), "delta")
-            servers[0]._rollouts._keep(None)  # restarted, and nobody has noticed
+            servers[0]._rollouts._kept.replace(None)  # restarted, and nobody has noticed
             report = await fleet.publish(2, step(2), "delta")
             assert ways(report) == ["stream", "delta"]
             assert report.deliveries[0].sent_bytes >= report.num_bytes

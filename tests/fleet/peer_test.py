@@ -106,7 +106,7 @@ def test_the_trainer_sends_nothing_to_a_joiner(tools, tmp_path):
             assert [d.method for d in report.deliveries] == ["delta"] * 3
             assert report.sent_bytes == fleet._weights.delta.num_bytes
             wanted = Path(fleet._weights.path).read_bytes()
-            assert all(Path(s._rollouts._base.path).read_bytes() == wanted for s in servers)
+            assert all(Path(s._rollouts._kept.weights.path).read_bytes() == wanted for s in servers)
             await check(fleet, 2, 3)
 
     tools.run(main())
@@ -120,9 +120,9 @@ def test_what_no_server_can_send_comes_from_the_trainer(tools, tmp_path, why, mo
         async with growing(tools, tmp_path, 2, limits, method) as (
             fleet, _, (first, _), said, join,
         ):  # fmt: skip
-            base = first._rollouts._base
+            base = first._rollouts._kept.weights
             if why == "dropped":
-                first._rollouts._keep(None)
+                first._rollouts._kept.replace(None)
             if why == "damaged":
                 with open(base.path, "r+b") as file:
                     file.seek(SIZE // 2)
@@ -261,16 +261,16 @@ def test_a_server_keeps_no_third_file_for_a_joiner(tools, tmp_path):
                 call = stub.Publish(iter([pb.PublishRequest(header=header)]), timeout=20)
                 call = asyncio.ensure_future(call)
                 await taken.wait()
-                path = server._rollouts._base.path
+                path = server._rollouts._kept.weights.path
                 await fleet.publish(2, weights(2), "delta")
-                assert len(server._rollouts._passing) == 1, "the removed file is still sent"
+                assert len(server._rollouts._kept.passing) == 1, "the removed file is still sent"
                 assert f"{path} (deleted)" in open_files()
                 await fleet.publish(3, weights(3), "delta")
                 assert f"{path} (deleted)" not in open_files()
                 with pytest.raises(grpc.aio.AioRpcError, match="not kept any more") as refused:
                     await call
                 assert refused.value.code() is CODE.ABORTED
-                assert not server._rollouts._passing
+                assert not server._rollouts._kept.passing
                 assert late.version == 0
 
     def open_files():

@@ -138,7 +138,7 @@ def limited(tools, fanout, **changes):
 
 
 def kept(server):
-    base = server._rollouts._base
+    base = server._rollouts._kept.weights
     return Path(base.path).read_bytes() if base else None
 
 
@@ -183,11 +183,11 @@ def test_deltas_go_the_same_way(tools, tmp_path):
             assert report.sent_bytes == 2 * fleet._weights.delta.num_bytes
             wanted = Path(fleet._weights.path).read_bytes()
             assert all(kept(server) == wanted for server in servers)
-            servers[4]._rollouts._keep(None)  # below another one, and nobody knows
+            servers[4]._rollouts._kept.replace(None)  # below another one, and nobody knows
             report = await fleet.publish(3, weights(3), "delta")
             assert [d.method for d in report.deliveries] == ["delta"] * 4 + ["stream"]
             assert loads(engines) == [[1, 2, 3]] * 5
-            servers[0]._rollouts._keep(None)  # the first of its part
+            servers[0]._rollouts._kept.replace(None)  # the first of its part
             report = await fleet.publish(4, weights(4), "delta")
             assert [d.method for d in report.deliveries] == ["stream"] + ["delta"] * 4
             assert loads(engines) == [[1, 2, 3, 4]] * 5
