@@ -9,23 +9,17 @@ A few tensors are in memory at a time. `digest` checks that both ends have the s
 import contextlib
 import hashlib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes as ml_dtypes  # numpy knows the name bfloat16 by it
 import numpy as np
 
 from rlx.base import UserError
 from rlx.fleet import publish
-from rlx.model.tensors import LazyTensors, open_tensors, shards
+from rlx.model.tensors import Buckets, LazyTensors, open_tensors, shards
 
-DTYPES: Mapping[str, Any] = {
-    "float32": np.float32,
-    "bfloat16": ml_dtypes.bfloat16,
-    "float16": np.float16,
-}
+DTYPES = ("float32", "bfloat16", "float16")
 _PREFIX = "base_model.model."  # before HF's name in PEFT's names
 _DOWN, _UP, _WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
 _BLOCK = 64 << 20  # elements summed at a time
@@ -68,7 +62,7 @@ class Base:
     def write(self, adapter: str | Path, scale: float, dtype: str, out: str | Path) -> None:
         """Write the base plus scale · B·A of a file with PEFT's names to the existing file `out`.
 
-        ValueError for an adapter that does not fit, a `dtype` that is no key of DTYPES, or a scale
+        ValueError for an adapter that does not fit, a `dtype` that is not in DTYPES, or a scale
         that is not finite; UserError for a full disk.
         """
         if dtype not in DTYPES or not math.isfinite(scale):
@@ -79,12 +73,10 @@ class Base:
             except UserError as error:
                 raise ValueError(f"not a safetensors file: {error}") from error
             base = stack.enter_context(open_tensors(self._directory))
-            pairs = _pairs(parts, base)
-            sums = {
-                name: _Sum(base, parts, name, pairs.get(name), scale, np.dtype(DTYPES[dtype]))
-                for name in base
-            }
-            publish.write_weights(sums, out)
+            pairs, kind = _pairs(parts, base), np.dtype(dtype)
+            shaped = {name: np.broadcast_to(kind.type(0), base.shape(name)) for name in base}
+            sums = ({name: _sum(base, parts, name, pairs.get(name), scale, kind)} for name in base)
+            publish.write_weights(Buckets(shaped, sums), out)  # `shaped` takes no memory
 
 
 def _pairs(parts: LazyTensors, base: LazyTensors) -> dict[str, tuple[str, str]]:
@@ -107,31 +99,20 @@ def _pairs(parts: LazyTensors, base: LazyTensors) -> dict[str, tuple[str, str]]:
     return pairs
 
 
-@dataclass(frozen=True, eq=False)
-class _Sum:
-    """One tensor of the result, computed when it is written."""
-
-    base: LazyTensors
-    parts: LazyTensors
-    name: str
-    pair: tuple[str, str] | None
-    scale: float
-    dtype: np.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.base.shape(self.name)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        weight = self.base[self.name]
-        if self.pair is None:
-            return weight.astype(self.dtype, copy=False)
-        down, up = (self.parts[name] for name in self.pair)
-        result = np.empty(self.shape, self.dtype)
-        rows = max(1, _BLOCK // max(1, self.shape[1]))
-        for start in range(0, self.shape[0], rows):
-            part = slice(start, start + rows)
-            with np.errstate(all="ignore"):  # the engine refuses numbers that are not finite
-                product = np.float32(self.scale) * (up[part] @ down)
-                result[part] = weight[part].astype(np.float32) + product
-        return result
+def _sum(
+    base: LazyTensors, parts: LazyTensors, name: str, pair: tuple[str, str] | None, scale: float,
+    dtype: np.dtype,
+) -> np.ndarray:  # fmt: skip
+    """Return one tensor of the result."""
+    weight = base[name]
+    if pair is None:
+        return weight.astype(dtype, copy=False)
+    down, up = (parts[each] for each in pair)
+    result = np.empty(weight.shape, dtype)
+    rows = max(1, _BLOCK // max(1, weight.shape[1]))
+    for start in range(0, len(weight), rows):
+        part = slice(start, start + rows)
+        with np.errstate(all="ignore"):  # the engine refuses numbers that are not finite
+            product = np.float32(scale) * (up[part] @ down)
+            result[part] = weight[part].astype(np.float32) + product
+    return result

@@ -29,14 +29,10 @@ COMPANIONS = (
     "generation_config.json", "preprocessor_config.json", "processor_config.json",
     "video_preprocessor_config.json",
 )  # fmt: skip
-_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
+DTYPES = {  # names of numpy and torch → of safetensors
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
     "int32": "I32",
-}
+}  # fmt: skip
 _BLOCK = 8 << 20  # bytes hashed or written at a time
 
 
@@ -128,11 +124,11 @@ class Buckets:
         start = 0
         for name, tensor in self.tensors.items():
             shape, dtype = [int(n) for n in tensor.shape], np.dtype(tensor.dtype)
-            if dtype.name not in _DTYPES:
-                known = ", ".join(_DTYPES)
+            if dtype.name not in DTYPES:
+                known = ", ".join(DTYPES)
                 raise ValueError(f"{name} is {dtype.name}; a weight must be one of {known}")
             end = start + math.prod(shape) * dtype.itemsize
-            kind = _DTYPES[dtype.name]
+            kind = DTYPES[dtype.name]
             entries[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
             start = end
         text = json.dumps(entries, separators=(",", ":")).encode()

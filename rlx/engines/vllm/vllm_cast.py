@@ -23,15 +23,13 @@ import torch.distributed as dist
 
 from rlx.fleet import cast
 from rlx.fleet.rollout_pb2 import PublishCast
+from rlx.model.tensors import DTYPES
 from rlx.system.host_port import bracketed
 from rlx.system.process_settings import end_with_parent
 
 _POLL_SECONDS = 0.002
 _PATIENCE = timedelta(seconds=cast.PATIENCE_SECONDS)
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32,
-}  # fmt: skip
+_DTYPES = {short: getattr(torch, name) for name, short in DTYPES.items()}
 
 
 def missing(backend: str) -> str:
