@@ -381,7 +381,7 @@ class Member:
     async def _live_once(self) -> bool:
         """Connect and watch until it is lost; return whether it was live meanwhile."""
         was_live = False
-        channel = transport.channel(self.address, self._tls, wire.CHANNEL_OPTIONS)
+        channel = transport.channel(self.address, self._tls)
         self._stub = rpc.RolloutStub(channel)
         try:
             await self.probe()

@@ -171,7 +171,7 @@ class Incoming:
         tls = (self._tls or transport.Tls()) if ca else None
         try:
             transport.check_address(address, given[0][1] if given else None, tls)
-            async with transport.channel(address, tls, wire.CHANNEL_OPTIONS, ca) as channel:
+            async with transport.channel(address, tls, ca) as channel:
                 reply = await rpc.RolloutStub(channel).Publish(
                     self._chunks(header), timeout=self._call.time_remaining(), metadata=given
                 )

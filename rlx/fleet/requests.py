@@ -29,9 +29,7 @@ class Sampling:
     # The completion matches it, unless its length cuts it. Behaviour logprobs are then renormalised
     # over the tokens that it allows.
     guide: str = option("", "JSON Schema that answers match, also in losses; empty: none")
-    top_logprobs: int = (
-        0  # in [0, 20]; most likely tokens reported with each sampled one; vLLM only
-    )
+    top_logprobs: int = 0  # in [0, 20]; likeliest tokens reported with each sampled one; vLLM only
     unscored: bool = False  # behaviour logprobs are not needed; an engine may return NaN
     # Report the tokens that top-p, top-k, the minimum length and the guide left to draw from.
     # Behaviour logprobs are then renormalised over them. Ignored if greedy.

@@ -8,7 +8,6 @@ All files are PEM and are read once. docs/security.md shows how to check them wi
 
 import ipaddress
 import ssl
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,15 +97,13 @@ def https(tls: Tls) -> ssl.SSLContext:
     return context
 
 
-def channel(
-    address: str, tls: Tls | None, options: Sequence[tuple[str, int]], ca: bytes = b""
-) -> grpc.aio.Channel:
+def channel(address: str, tls: Tls | None, ca: bytes = b"") -> grpc.aio.Channel:
     """Return an unconnected channel, with `ca` for that of `tls`; UserError for unusable files."""
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.insecure_channel(address, options=wire.CHANNEL_OPTIONS)
     cert, key, own = _contents(tls)
     credentials = grpc.ssl_channel_credentials(ca or own, key, cert)
-    return grpc.aio.secure_channel(address, credentials, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=wire.CHANNEL_OPTIONS)
 
 
 def refusal(address: str, details: str) -> UserError | None:

@@ -15,19 +15,13 @@ ALIASES = {"data": "fsdp"}
 ROWS = ("replica", "fsdp", "expert")  # axes that cut the rows of a batch
 WEIGHTS = ("fsdp", "expert", "context")  # axes that cut parameters, gathered for each use
 EXPERT_WEIGHTS = ("fsdp", "context")  # the same for an expert's parameters
-RULES: dict[str, str | tuple[str, ...] | None] = {
-    "layers": None,
+RULES: dict[str, str | tuple[str, ...]] = {  # axis of a parameter → of the mesh; others are whole
     "vocab": "tensor",
-    "values": None,
     "model": WEIGHTS,
     "mlp": "tensor",
     "experts": "expert",
-    "routes": None,
     "heads": "tensor",
     "kv_heads": "tensor",
-    "head_dim": None,
-    "rank": None,
-    "joined": None,
 }
 
 
@@ -59,7 +53,7 @@ def cuts(
     units = sizes | {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
     cut = []
     for axis in row.axes:
-        target = RULES[axis]
+        target = RULES.get(axis)
         if target == WEIGHTS and "experts" in row.axes:
             target = EXPERT_WEIGHTS
         matrix = len(row.axes) > 1 + row.stacked

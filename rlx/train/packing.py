@@ -415,13 +415,9 @@ def segment_sizes(segment_ids: np.ndarray) -> np.ndarray:
 
 _PACKERS = (first_fit_decreasing, fullest_rows)
 _PADDING = {
-    "tokens": 0,
-    "positions": 0,
-    "sequence_ids": 0,
-    "loss_mask": False,
-    "behaviour_logprobs": 0.0,
+    "tokens": 0, "positions": 0, "sequence_ids": 0, "loss_mask": False, "behaviour_logprobs": 0.0,
     "versions": -1,
-}
+}  # fmt: skip
 
 
 def minibatch_ids(flat: FlatBatch, count: int) -> list[np.ndarray]:

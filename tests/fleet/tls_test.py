@@ -126,7 +126,7 @@ def test_files_that_cannot_work_are_found_on_both_sides(pem, names, words):
         Server(lambda: None, tls=pem(*names))
     cert, ca, key = (*names, "", "")[:3]
     with pytest.raises(UserError, match=words):
-        tls.channel("127.0.0.1:1", pem(cert, ca or "ours", key), ())
+        tls.channel("127.0.0.1:1", pem(cert, ca or "ours", key))
 
 
 def test_half_a_pair_is_refused():

@@ -255,17 +255,12 @@ class JaxEngine(ModelEngine):
         except BaseException as error:
             self._failure = error
             self._call_loop(self._end_all)
-            while not self._inbox.empty():
-                self._inbox.get()()
+            self._take_messages(wait=False)
             raise
 
     def _take_messages(self, wait: bool) -> None:
-        while True:
-            try:
-                message = self._inbox.get(block=wait)
-            except queue.Empty:
-                return
-            message()
+        while wait or not self._inbox.empty():
+            self._inbox.get()()
             wait = False
 
     def _tick(self) -> None:
@@ -335,9 +330,7 @@ class JaxEngine(ModelEngine):
         buckets = self._programs.plan.slot_buckets
         enough = next(b for b in buckets if b >= self._slots.running)
         if self._slots.used > enough:
-            moves = self._slots.moves(enough)
-            if moves:
-                self._cache = self._programs.copy(self._cache, moves)
+            self._cache = self._programs.copy(self._cache, self._slots.moves(enough))
 
     def _swap(self, params: ServingParams, version: int, kv: str) -> int:
         start = self._clock()

@@ -326,9 +326,8 @@ def _same(one, other, slots: int, counts: np.ndarray) -> bool:
 
     def agree(a, b, where):
         a, b = np.asarray(a), np.asarray(b)[:slots]
-        return bool(
-            ((a.view(np.uint8) == b.view(np.uint8)).reshape(*a.shape, -1).all(-1) | ~where).all()
-        )
+        where = np.broadcast_to(where, a.shape)
+        return a[where].tobytes() == b[where].tobytes()
 
     pairs = zip(jax.tree.leaves(recent), jax.tree.leaves(other_recent), strict=True)
     return (

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +28,7 @@ from rlx.system.host_port import bracketed
 from rlx.system.process_settings import end_with_parent
 
 _POLL_SECONDS = 0.002
+_BROKE = "the cast of the weights broke"
 _PATIENCE = timedelta(seconds=cast.PATIENCE_SECONDS)
 _DTYPES = {short: getattr(torch, name) for name, short in DTYPES.items()}
 
@@ -47,33 +48,32 @@ def receive(
     `place` gets a tensor of its own on `device`. ValueError, which says why, if it broke.
     """
     due, found = cast.buckets(offer.head), dict[str, torch.Tensor]()
-    state, group = cast.CastProgress(offer.place, len(due)), None
+    came, group = 0, None
     try:
         store = dist.TCPStore(offer.host, offer.port, None, False, timeout=_PATIENCE)
         store.set(f"ready{offer.place}", "")
         store.wait(["go"], _PATIENCE)
         places = json.loads(store.get("go"))
-        state = cast.after(state, cast.Went(tuple(places)))
-        if state.begun:
-            rank = 1 + places.index(offer.place)
-            group = _group(offer.backend, store, rank, 1 + len(places))
-        while state.begun and not (state.done or state.reason):
-            bucket = due[state.came]
+        if offer.place not in places:
+            raise ValueError(f"{_BROKE}: the sender began without this server")
+        group = _group(offer.backend, store, 1 + places.index(offer.place), 1 + len(places))
+        for bucket in due:
             words = _words(bucket, device)
             _broadcast(group, store, words)
-            state = cast.after(state, cast.Came(state.came, bool(~words[:-1].sum() == words[-1])))
-            for entry in bucket if not state.reason else ():
+            if ~words[:-1].sum() != words[-1]:
+                raise ValueError(f"{_BROKE}: bucket {came} was damaged")
+            came += 1
+            for entry in bucket:
                 part = words.view(torch.uint8)[entry.start : entry.end].clone()
                 found[entry.name] = place(part.view(_DTYPES[entry.dtype]).view(entry.shape))
-        if state.done:
+        with suppress(RuntimeError, OSError):  # all came, even if the sender is gone
             store.set(f"got{offer.place}", "")
     except (RuntimeError, OSError) as error:  # of torch's store and groups as well
-        state = cast.after(state, cast.Broke(str(error).split("\n")[0][:200]))
+        reason = str(error).split("\n")[0][:200]
+        raise ValueError(f"{_BROKE}: {reason} after {came} of {len(due)} buckets") from error
     finally:
         if group:
             group.abort()
-    if not state.done:
-        raise ValueError(f"the cast of the weights broke: {state.reason}")
     return found
 
 
