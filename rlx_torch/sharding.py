@@ -56,8 +56,7 @@ def join(service: str, index: int, count: int, seconds: float) -> None:
 
     Args:
       service: host:port on which process 0 listens; on other processes it may be a relay to it.
-      index, count: of this process, from 0; number of processes.
-      seconds: limit of waiting for the others.
+      index, count: of this process, from 0; number of processes. seconds: limit of waiting.
     """
     (host, port), listening = split_address(service), None
     near = host in ("localhost", "127.0.0.1", "::1")

@@ -67,11 +67,8 @@ class Image(NamedTuple):
 class Images:
     """The images of a run as a model's tower takes them; the last used ones are kept.
 
-    Args:
-      directory: HF directory with the model's image processor.
-      config: transformers' config of the model.
-      read: returns the bytes of an image by its name.
-      frozen: keep features, because the tower never changes.
+    The model has this `config` of transformers, and its image processor is in an HF `directory`.
+    `read` returns the bytes of an image by its name. Of a `frozen` tower features are kept.
     """
 
     def __init__(self, directory: Path, config: Any, read: Callable[[str], bytes], frozen: bool):

@@ -22,12 +22,8 @@ MAX_SPANS = 100_000  # kept until the next status
 class ModelEngine:
     """State common to the engines; UserError if an option is out of range or there is no model.
 
-    Args:
-      model_path: HF directory or hub name.
-      slots: sequences decoded together, ≥ 1.
-      max_model_len: longest prompt and completion, tokens; 0: the model's context, at most
-        DEFAULT_MODEL_LEN.
-      clock: returns ns, for spans.
+    `model_path` is an HF directory or hub name. Where `max_model_len` is 0, a sequence has at most
+    DEFAULT_MODEL_LEN tokens, if the model's context is that long. `clock` returns ns, for spans.
     """
 
     def __init__(self, model_path: str, slots: int, max_model_len: int, clock: Callable[[], int]):

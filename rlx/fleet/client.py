@@ -394,10 +394,7 @@ class Fleet:
         return {member.address: member.drain_spans() for member in self._members}
 
     def drain_queue(self) -> int:
-        """Return how many samples waited at live servers at any time since the last call.
-
-        −1: no server is live.
-        """
+        """Return how many samples waited at live servers since the last call; −1: none is live."""
         queues = [member.drain_queue() for member in self._members.copy() if member.live]
         return sum(queues) if queues else -1
 

@@ -71,10 +71,7 @@ def _packaged(name: str) -> Path:
 
 
 def cached(name: str, write: Callable[[Path], Any]) -> Path:
-    """Return the directory `name` of $XDG_CACHE_HOME/rlx/models, which `write` makes once.
-
-    UserError if the cache cannot be written.
-    """
+    """Return the directory `name` of rlx's cache, made once by `write`; UserError if it fails."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlx" / "models"
     target = cache / name
     try:

@@ -62,10 +62,8 @@ def product(x: Array, matrix: Array, axis: int, other: int) -> Array:
 def matmul(x: Array, weight: Array, place: Placement | None = None) -> Array:
     """Return x @ weight in x's dtype; the weight's gradient keeps the weight's dtype.
 
-    Args:
-      x: [..., D]; weight: [D, F], cast to x's dtype.
-      place: of the weight on a mesh: it is gathered for this product and again for the backward
-        pass, and its gradient is scattered.
+    Takes x [..., D] and weight [D, F]. On a mesh the weight has a `place`: it is gathered for this
+    product and again for the backward pass, and its gradient is scattered.
     """
     return product(x, sharding.used(weight, x.dtype, place), x.ndim - 1, 0)
 

@@ -123,23 +123,12 @@ class Call(NamedTuple):
     key_starts: Array
 
 
-def own_call(chain_sizes: Array) -> Call:
-    """Return the call in which each chain sees itself."""
-    lengths, starts = segment_table(chain_sizes)
-    return Call(lengths, lengths, starts, starts)
-
-
 def shared_call(chain_sizes: Array, positions: Array, seen: Array) -> tuple[Call, Array]:
     """Return the call in which chains see the next tokens that their path shares with others.
 
     Chains that share more than `seen` tokens follow each other, and the first one holds the next
-    tokens. All later ones see these, up to where one of them forks.
-
-    Args:
-      seen: [B, M] int32, how many first tokens of its path each chain saw in earlier calls.
-
-    Returns:
-      The call, and `seen` after it.
+    tokens. All later ones see these, up to where one of them forks. `seen` [B, M] int32 counts the
+    first tokens of its path that each chain saw in earlier calls; it is returned as after this one.
     """
     chains, starts = chain_sizes > 0, segment_table(chain_sizes)[1][:, :-1]
     first = _first_positions(chain_sizes, positions)
@@ -169,13 +158,14 @@ def _first_positions(chain_sizes: Array, positions: Array) -> Array:
 
 def _over_calls(chain_sizes: Array, positions: Array, add: Callable[..., Any], sums: Any) -> Any:
     """Return sums after `add` of the chains' call and of one for each level of the trees."""
-    first = _first_positions(chain_sizes, positions)
+    first, (lengths, starts) = _first_positions(chain_sizes, positions), segment_table(chain_sizes)
+    own = Call(lengths, lengths, starts, starts)  # in which each chain sees itself
 
     def step(carry: Any) -> Any:
         call, seen = shared_call(chain_sizes, positions, carry[0])
         return seen, add(call, False, carry[1])
 
-    start = jnp.zeros_like(first), add(own_call(chain_sizes), True, sums)
+    start = jnp.zeros_like(first), add(own, True, sums)
     with jax.named_scope("trips_1"):  # expected ones, for who reads the program
         return jax.lax.while_loop(lambda carry: jnp.any(carry[0] < first), step, start)[1]
 

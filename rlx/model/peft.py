@@ -46,11 +46,7 @@ def to_peft(adapters: Params, config: ModelConfig, settings: LoraConfig) -> Buck
 def require_fit(
     tensors: Mapping[str, np.ndarray], config: ModelConfig, settings: LoraConfig
 ) -> None:
-    """Raise UserError unless tensors have PEFT's names and shapes; it names the first that has not.
-
-    Args:
-      tensors: name → array, or what reads it.
-    """
+    """Raise UserError unless tensors have PEFT's names and shapes; it names the first without."""
     wanted = {n: row.hf_shape for row in lora_config.table(config, settings) for n in row.names}
     if missing := sorted(set(wanted) - set(tensors)):
         raise UserError(

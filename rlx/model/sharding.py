@@ -230,12 +230,9 @@ class Layout:
     ) -> Any:
         """Return function(weight, *arrays), computed separately for the tokens of each shard.
 
-        The weight's gradient is summed and cut within a replica, and its parts over replicas.
-
-        Args:
-          function: of the weight and arrays [N, …], N tokens, to a pytree of [N, …] arrays,
-            returned as [B, T, …].
-          place: of the weight. arrays: [B, T, …] each.
+        `function` gets parts [N, …], N tokens, of the `arrays` [B, T, …]; its results have these
+        shapes too. The weight's gradient is summed and cut, as of its `place`, within a replica,
+        and its parts over replicas.
         """
         shape = arrays[0].shape[:2]
         if self.mesh is None:

@@ -161,10 +161,7 @@ def _bytes(name: str, tensor: Any, wanted: str, spec: Any) -> memoryview:
 
 
 def save_tensors(tensors: Mapping[str, Any] | Buckets, path: Path) -> list[int]:
-    """Write a safetensors file for transformers and PEFT; return the result of `Buckets.write`.
-
-    UserError for a NaN or an infinity.
-    """
+    """Write a safetensors file as `Buckets.write` does; UserError for a NaN or an infinity."""
     given = Buckets.of(tensors)
     with open(path, "wb", buffering=0) as file:
         return Buckets(given.tensors, map(_finite, given)).write(file)

@@ -235,10 +235,8 @@ class JaxUpdate(BatchUpdate):
     ) -> TrainState:
         """Return the state after a train batch: the next version, β and reference policy.
 
-        Args:
-          state: after the last minibatch.
-          reference_kl: summed over the batch's trained tokens, nats. trained: their number.
-          trajectories: number of trajectories in the batch.
+        Takes the state after the last minibatch, `reference_kl` summed over trained tokens, nats,
+        their number, and that of trajectories.
         """
         o, algorithm, coefficient = self._options, self._algorithm, state.kl_coefficient
         step, reference = state.step + 1, state.reference

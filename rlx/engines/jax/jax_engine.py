@@ -159,10 +159,7 @@ class JaxEngine(ModelEngine):
         self._end_all()
 
     async def _ask(self, action: Callable[[], _T], fatal: bool = False) -> _T:
-        """Run `action` on the engine thread, between decode calls, and return its result.
-
-        A failure ends the engine if it is `fatal`.
-        """
+        """Run `action` between decode calls; return its result. A `fatal` error ends the engine."""
         done: Future[_T] = Future()
 
         def run():
@@ -232,10 +229,7 @@ class JaxEngine(ModelEngine):
         self._spans.append(("load and compile", begun, self._clock()))
 
     def _read(self, path: str) -> ServingParams:
-        """Return the weights of a safetensors file or HF directory.
-
-        ValueError if it cannot be read, or a tensor is missing, misshapen or not finite.
-        """
+        """Return the weights of a safetensors file or HF directory; ValueError for unfit ones."""
         try:
             with hf.open_tensors(path) as tensors:
                 directory.check_tensors(tensors, self._config)

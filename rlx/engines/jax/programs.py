@@ -47,10 +47,7 @@ class Shape(NamedTuple):
 
 
 class Programs:
-    """Compiles and runs the programs; one thread runs them, another compiles.
-
-    A decode call has `steps` tokens; the cache has `dtype`.
-    """
+    """Compiles and runs the programs; one thread runs them, another compiles."""
 
     def __init__(self, config: ModelConfig, plan: CachePlan, steps: int, dtype: Any):
         self._config, self.plan, self._steps, self._dtype = config, plan, steps, dtype

@@ -40,10 +40,7 @@ def prepared(renderer: Any, data: bytes) -> PreparedImage:
 
 
 def placed_input(prompt: np.ndarray, names: Sequence[str], images: Sequence[PreparedImage]) -> Any:
-    """Return vLLM's input of a prompt, [T] int32, with images in the order of their placeholders.
-
-    ValueError if it has no placeholders for one of them.
-    """
+    """Return vLLM's input of a prompt, [T] int32, and its images; ValueError: no placeholders."""
     import torch
     from vllm.inputs.engine import mm_input
     from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange

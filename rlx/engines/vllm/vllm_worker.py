@@ -246,24 +246,18 @@ class RolloutWorker:
         return ready
 
     def _placing(self, count: int, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return a copy to the GPU if it has room, else to pinned memory, which workers slice.
-
-        `count` is how many numbers all tensors have together.
-        """
+        """Return a copy to the GPU if it has room for `count` numbers, else to pinned memory."""
         # The allocator keeps the memory of the last exchange, which the driver counts as used.
         kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         free = torch.cuda.mem_get_info(self.device)[0] + kept
         room = count * dtype.itemsize < free // 2
-        if not room or get_tensor_model_parallel_world_size() > 1:
+        if not room or get_tensor_model_parallel_world_size() > 1:  # several slice the tensors
             return lambda tensor: tensor.to("cpu", dtype).pin_memory()
         return lambda tensor: tensor.to(self.device, dtype)
 
 
 def read(path: str) -> Tensors:
-    """Return HF name → tensor, memory-mapped, of files whose paths are joined by newlines.
-
-    ValueError for a missing or damaged file.
-    """
+    """Return HF name → tensor, memory-mapped, of files, a path a line; ValueError if unreadable."""
     tensors: Tensors = {}
     for part in path.split("\n"):
         try:
