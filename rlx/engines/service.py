@@ -217,7 +217,11 @@ class RolloutService(rpc.RolloutServicer):
             if file:
                 file.close()
             if isinstance(error, RequestError):
-                await _drain(requests)
+                # A grpc.aio client that still writes when the status comes may report INTERNAL.
+                with suppress(TimeoutError, DecodeError):
+                    async with asyncio.timeout(_DRAIN_SECONDS):
+                        async for _ in requests:
+                            pass
             raise
         # Finish the update even if the caller disconnects.
         install = asyncio.create_task(self._install(header, path, file))
@@ -508,14 +512,6 @@ async def _receive(
                 raise RequestError(_Code.DATA_LOSS, f"a chunk before byte {size} is damaged")
             requests.verified(path, size, crc)
     _compare(header, size, crc)
-
-
-async def _drain(requests: relay.Incoming) -> None:
-    # A grpc.aio client that is still writing when the status comes may report INTERNAL instead.
-    with suppress(TimeoutError, DecodeError):
-        async with asyncio.timeout(_DRAIN_SECONDS):
-            async for _ in requests:
-                pass
 
 
 def _compare(

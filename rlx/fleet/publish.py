@@ -57,19 +57,14 @@ def write_sums(tensors: Mapping[str, Any] | Buckets, path: str | os.PathLike) ->
     buckets = Buckets.of(tensors)
     need = buckets.header()[1]
     check_room(Path(path).parent, need)
-    try:
-        with open(path, "wb", buffering=0) as file:
-            return buckets.write(file)
-    except OSError as error:
-        raise _no_room(error, path, need) from error
+    with _writing(path, need), open(path, "wb", buffering=0) as file:
+        return buckets.write(file)
 
 
 def check_room(directory: str | os.PathLike, num_bytes: int) -> None:
     """Raise UserError if `directory` has fewer than `num_bytes` free."""
-    try:
+    with _writing(directory, num_bytes):
         free = shutil.disk_usage(directory).free
-    except OSError as error:
-        raise _no_room(error, directory, num_bytes) from error
     if free < num_bytes:
         raise UserError(
             f"no space for the weights in {directory}: {num_bytes >> 20} MiB needed, "
@@ -77,16 +72,21 @@ def check_room(directory: str | os.PathLike, num_bytes: int) -> None:
         )
 
 
-def _no_room(error: OSError, path: str | os.PathLike, num_bytes: int) -> UserError:
-    if error.errno == errno.ENOSPC:
-        return UserError(
-            f"no space for the weights at {path}: {num_bytes >> 20} MiB needed; make room or set "
-            "fleet.publish_dir to another disk"
-        )
-    reason = error.strerror or error
-    return UserError(
-        f"cannot write weights to {path}: {reason}; set fleet.publish_dir to another directory"
-    )
+@contextlib.contextmanager
+def _writing(path: str | os.PathLike, num_bytes: int = 0) -> Iterator[None]:
+    """Turn an OSError into UserError; the weights have `num_bytes`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise UserError(
+                f"no space for the weights at {path}: {num_bytes >> 20} MiB needed; make room or "
+                "set fleet.publish_dir to another disk"
+            ) from error
+        reason = error.strerror or error
+        raise UserError(
+            f"cannot write weights to {path}: {reason}; set fleet.publish_dir to another directory"
+        ) from error
 
 
 def chunks(path: str | os.PathLike, size: int) -> Iterator[tuple[int, bytes]]:
@@ -105,11 +105,9 @@ class WeightFile:
         self.path = ""
         while not self.path:
             path = Path(directory) / f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}"
-            try:
+            with _writing(directory):
                 self._lock = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
                 is_ours = try_lock(self._lock) and path.exists()  # else swept between the two
-            except OSError as error:
-                raise _no_room(error, directory, 0) from error
             if is_ours:
                 self.path = str(path)
             else:
@@ -248,15 +246,12 @@ def _staged(version: int, source: Any, method: str, directory: str | os.PathLike
     file = WeightFile(directory)
     adapter = source if isinstance(source, Adapter) else None
     try:
-        sums = write_sums(adapter.tensors if adapter else source, file.path)
-        size = os.path.getsize(file.path)
+        with _writing(file.path):  # the directory may be removed meanwhile
+            sums = write_sums(adapter.tensors if adapter else source, file.path)
+            size = os.path.getsize(file.path)
         adapter = replace(adapter, tensors={}) if adapter else None  # they are in the file
         sizes = version, file.path, size, sums[-1], method, file
         return Weights(*sizes, adapter=adapter, sums=tuple(sums))
-    except OSError as error:  # the directory was removed meanwhile
-        refusal = _no_room(error, file.path, 0)
-        file.close()
-        raise refusal from error
     except BaseException:
         file.close()
         raise

@@ -55,8 +55,9 @@ def begin(path: Path, state: Any) -> Future[None]:
         with _disk_full_by_name(path):
             for part in parts:
                 part.result()
-            if jax.process_index():
-                _mark_written(Path(place))
+            if index := jax.process_index():  # flush the shards before host 0 may count on them
+                flush(Path(place).glob(f"*process_{index}/**/*"))
+                Path(place, f"host_{index}.written").touch()
         if not jax.process_index():
             _wait_for_others(Path(place))
             handler.finalize(place)
@@ -80,12 +81,6 @@ def _disk_full_by_name(path: Path) -> Iterator[None]:
         if jax.process_index() and is_full(error):
             raise DiskFull(f"no disk space for its part of {path}") from error
         raise
-
-
-def _mark_written(place: Path) -> None:
-    """Flush this host's shards and mark them as written, for host 0."""
-    flush(place.glob(f"*process_{jax.process_index()}/**/*"))
-    Path(place, f"host_{jax.process_index()}.written").touch()
 
 
 def _wait_for_others(place: Path) -> None:

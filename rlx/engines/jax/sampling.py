@@ -153,7 +153,8 @@ def _ranked(z: jax.Array, restriction: Restriction) -> jax.Array:
     # over a row are far cheaper than a sort.
     blocks = z.shape
     z = z.reshape(z.shape[0], -1)
-    order = _ordered(z)
+    bits = jax.lax.bitcast_convert_type(z, jnp.int32)
+    order = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)  # in the order of the floats
     wanted = jnp.where(restriction.top_k > 0, restriction.top_k, z.shape[1])
     floor = _bisect(lambda level: jnp.sum(order >= level[:, None], axis=-1) >= wanted, z.shape[0])
     z = jnp.where(order >= floor[:, None], z, -jnp.inf)
@@ -165,12 +166,6 @@ def _ranked(z: jax.Array, restriction: Restriction) -> jax.Array:
 
     floor = jnp.where(restriction.top_p < 1, _bisect(reaches, z.shape[0]), _LOWEST)
     return jnp.where(order >= floor[:, None], z, -jnp.inf).reshape(blocks)
-
-
-def _ordered(z: jax.Array) -> jax.Array:
-    """Return int32 in the order of the float32 values."""
-    bits = jax.lax.bitcast_convert_type(z, jnp.int32)
-    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
 def _bisect(enough, rows: int) -> jax.Array:
