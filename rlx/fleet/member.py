@@ -21,7 +21,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import grpc
-import numpy as np
 
 from rlx.base import UserError
 from rlx.fleet import cast, wire
@@ -30,7 +29,7 @@ from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet import tls as transport
 from rlx.fleet.publish import Delta, Weights, chunks
 from rlx.fleet.relay import APART, Route
-from rlx.fleet.requests import Chunk, Request, Sampling, ScoreRequest, Scores, Timeouts
+from rlx.fleet.requests import TRY_OUT, Chunk, Request, ScoreRequest, Scores, Timeouts
 from rlx.fleet.silence import TokenWaits
 from rlx.observe import traces
 from rlx.system.host_port import split_address
@@ -42,7 +41,6 @@ _GONE = (_Code.UNAVAILABLE, _Code.CANCELLED, _Code.DEADLINE_EXCEEDED)
 _REFUSED = (_Code.FAILED_PRECONDITION, _Code.INVALID_ARGUMENT, _Code.PERMISSION_DENIED,
             _Code.NOT_FOUND, _Code.RESOURCE_EXHAUSTED, _Code.DATA_LOSS)  # fmt: skip
 _MUTE = "it answers and sends no token, while others do"
-_TRY_OUT = Request("try out", np.zeros(1, np.int32), Sampling(temperature=0.0, max_new_tokens=1))
 _MAX_SPANS = 100_000
 _RTT_FORGETTING = 1.02  # per probe, a clock estimate may be replaced by one this much worse
 
@@ -442,7 +440,7 @@ class Member:
         """Request one token; raise Lost if none comes."""
         try:
             async with asyncio.timeout(self._limits.connect_seconds):
-                async for _ in self.generate(_TRY_OUT):
+                async for _ in self.generate(TRY_OUT):
                     return
         except ValueError:  # a reward model answers that it cannot generate
             return

@@ -64,6 +64,9 @@ class Request:
     images: tuple[str, ...] = ()  # names, in the order of their placeholders in the prompt
 
 
+TRY_OUT = Request("try out", np.zeros(1, np.int32), Sampling(temperature=0.0, max_new_tokens=1))
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """New tokens of one sample, in order."""

@@ -33,7 +33,7 @@ from rlx.engines.model_engine import ModelEngine
 from rlx.engines.stop_strings import StopStrings
 from rlx.engines.vllm.vllm_images import PreparedImage, placed_input, prepared
 from rlx.engines.vllm.vllm_start import on_cpu, start_llm
-from rlx.fleet.requests import Chunk, EngineStatus, Request, Sampling, ScoreRequest, Scores
+from rlx.fleet.requests import TRY_OUT, Chunk, EngineStatus, Request, ScoreRequest, Scores
 from rlx.fleet.scratch import make_private
 from rlx.model import kept_tokens
 from rlx.model.tensors import shards
@@ -105,9 +105,8 @@ class VllmEngine(ModelEngine):
 
     async def _try_out(self) -> None:
         """Generate one token: some models fail only then."""
-        sampling = Sampling(temperature=0.0, max_new_tokens=1)
         try:
-            async for _ in self.generate(Request("try out", np.zeros(1, np.int32), sampling)):
+            async for _ in self.generate(TRY_OUT):
                 pass
         except (EngineStopped, ValueError) as error:
             await self.close()
