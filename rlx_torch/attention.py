@@ -71,20 +71,17 @@ class Block(NamedTuple):
     back: Tensor | None  # [tokens] int64, each token's index in the block; None if all have L
 
 
-class Blocks(NamedTuple):
-    """Segments of N tokens in blocks, longest first."""
+Blocks = tuple[Block, ...]  # of the segments of N tokens, longest first
 
-    blocks: tuple[Block, ...]
 
-    @classmethod
-    def of(cls, sizes: Sequence[int], device: str) -> "Blocks":
-        """Return the blocks of segments of these sizes, longest first."""
-        parts: list[list[int]] = []
-        for size in sizes:
-            if not parts or parts[-1][0] ** 2 - size**2 > CALL_PAIRS:
-                parts.append([])
-            parts[-1].append(size)
-        return cls(tuple(_block(part, device) for part in parts))
+def blocks_of(sizes: Sequence[int], device: str) -> Blocks:
+    """Return the blocks of segments of these sizes, longest first."""
+    parts: list[list[int]] = []
+    for size in sizes:
+        if not parts or parts[-1][0] ** 2 - size**2 > CALL_PAIRS:
+            parts.append([])
+        parts[-1].append(size)
+    return tuple(_block(part, device) for part in parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,8 +281,8 @@ def segments(
                 )
                 out.append(found[0].transpose(0, 1))
         return torch.cat(out)[None], None
-    cuts = [block.tokens for block in blocks.blocks]
-    for block, *parts in zip(blocks.blocks, *(x.split(cuts) for x in rows), strict=True):
+    cuts = [block.tokens for block in blocks]
+    for block, *parts in zip(blocks, *(x.split(cuts) for x in rows), strict=True):
         even = block.places is None
         wide = (x.unflatten(0, block.shape) if even else _Spread.apply(x, block) for x in parts)
         q, k, v = (x.transpose(1, 2) for x in wide)  # [S, heads, L, H]

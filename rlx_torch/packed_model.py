@@ -27,7 +27,7 @@ from rlx.model import kept_tokens
 from rlx.model.lora_config import PREFIX, LoraConfig, modules
 from rlx.train.packing import segment_sizes
 from rlx_torch import vision
-from rlx_torch.attention import Blocks, Trees, kernel
+from rlx_torch.attention import Blocks, Trees, blocks_of, kernel
 
 Batch = Mapping[str, Any]
 LAYOUT = ("longest", "blocks", "cu_seq_lens", "places", "asked", "computed", "states_at", "seen")
@@ -271,7 +271,7 @@ def require_packed(model: Any) -> None:
     packed = put(arrays, device)
     found = logprobs(model, packed, temperature=1.0, chunk=2)[0][0].split(sizes)
     for got, tokens in zip(found, packed["tokens"][0].long().split(sizes), strict=True):
-        blocks = Blocks.of([len(tokens)], device)
+        blocks = blocks_of([len(tokens)], device)
         logits = model(input_ids=tokens[None], use_cache=False, blocks=blocks).logits[0]
         want = torch.log_softmax(logits.float(), -1)[:-1].gather(1, tokens[1:, None])[:, 0]
         if not torch.allclose(got[1:], want, atol=1e-3):
@@ -302,7 +302,7 @@ def put(
     asked[ends[:-1]] = False
     # At least one: every process must call its head, which may be sharded.
     wanted = np.flatnonzero(asked) if asked.any() else np.ones(1, int)
-    blocks: Blocks | Trees = Blocks.of(sizes.tolist(), device)
+    blocks: Blocks | Trees = blocks_of(sizes.tolist(), device)
     computed = states_at = None
     if "tree_tokens" in arrays:
         blocks, computed, states_at = _trees(arrays, used, device)

@@ -35,7 +35,7 @@ def by_kernel(name: str, query: Tensor, key: Tensor, value: Tensor, sizes: list[
     function: Any = ALL_ATTENTION_FUNCTIONS[name]
     return function(
         module, query, key, value, None, scaling=query.shape[-1] ** -0.5, dropout=0.0,
-        blocks=attention.Blocks.of(sizes, DEVICE), cu_seq_lens_q=ends, cu_seq_lens_k=ends,
+        blocks=attention.blocks_of(sizes, DEVICE), cu_seq_lens_q=ends, cu_seq_lens_k=ends,
         max_length_q=max(sizes), max_length_k=max(sizes),
     )[0]  # fmt: skip
 

@@ -51,9 +51,9 @@ def test_one_call_for_several_segments_is_one_for_each():
     query, key, value = (
         torch.randn(1, heads, sum(sizes), 8, requires_grad=True) for heads in (4, 2, 2)
     )
-    blocks = attention.Blocks.of(sizes, "cpu")
-    assert [block.shape for block in blocks.blocks] == [(2, 300), (2, 200), (4, 40)]
-    assert [block.places is None for block in blocks.blocks] == [False, True, False]
+    blocks = attention.blocks_of(sizes, "cpu")
+    assert [block.shape for block in blocks] == [(2, 300), (2, 200), (4, 40)]
+    assert [block.places is None for block in blocks] == [False, True, False]
     found, _ = attention.segments(torch.nn.Identity(), query, key, value, None, blocks=blocks)
     parts = zip(*(x.split(sizes, 2) for x in (query, key, value)), strict=True)
     alone = [scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True) for part in parts]
@@ -70,7 +70,7 @@ def test_products_in_half_precision_are_nearer_to_float32_than_the_fused_kernel(
     query, key, value = (
         torch.randn(1, heads, 96 + 70, 32, requires_grad=True) for heads in (6, 2, 2)
     )
-    half, blocks = value.detach().bfloat16().requires_grad_(), attention.Blocks.of([96, 70], "cpu")
+    half, blocks = value.detach().bfloat16().requires_grad_(), attention.blocks_of([96, 70], "cpu")
     cotangent = torch.randn(1, 96 + 70, 6, 32).bfloat16()
 
     def of(value):
