@@ -212,7 +212,7 @@ class VllmEngine(ModelEngine):
 
     @property
     def casts(self) -> str:
-        """Backend of the casts that the workers receive; "": none, as several have their own group."""
+        """Backend of the casts that it receives; several workers have a group of their own: ""."""
         workers = self._options.get("tensor_parallel", 1)
         return "" if workers > 1 else "gloo" if self._cpu else "nccl"
 
