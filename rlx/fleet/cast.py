@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 from rlx.base import UserError
@@ -71,6 +71,67 @@ def buckets(head: bytes, limit: int = BUCKET) -> tuple[Bucket, ...]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the head of the weights is damaged: {error!r}") from error
     return tuple(map(tuple, made))
+
+
+# A receiver's way through one cast.
+
+
+@dataclass(frozen=True)
+class Went:
+    """The sender began, with the servers at these places."""
+
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Came:
+    """The bucket with this number came; `good` if its sum is the sender's."""
+
+    number: int
+    good: bool
+
+
+@dataclass(frozen=True)
+class Broke:
+    """Nothing more will come."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class CastProgress:
+    """State of a receiver; `done` or `reason` is its end, and nothing leads out of it."""
+
+    place: int
+    count: int  # of buckets
+    begun: bool = False
+    came: int = 0
+    reason: str = ""  # why it failed
+
+    @property
+    def done(self) -> bool:
+        return self.begun and self.came == self.count and not self.reason
+
+
+def after(state: CastProgress, event: Went | Came | Broke) -> CastProgress:
+    """Return the state after `event`; what is out of order is a failure."""
+    if state.done or state.reason:
+        return state
+    match event:
+        case Went(places) if not state.begun:
+            if state.place in places:
+                return replace(state, begun=True)
+            return replace(state, reason="the sender began without this server")
+        case Came(number, good) if state.begun and number == state.came:
+            if good:
+                return replace(state, came=number + 1)
+            return replace(state, reason=f"bucket {number} was damaged")
+        case Broke(reason):
+            return replace(state, reason=f"{reason} after {state.came} of {state.count} buckets")
+    return replace(state, reason=f"{event} came after {state.came} of {state.count} buckets")
+
+
+# The trainer's side.
 
 
 class Sender:

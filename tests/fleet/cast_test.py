@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 from rlx.base import UserError
 from rlx.fleet import cast, publish
 from rlx.fleet import rollout_pb2 as pb
+from rlx.fleet.cast import Broke, Came, CastProgress, Went, after
 from rlx.fleet.requests import Sampling
 from rlx.launch.local import LocalServers
 from rlx.model import hf
@@ -30,13 +31,51 @@ SIZE = 48 << 20  # bytes of the ballast
 PROGRAM = """
 import sys
 from rlx.engines.vllm import vllm_cast
-cut = vllm_cast.cast.buckets
+cut = vllm_cast.buckets
 def buckets(head):
     print("what a library prints", flush=True)
     return cut(head, 1 << 22)
-vllm_cast.cast.buckets = buckets
+vllm_cast.buckets = buckets
 vllm_cast.main(sys.argv[1])
 """
+EVENTS = st.one_of(
+    st.builds(Went, st.tuples(st.integers(0, 2), st.integers(3, 4))),
+    st.builds(Came, st.integers(0, 4), st.sampled_from([True, True, True, False])),
+    st.builds(Broke, st.just("the sender died")),
+)
+
+
+@given(st.integers(0, 2), st.integers(0, 4), st.lists(EVENTS))
+def test_only_all_good_buckets_in_order_after_the_start_are_a_whole(place, count, events):
+    state = CastProgress(place, count)
+    for event in events:
+        before, state = state, after(state, event)
+        assert state.came - before.came in (0, 1)
+        if before.done or before.reason:
+            assert state == before, "nothing leads out of an end"
+    if state.done:
+        first = next(e for e in events if isinstance(e, Went))
+        assert events[0] == first
+        assert place in first.places
+        wanted = [first, *(Came(k, True) for k in range(count))]
+        assert events[: len(wanted)] == wanted
+
+
+def test_what_ends_a_cast():
+    begun = after(CastProgress(1, 2), Went((0, 1)))
+    assert not begun.done
+    assert not begun.reason
+    half = after(begun, Came(0, True))
+    assert after(half, Came(1, True)).done
+    for state, event, reason in [
+        (CastProgress(1, 2), Went((0, 2)), "began without"),
+        (CastProgress(1, 2), Came(0, True), "came after 0"),
+        (begun, Came(1, True), "came after 0"),
+        (begun, Went((0, 1)), "came after 0"),
+        (half, Came(1, False), "bucket 1 was damaged"),
+        (half, Broke("gone"), "gone after 1 of 2"),
+    ]:
+        assert reason in after(state, event).reason
 
 
 def head_of(path):

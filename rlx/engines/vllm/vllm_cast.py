@@ -14,23 +14,36 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rlx.fleet import cast
+from rlx.fleet.cast import (
+    PATIENCE_SECONDS,
+    READY_SECONDS,
+    Broke,
+    Bucket,
+    Came,
+    CastProgress,
+    Went,
+    after,
+    buckets,
+    head_of,
+    own_host,
+)
 from rlx.fleet.rollout_pb2 import PublishCast
-from rlx.model.tensors import DTYPES
 from rlx.system.host_port import bracketed
 from rlx.system.process_settings import end_with_parent
 
 _POLL_SECONDS = 0.002
-_BROKE = "the cast of the weights broke"
-_PATIENCE = timedelta(seconds=cast.PATIENCE_SECONDS)
-_DTYPES = {short: getattr(torch, name) for name, short in DTYPES.items()}
+_PATIENCE = timedelta(seconds=PATIENCE_SECONDS)
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32,
+}  # fmt: skip
 
 
 def missing(backend: str) -> str:
@@ -41,39 +54,40 @@ def missing(backend: str) -> str:
 
 
 def receive(
-    offer: PublishCast, device: torch.device, place: Callable[[torch.Tensor], torch.Tensor]
+    cast: PublishCast, device: torch.device, place: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Take part in a cast; return HF name → what `place` makes of the tensor that came.
 
     `place` gets a tensor of its own on `device`. ValueError, which says why, if it broke.
     """
-    due, found = cast.buckets(offer.head), dict[str, torch.Tensor]()
-    came, group = 0, None
+    due, found = buckets(cast.head), dict[str, torch.Tensor]()
+    state, group = CastProgress(cast.place, len(due)), None
     try:
-        store = dist.TCPStore(offer.host, offer.port, None, False, timeout=_PATIENCE)
-        store.set(f"ready{offer.place}", "")
+        store = dist.TCPStore(cast.host, cast.port, None, False, timeout=_PATIENCE)
+        store.set(f"ready{cast.place}", "")
         store.wait(["go"], _PATIENCE)
         places = json.loads(store.get("go"))
-        if offer.place not in places:
-            raise ValueError(f"{_BROKE}: the sender began without this server")
-        group = _group(offer.backend, store, 1 + places.index(offer.place), 1 + len(places))
-        for bucket in due:
+        state = after(state, Went(tuple(places)))
+        if state.begun:
+            rank = 1 + places.index(cast.place)
+            group = _group(cast.backend, store, rank, 1 + len(places))
+        while state.begun and not (state.done or state.reason):
+            bucket = due[state.came]
             words = _words(bucket, device)
             _broadcast(group, store, words)
-            if ~words[:-1].sum() != words[-1]:
-                raise ValueError(f"{_BROKE}: bucket {came} was damaged")
-            came += 1
-            for entry in bucket:
+            state = after(state, Came(state.came, bool(~words[:-1].sum() == words[-1])))
+            for entry in bucket if not state.reason else ():
                 part = words.view(torch.uint8)[entry.start : entry.end].clone()
                 found[entry.name] = place(part.view(_DTYPES[entry.dtype]).view(entry.shape))
-        with suppress(RuntimeError, OSError):  # all came, even if the sender is gone
-            store.set(f"got{offer.place}", "")
+        if state.done:
+            store.set(f"got{cast.place}", "")
     except (RuntimeError, OSError) as error:  # of torch's store and groups as well
-        reason = str(error).split("\n")[0][:200]
-        raise ValueError(f"{_BROKE}: {reason} after {came} of {len(due)} buckets") from error
+        state = after(state, Broke(str(error).split("\n")[0][:200]))
     finally:
         if group:
             group.abort()
+    if not state.done:
+        raise ValueError(f"the cast of the weights broke: {state.reason}")
     return found
 
 
@@ -89,12 +103,12 @@ def _send(
         master_listen_fd=listener.detach(),
     )  # fmt: skip
     say({"port": port})
-    places = _until(store, "ready", range(count), cast.READY_SECONDS)
+    places = _until(store, "ready", range(count), READY_SECONDS)
     store.set("go", json.dumps(places))
     device = torch.device("cuda" if backend == "nccl" else "cpu")
     with ExitStack() as stack:
         file = stack.enter_context(open(path, "rb", buffering=0))
-        due = cast.buckets(cast.head_of(file))
+        due = buckets(head_of(file))
         group = _group(backend, store, 0, 1 + len(places)) if places else None
         if group:
             stack.callback(group.abort)
@@ -109,7 +123,7 @@ def _send(
             words = words.to(device)
             words[-1] = ~words[:-1].sum()  # zeros, where nothing came, are wrong
             _broadcast(group, store, words)
-        return {"sent": _until(store, "got", places, cast.PATIENCE_SECONDS)}
+        return {"sent": _until(store, "got", places, PATIENCE_SECONDS)}
 
 
 def _until(store: Any, what: str, places: Any, seconds: float) -> list[int]:
@@ -121,14 +135,14 @@ def _until(store: Any, what: str, places: Any, seconds: float) -> list[int]:
     return sorted({*places} - left)
 
 
-def _words(bucket: cast.Bucket, device: torch.device, **how: Any) -> torch.Tensor:
+def _words(bucket: Bucket, device: torch.device, **how: Any) -> torch.Tensor:
     """Return room for a bucket and for the sum of its 64-bit words, padded with zeros."""
     return torch.zeros(-(-bucket[-1].end // 8) + 1, dtype=torch.int64, device=device, **how)
 
 
 def _group(backend: str, store: Any, rank: int, size: int) -> Any:
     """Join the group of this cast; each cast has a store and a group of its own."""
-    own = cast.own_host(bracketed(store.host, store.port))
+    own = own_host(bracketed(store.host, store.port))
     store = dist.PrefixStore("group", store)
     if backend == "nccl":
         # A failure then raises from `wait`; torch's own watchdog would end the server.
@@ -144,12 +158,12 @@ def _group(backend: str, store: Any, rank: int, size: int) -> Any:
 
 def _broadcast(group: Any, store: Any, words: torch.Tensor) -> None:
     """Broadcast from rank 0; RuntimeError if the sender has died or nothing comes."""
-    options, end = dist.BroadcastOptions(), time.monotonic() + cast.PATIENCE_SECONDS
+    options, end = dist.BroadcastOptions(), time.monotonic() + PATIENCE_SECONDS
     options.rootRank = options.rootTensor = 0
     work = group.broadcast([words], options)
     while not work.is_completed():
         if time.monotonic() > end:
-            raise RuntimeError(f"nothing came for {cast.PATIENCE_SECONDS:g} s")
+            raise RuntimeError(f"nothing came for {PATIENCE_SECONDS:g} s")
         store.check(["go"])  # raises once the sender is dead
         time.sleep(_POLL_SECONDS)
     work.wait()
