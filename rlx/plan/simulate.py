@@ -24,7 +24,16 @@ from rlx.rollout.staleness import Limits, Staleness
 
 _POINTS = 1000
 _TURNS = 8192  # of a batch that are simulated; each takes some 50 µs
+_WIDEST = 1.0  # standard deviation of logarithms; answers of AReaL's published log have 0.77
 _LEAST_CUT = 1e-3  # share cut where none is known to be: a log-normal tail always meets the limit
+
+
+def _root(rising: Callable[[float], float], low: float, high: float) -> float:
+    """Return where a function that rises between two points is 0."""
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if rising(middle) > 0 else (middle, high)
+    return low
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,27 +44,36 @@ class Lengths:
 
     @classmethod
     def fit(cls, mean: float, limit: int, cut: float) -> "Lengths":
-        """Return a log-normal one of this mean, tokens, a share `cut` at `limit`; or UserError."""
+        """Return a log-normal one of this mean, tokens, a share `cut` at `limit`; or UserError.
+
+        Where that needs a spread above `_WIDEST`, the answers at the limit are a part of their own.
+        """
         normal, cut = NormalDist(), max(cut, _LEAST_CUT)
-        z = normal.inv_cdf(1 - cut)
+        shares = (np.arange(_POINTS) + 0.5) / _POINTS
+        body = np.array([normal.inv_cdf(min(n / (1 - cut), 1 - 1e-9)) for n in shares])
+        scores, last = np.array([*map(normal.inv_cdf, shares)]), normal.inv_cdf(1 - cut)
 
-        def mean_of(sigma: float) -> float:
-            below = math.exp(math.log(limit) - sigma * z + sigma**2 / 2) * normal.cdf(z - sigma)
-            return below + limit * cut
+        def cut_by_spread(sigma: float) -> np.ndarray:
+            return np.minimum(limit * np.exp(sigma * (scores - last)), limit)
 
-        low, high = 0.0, 6.0
-        if not mean_of(high) < mean < mean_of(1e-6):
+        def cut_apart(center: float) -> np.ndarray:
+            return np.where(
+                shares > 1 - cut, limit, np.minimum(np.exp(center + _WIDEST * body), limit)
+            )
+
+        least, most = limit * cut, float(cut_by_spread(1e-6).mean())
+        if not least + 1 < mean < most:
             raise UserError(
                 f"no answers of {mean:g} tokens on average have {cut:.1%} at the limit of {limit}; "
-                f"give a mean between {mean_of(high):.0f} and {mean_of(1e-6):.0f}, or another share"
+                f"give a mean between {least + 1:.0f} and {most:.0f}, or another share"
             )
-        for _ in range(60):
-            middle = (low + high) / 2
-            low, high = (middle, high) if mean_of(middle) > mean else (low, middle)
-        center = math.log(limit) - low * z
-        shares = [(i + 0.5) / _POINTS for i in range(_POINTS)]
-        found = (math.exp(center + low * normal.inv_cdf(share)) for share in shares)
-        return cls(tuple(min(max(one, 1.0), float(limit)) for one in found))
+        if cut_by_spread(_WIDEST).mean() <= mean:
+            found = cut_by_spread(
+                _root(lambda sigma: mean - cut_by_spread(sigma).mean(), 0, _WIDEST)
+            )
+        else:
+            found = cut_apart(_root(lambda at: cut_apart(at).mean() - mean, -1, math.log(limit)))
+        return cls(tuple(map(float, np.maximum(found, 1.0))))
 
     @classmethod
     def measured(cls, lengths: Iterable[float]) -> "Lengths":

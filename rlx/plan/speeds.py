@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rlx.doctor.gpu_cards import Card
+from rlx.doctor.gpu_cards import CARDS, Card
 from rlx.model import params
 from rlx.model.model_config import ModelConfig
 from rlx.train.prefix_trees import GAIN
@@ -20,19 +20,21 @@ WIDTH = 2  # bytes of a weight and of a number of the KV cache, bfloat16
 
 @dataclass(frozen=True)
 class Calibration:
-    """Constants fitted on 2026-11-27 to published runs, see experiments/2026-12-planner."""
+    """Constants fitted on 2026-11-28 to published runs, see experiments/2026-12-planner."""
 
-    bandwidth: float = 0.82  # share of the memory's bandwidth that decoding reaches
+    bandwidth: float = 0.53  # share of the memory's bandwidth that decoding reaches
     # Share of the peak FLOP/s that prefill, and decoding with many sequences, reaches.
     flops: float = 0.5
-    step: float = 2.7e-3  # seconds of a decode step whatever its size
-    sequence: float = 1.6e-4  # seconds more for each sequence
+    step: float = 2.4e-3  # seconds of a decode step whatever its size
+    sequence: float = 4.2e-5  # seconds more for each sequence
     reduce: float = 2e-5  # seconds of one all-reduce between the GPUs of a server
-    mfu: float = 0.59  # share of the peak that training reaches with many tokens a GPU
-    half: float = 76_000.0  # tokens a GPU and update with which it reaches half of that
+    mfu: float = 0.51  # share of the peak that training reaches with many tokens a GPU
+    # Tokens a GPU and update with which an H100 reaches half of that. Slower GPUs need fewer, as
+    # what is no product (communication, optimizer, launches) takes them no longer.
+    half: float = 36_000.0
     update: float = 1.0  # seconds of an update whatever its size
     # Typical relative error of a step's seconds, leaving the predicted run out of the fit.
-    error: float = 0.22
+    error: float = 0.10
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class TrainerSpeed:
         c = self.calibration
         tokens, work = self._computed(lengths)
         each = tokens / self.gpus / self.updates  # tokens a GPU and update
-        reached = c.mfu * each / (each + c.half)
+        reached = c.mfu * each / (each + c.half * self.card.flops / CARDS["h100"].flops)
         passes = 3 + self.forwards + self.recomputed
         flops = passes * work * params.forward_flops(self.model, lengths)
         seconds = flops / (self.gpus * self.card.flops * reached) + self.updates * c.update
