@@ -244,22 +244,28 @@ def test_nvidia_smi_names_the_gpus(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("mode", "eta", "level", "words"),
+    ("mode", "changes", "level", "words"),
     [
         (
             "vllm:d1+jax:f7",
-            2,
+            {"fleet.slots": 16},
             "warning",
             "trainer idle [3-9].*set allocation_mode=vllm:d.* of",
         ),
-        ("vllm:d7+jax:f1", 2, "warning", r"servers idle [3-9].*set allocation_mode=vllm"),
-        ("vllm:d4+jax:f4", 0, "warning", "no split avoids it: raise rollout.max_staleness"),
-        ("vllm:d1+eval", 2, None, ""),
+        ("vllm:d7+jax:f1", {}, "warning", r"servers idle [3-9].*set allocation_mode=vllm"),
+        (
+            "vllm:d4+jax:f4",
+            {"rollout.max_staleness": 0},
+            "warning",
+            "no split avoids it: raise rollout.max_staleness",
+        ),
+        ("vllm:d1+eval", {}, None, ""),
     ],
 )
-def test_the_doctor_names_a_split_that_waits_less(mode, eta, level, words):
+def test_the_doctor_names_a_split_that_waits_less(mode, changes, level, words):
     trains = "eval" not in mode
-    config = allocate.apply_allocation(config_of(mode, **{"rollout.max_staleness": eta}), trains)
+    changes = {"rollout.max_staleness": 2, **changes}
+    config = allocate.apply_allocation(config_of(mode, **changes), trains)
     row = plan_run.judge_idle(config, "")
     assert (row and row.level) == level
     if row:
