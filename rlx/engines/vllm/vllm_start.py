@@ -168,7 +168,8 @@ def _set_environment(cpu: bool, tensor_parallel: int, size: int) -> None:
             bound = "|".join(",".join(map(str, group)) for group in groups)
             wanted |= {"VLLM_CPU_OMP_THREADS_BIND": bound if each else "nobind"}
         elif each > 1 and size < _SMALL_MODEL:
-            os.environ["OMP_NUM_THREADS"] = str(each - 1)
+            # For torch the second one overrides the first.
+            os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(each - 1))
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
 
