@@ -48,6 +48,8 @@ class Lengths:
 
         Where that needs a spread above `_WIDEST`, the answers at the limit are a part of their own.
         """
+        if not cut < 1:
+            raise UserError(f"a share of {cut:g} of answers at the limit is not below 1; give less")
         normal, cut = NormalDist(), max(cut, _LEAST_CUT)
         shares = (np.arange(_POINTS) + 0.5) / _POINTS
         body = np.array([normal.inv_cdf(min(n / (1 - cut), 1 - 1e-9)) for n in shares])

@@ -25,5 +25,17 @@ def test_a_mean_that_no_distribution_has_is_one_line(mean):
         Lengths.fit(mean, 16384, 0.12)
 
 
+@pytest.mark.parametrize("cut", [1.0, float("inf")])
+def test_a_share_of_all_answers_is_one_line(cut):
+    with pytest.raises(UserError, match="not below 1; give less"):
+        Lengths.fit(500, 1024, cut)
+
+
+def test_no_spread_is_wider_than_published_answers():
+    found = Lengths.fit(650, 28_672, 0.002).quantiles
+    assert sum(n == 28_672 for n in found) == 2
+    assert found[840] / found[500] < 2.8, "a standard deviation of the body's logarithms is 1"
+
+
 def test_measured_lengths_are_kept():
     assert Lengths.measured([3, 1, 2]).quantiles == (1.0, 2.0, 3.0)
