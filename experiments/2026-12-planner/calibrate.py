@@ -186,7 +186,10 @@ def fit(start: np.ndarray) -> np.ndarray:
 def left_out(values: np.ndarray) -> np.ndarray:
     """Return each row's error by a fit without it, to first order: e / (1 − its leverage)."""
     small = 0.08  # finite differences larger than the steps that drawn lengths make
-    moved = [[[*errors(values + s * axis).values()] for s in (small, -small)] for axis in np.eye(6)]
+    moved = [
+        [[*errors(values + s * axis).values()] for s in (small, -small)]
+        for axis in np.eye(len(values))
+    ]
     slopes = np.array([np.subtract(*pair) / (2 * small) for pair in moved]).T
     leverage = np.diag(slopes @ np.linalg.pinv(slopes))
     return np.array([*errors(values).values()]) / (1 - leverage)

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -532,12 +532,16 @@ async def _refusing(context, bad: grpc.StatusCode = _Code.INVALID_ARGUMENT) -> A
     """Answer errors of a call with a status, which is `bad` for a mistake of the caller."""
     try:
         yield
-    except (RequestError, MissingImage, EngineStopped, ValueError, UserError) as error:
-        code = bad
-        if isinstance(error, RequestError):
-            code = error.code
-        elif isinstance(error, MissingImage):
-            code = _Code.FAILED_PRECONDITION
-        elif isinstance(error, EngineStopped):  # to a client, as if the server had died
-            code = _Code.UNAVAILABLE
-        await context.abort(code, " ".join(str(error).split())[:2000])
+    except RequestError as error:
+        await _refuse(context, error.code, error)
+    except MissingImage as error:
+        await _refuse(context, _Code.FAILED_PRECONDITION, error)
+    except (ValueError, UserError) as error:
+        await _refuse(context, bad, error)
+    except EngineStopped as error:  # to a client, as if the server had died
+        await _refuse(context, _Code.UNAVAILABLE, error)
+
+
+async def _refuse(context, code: grpc.StatusCode, error: Exception) -> NoReturn:
+    await context.abort(code, " ".join(str(error).split())[:2000])
+    raise AssertionError("abort returned")

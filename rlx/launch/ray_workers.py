@@ -87,7 +87,6 @@ class _RemoteWorker:
     def __init__(self, ray: Any, actor: Any, end: socket.socket):
         self._ray, self._actor, self._end = ray, actor, end
         self._code: int | None = None
-        self.running = True
         self._receiving = threading.Thread(target=self._receive, daemon=True)
         self._receiving.start()
         threading.Thread(target=self._send, daemon=True).start()
@@ -121,6 +120,5 @@ class _RemoteWorker:
         with suppress(OSError, self._ray.exceptions.RayError):
             while data := self._ray.get(self._actor.read.remote(_CHUNK)):
                 self._end.sendall(data)
-        self.running = False
         with suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)

@@ -119,6 +119,20 @@ def test_ten_thousand_gpus_with_a_hundred_thousand_live_prompts_take_a_minute():
     assert time.process_time() - begun < 180  # a third of it on an idle core
 
 
+@pytest.mark.parametrize(
+    ("eta", "prompts", "seconds", "idle"), [(3, 250, 473, 0.45), (7, 125, 220, 0.39)]
+)
+def test_a_hundredth_of_ten_thousand_gpus_has_the_seconds_of_the_docs(eta, prompts, seconds, idle):
+    constants = Calibration()
+    found = simulate(Setup(
+        Limits(prompts, eta, 1 << 30), 8, 75, 1024, ServerSpeed(MODEL, CARD, 1, constants),
+        TrainerSpeed(MODEL, CARD, 25, constants), Lengths(tuple(np.geomspace(1000, 64_000, 256))),
+        100.0,
+    ), 40)  # fmt: skip
+    assert found.step_seconds == pytest.approx(seconds, rel=0.03)
+    assert found.trainer_idle == pytest.approx(idle, abs=0.02)
+
+
 def test_turns_prefill_what_they_add_and_everything_after_an_update():
     """Two turns of a synchronous step: the cache of the first one serves the second one."""
     setup = make(training=7.0, turns=2, observed=300.0, tool_seconds=20.0)

@@ -212,7 +212,8 @@ class VllmEngine(ModelEngine):
 
     @property
     def casts(self) -> str:
-        """Backend of the casts that it receives; several workers have a group of their own: ""."""
+        """Backend of the casts that it receives, as in Engine; none with several workers."""
+        # Decode steps of several workers have a group of their own.
         workers = self._options.get("tensor_parallel", 1)
         return "" if workers > 1 else "gloo" if self._cpu else "nccl"
 
