@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import takewhile
 from math import prod
 from typing import NamedTuple
@@ -35,7 +36,10 @@ _WORKSPACE = re.compile(r", [su]8\[\d+\](\{0\})?\)$")  # of a library call: not 
 PRODUCTS = 0.65  # share of a card's peak that large products reach
 
 
-@dataclass(frozen=True)
+Computation = Mapping[str, "Instruction"]
+
+
+@dataclass(frozen=True, eq=False)
 class Instruction:
     """One line of a computation."""
 
@@ -44,6 +48,8 @@ class Instruction:
     opcode: str
     operands: tuple[str, ...]  # names of the instructions it reads
     line: str  # the whole text, with attributes
+    home: Computation  # in which it is
+    module: Mapping[str, Computation]  # all of the program's, by name
 
     def attribute(self, pattern: str) -> str:
         """Return the first group of a pattern in the line; "" if it is not there."""
@@ -51,13 +57,78 @@ class Instruction:
         return found[1] if found else ""
 
     @property
-    def called(self) -> str:
-        """Name of the computation that a fusion, call or loop runs."""
-        return self.attribute(r"(?:body|calls|to_apply)=%?([\w.\-]+)")
+    def called(self) -> Computation:
+        """The computation that a fusion, call or loop runs; empty for others."""
+        return self.module.get(self.attribute(r"(?:body|calls|to_apply)=%?([\w.\-]+)"), {})
 
+    @property
+    def collective(self) -> str:
+        """The kind of a collective; "" for another instruction."""
+        if self.opcode == "async-start":
+            return "reduce-scatter" if self.attribute(r"calls=[%\w.\-]*(scatter)") else ""
+        return found[1] if (found := _COLLECTIVE.match(self.opcode)) else ""
 
-Computation = Mapping[str, Instruction]
-Module = Mapping[str, Computation]
+    @cached_property
+    def flops(self) -> float:
+        """The FLOPs of its products, those inside a fusion included."""
+        if self.opcode in ("fusion", "fusion-start", "async-start"):
+            return sum(each.flops for each in self.called.values())
+        if self.opcode == "dot" or "__cublas" in self.line:
+            axes = self.attribute(r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([\d,"]*)[\]}]')
+            left = _dims(self.home[self.operands[0]].shape) if self.operands else []
+            return 2.0 * prod(_dims(self.shape)) * prod(left[i] for i in _numbers(axes))
+        if "__cudnn$fmha" in self.line:
+            *batch, rows, keys = _numbers(self.attribute(r'"dimensions": \[([\d", ]*)\]'))
+            window = self.attribute(r'"sliding_window_length": ?"?(\d+)')
+            seen = min(int(window or 0) or keys, keys)
+            work = (2 * seen - seen**2 / rows) * rows  # twice what causal rows see
+            products = 5 if "Backward" in self.line else 2
+            # A causal half of 2 a product.
+            return products * prod(batch) * work * _dims(self.shape)[-1]
+        return 0.0
+
+    @cached_property
+    def moved(self) -> float:
+        """The bytes that a kernel reads and writes; slices of arrays count by the slice."""
+        inner = [*self.called.values()] if "fusion" in self.opcode else []
+        users: dict[str, list[tuple[Instruction, int]]] = {}  # with the place of the operand
+        for each in reversed(inner):
+            for place, operand in enumerate(each.operands):
+                through = users.get(each.name, []) if each.opcode == "bitcast" else [(each, place)]
+                users.setdefault(operand, []).extend(through)
+        given = {
+            int(each.attribute(r"parameter\((\d+)\)") or 0): each.name
+            for each in inner if each.opcode == "parameter"
+        }  # fmt: skip
+        total = 0.0
+        for index, name in enumerate(self.operands):
+            whole = size(self.home[name].shape) if name in self.home else 0
+            readers = users.get(given[index], []) if index in given else [(self, index)]
+            if readers and all(not i and r.opcode in _SLICES | _UPDATES.keys() for r, i in readers):
+                whole = sum(size(r.shape) for r, _ in readers if r.opcode in _SLICES)
+            total += whole
+        root = next((e for e in inner if e.line.lstrip().startswith("ROOT")), self)
+        written = [root.home[x] for x in root.operands] if root.opcode == "tuple" else [root]
+        return total + sum(each.written for each in written)
+
+    @property
+    def written(self) -> int:
+        """The bytes that it writes; of an update in place, its part."""
+        if self.opcode == "bitcast" and self.operands[0] in self.home:
+            return self.home[self.operands[0]].written
+        new = self.operands[_UPDATES[self.opcode]] if self.opcode in _UPDATES else ""
+        return size(self.home[new].shape if new in self.home else _WORKSPACE.sub(")", self.shape))
+
+    @cached_property
+    def during(self) -> "list[Instruction]":
+        """The products that run between the start and the end of an asynchronous instruction."""
+        if not self.opcode.endswith("-start"):
+            return []
+        later = iter(self.home.values())
+        next(each for each in later if each is self)
+        ends = (e for e in self.home.values() if self.name in e.operands)
+        end = next((e for e in ends if e.opcode.endswith("-done")), None)
+        return [each for each in takewhile(lambda e: e is not end, later) if each.flops]
 
 
 @dataclass(frozen=True)
@@ -144,15 +215,14 @@ def read(text: str, per_host: int = 8, trips: Iterable[int] = ()) -> Reading:
 
     `trips` are the runs of each loop whose number depends on data, in the program's order.
     """
-    computations, entry = parse(text)
     out, found = Reading(), dict[tuple, Collective]()
-    for each, times, place, own in _walk(computations, entry, 1, "entry", iter(trips)):
-        flops, attends = _flops(computations, own, each), "__cudnn" in each.line
-        out.attention_flops += times * flops * attends
+    for each, times, place in _walk(parse(text), 1, "entry", iter(trips)):
+        attends = "__cudnn" in each.line
+        out.attention_flops += times * each.flops * attends
         if target := each.attribute(r'custom_call_target="([^"]+)"'):
             out.calls[target] = out.calls.get(target, 0) + times
-        if kind := _collective(each):
-            one = _read_collective(computations, own, each, kind, times, place, per_host)
+        if each.collective:
+            one = _read_collective(each, times, place, per_host)
             key = one.kind, one.shape, one.place, one.covered / times, one.cards
             if old := found.get(key):
                 sums = {n: getattr(one, n) + getattr(old, n) for n in ("times", "bytes", "covered")}
@@ -160,45 +230,37 @@ def read(text: str, per_host: int = 8, trips: Iterable[int] = ()) -> Reading:
             found[key] = one
         elif each.opcode not in _NO_KERNEL:
             out.kernels += times
-            moved = _moved(computations, own, each)
-            if flops and not attends:
-                out.products[flops, moved] += times
-            elif during := _during(computations, own, each):
-                work = [[f(computations, own, x) for x in during] for f in (_flops, _moved)]
-                out.copies[moved, sum(work[0]), sum(work[1])] += times
+            if each.flops and not attends:
+                out.products[each.flops, each.moved] += times
+            elif during := each.during:
+                work = sum(x.flops for x in during), sum(x.moved for x in during)
+                out.copies[each.moved, *work] += times
             elif not attends:
-                out.bytes += times * moved
+                out.bytes += times * each.moved
     out.collectives = sorted(found.values(), key=lambda c: -c.bytes)
     return out
 
 
-def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
-    """Return the computations of a module by name, and the name of the entry."""
-    computations: dict[str, dict[str, Instruction]] = {}
-    entry, name = "", ""
+def parse(text: str) -> Computation:
+    """Return the entry computation of a module."""
+    module, name, entry = dict[str, dict[str, Instruction]](), "", ""
     for line in text.splitlines():
         if head := re.match(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$", line):
             name = head[2]
-            computations[name] = {}
+            module[name] = {}
             entry = name if head[1] else entry
         elif line.startswith("}"):
             name = ""
-        elif name and (instruction := _instruction(line)):
-            computations[name][instruction.name] = instruction
-    return computations, entry
-
-
-def _instruction(line: str) -> Instruction | None:
-    head = re.match(r"^\s+(?:ROOT )?%?([\w.\-]+) = ", line)
-    if not head:
-        return None
-    end = _closing(line, head.end()) if line[head.end()] == "(" else line.index(" ", head.end())
-    rest = re.match(r"\s*([\w\-]+)\(", line[end:])
-    if not rest:
-        return None
-    start = end + rest.end() - 1
-    operands = re.findall(r"%([\w.\-]+)(?=[,)]|$)", line[start : _closing(line, start)])
-    return Instruction(head[1], line[head.end() : end], rest[1], tuple(operands), line)
+        elif name and (head := re.match(r"^\s+(?:ROOT )?%?([\w.\-]+) = ", line)):
+            begin = head.end()
+            end = _closing(line, begin) if line[begin] == "(" else line.index(" ", begin)
+            if rest := re.match(r"\s*([\w\-]+)\(", line[end:]):
+                start = end + rest.end() - 1
+                given = re.findall(r"%([\w.\-]+)(?=[,)]|$)", line[start : _closing(line, start)])
+                module[name][head[1]] = Instruction(
+                    head[1], line[begin:end], rest[1], tuple(given), line, module[name], module
+                )
+    return module[entry]
 
 
 def _closing(line: str, start: int) -> int:
@@ -227,18 +289,18 @@ def _dims(shape: str) -> list[int]:
 
 
 def _walk(
-    computations: Module, name: str, times: int, place: str, trips: Iterator[int]
-) -> Iterator[tuple[Instruction, int, str, Computation]]:
-    """Yield every scheduled instruction with its number of runs, its place and its computation."""
-    for instruction in computations[name].values():
+    computation: Computation, times: int, place: str, trips: Iterator[int]
+) -> Iterator[tuple[Instruction, int, str]]:
+    """Yield every scheduled instruction with its number of runs and its place."""
+    for instruction in computation.values():
         if instruction.opcode == "while":
             count = _trips(instruction, trips)
             inside = f"loop × {count}" if place == "entry" else f"{place} × {count}"
-            yield from _walk(computations, instruction.called, times * count, inside, trips)
+            yield from _walk(instruction.called, times * count, inside, trips)
         elif instruction.opcode == "call":
-            yield from _walk(computations, instruction.called, times, place, trips)
+            yield from _walk(instruction.called, times, place, trips)
         else:
-            yield instruction, times, place, computations[name]
+            yield instruction, times, place
 
 
 def _trips(loop: Instruction, given: Iterator[int]) -> int:
@@ -253,112 +315,21 @@ def _trips(loop: Instruction, given: Iterator[int]) -> int:
     return rows.most_common(1)[0][0] if rows else 1
 
 
-def _flops(computations: Module, computation: Computation, one: Instruction) -> float:
-    """Return the FLOPs of an instruction's products, those inside its fusion included."""
-    if one.opcode in ("fusion", "fusion-start", "async-start"):
-        inner = computations.get(one.called, {})
-        return sum(_flops(computations, inner, each) for each in inner.values())
-    if one.opcode == "dot" or "__cublas" in one.line:
-        axes = one.attribute(r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([\d,"]*)[\]}]')
-        left = _dims(computation[one.operands[0]].shape) if one.operands else []
-        return 2.0 * prod(_dims(one.shape)) * prod(left[i] for i in _numbers(axes))
-    if "__cudnn$fmha" in one.line:
-        *batch, rows, keys = _numbers(one.attribute(r'"dimensions": \[([\d", ]*)\]'))
-        width, window = _dims(one.shape)[-1], one.attribute(r'"sliding_window_length": ?"?(\d+)')
-        seen = min(int(window or 0) or keys, keys)
-        work = (2 * seen - seen**2 / rows) * rows  # twice what causal rows see
-        products = 5 if "Backward" in one.line else 2
-        return products * prod(batch) * work * width  # a causal half of 2 a product
-    return 0.0
-
-
-def _moved(computations: Module, computation: Computation, one: Instruction) -> float:
-    """Return the bytes that a kernel reads and writes; slices of arrays count by the slice."""
-    inner = computations.get(one.called, {}) if "fusion" in one.opcode else {}
-    users: dict[str, list[tuple[Instruction, int]]] = {}  # with the place of the operand
-    for each in reversed([*inner.values()]):
-        for place, operand in enumerate(each.operands):
-            through = users.get(each.name, []) if each.opcode == "bitcast" else [(each, place)]
-            users.setdefault(operand, []).extend(through)
-    given = {
-        int(each.attribute(r"parameter\((\d+)\)") or 0): each
-        for each in inner.values()
-        if each.opcode == "parameter"
-    }
-    total = 0.0
-    for index, name in enumerate(one.operands):
-        whole = size(computation[name].shape) if name in computation else 0
-        readers = users.get(given[index].name, []) if index in given else [(one, index)]
-        if readers and all(not at and r.opcode in _SLICES | _UPDATES.keys() for r, at in readers):
-            whole = sum(size(r.shape) for r, _ in readers if r.opcode in _SLICES)
-        total += whole
-    scope = inner or computation
-    root = next((e for e in inner.values() if e.line.lstrip().startswith("ROOT")), one)
-    written = [scope[x] for x in root.operands] if root.opcode == "tuple" else [root]
-    return total + sum(_written(scope, each) for each in written)
-
-
-def _written(scope: Computation, one: Instruction) -> int:
-    """Return the bytes that an instruction writes; of an update in place, its part."""
-    if one.opcode == "bitcast" and one.operands[0] in scope:
-        return _written(scope, scope[one.operands[0]])
-    new = one.operands[_UPDATES[one.opcode]] if one.opcode in _UPDATES else ""
-    return size(scope[new].shape if new in scope else _WORKSPACE.sub(")", one.shape))
-
-
-def _collective(one: Instruction) -> str:
-    """Return the kind of a collective; "" for another instruction."""
-    if one.opcode == "async-start":
-        return "reduce-scatter" if "scatter" in one.called else ""
-    return found[1] if (found := _COLLECTIVE.match(one.opcode)) else ""
-
-
-def _read_collective(
-    computations: Module, computation: Computation, one: Instruction, kind: str, times: int,
-    place: str, per_host: int,
-) -> Collective:  # fmt: skip
-    results = re.findall(r"\w+\[[\d,]*\]", one.shape)
-    operands = sum(size(computation[x].shape) for x in one.operands if x in computation)
+def _read_collective(one: Instruction, times: int, place: str, per_host: int) -> Collective:
+    kind, home, results = one.collective, one.home, re.findall(r"\w+\[[\d,]*\]", one.shape)
+    operands = sum(size(home[x].shape) for x in one.operands if x in home)
     whole = {"reduce-scatter": operands, "all-reduce": 2 * operands}.get(kind, size(results[-1]))
     groups = _groups(one.line)
     members = max(map(len, groups), default=0)  # 0 for pairs, which send everything
     moved = whole * (1.0 - 1.0 / members) if members else whole
-    covered = _covered(computations, computation).get(one.name, 0.0)
+    # Collectives run one after the other, so those that are under way together share products.
+    sharing = Counter(x for each in home.values() if each.collective for x in each.during)
+    covered = sum(x.flops / sharing[x] for x in one.during)
     hosts = [Counter(device // per_host for device in group) for group in groups]
     # Devices of a host that need the same bytes receive each of them once, by all of their cards.
     same = kind not in ("all-to-all", "collective-permute")
     cards = max((max(on.values()) if same else 1 for on in hosts if len(on) > 1), default=0)
     return Collective(kind, results[-1], place, times, times * moved, times * covered, cards)
-
-
-def _covered(computations: Module, computation: Computation) -> dict[str, float]:
-    """Return the FLOPs of products during each asynchronous collective.
-
-    Collectives run one after the other, so those that are under way together share them.
-    """
-    found: dict[str, float] = {}
-    under_way: list[str] = []
-    for each in computation.values():
-        if each.opcode.endswith("-start") and _collective(each):
-            under_way.append(each.name)
-            found[each.name] = 0.0
-        elif each.opcode.endswith("-done"):
-            under_way = [name for name in under_way if name not in each.operands]
-        elif under_way and (flops := _flops(computations, computation, each)):
-            for name in under_way:
-                found[name] += flops / len(under_way)
-    return found
-
-
-def _during(computations: Module, computation: Computation, one: Instruction) -> list[Instruction]:
-    """Return the products that run between the start and the end of an asynchronous instruction."""
-    if not one.opcode.endswith("-start"):
-        return []
-    later = iter(computation.values())
-    next(each for each in later if each.name == one.name)
-    ends = [e for e in computation.values() if one.name in e.operands]
-    between = takewhile(lambda e: e not in ends or not e.opcode.endswith("-done"), later)
-    return [each for each in between if _flops(computations, computation, each)]
 
 
 def _groups(line: str) -> list[list[int]]:
