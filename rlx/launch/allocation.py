@@ -17,6 +17,7 @@ from rlx.base import UserError
 
 LETTERS = {"vllm": "dt", "jax": "dftce", "torch": "dftc"}  # of vLLM's servers, or of a trainer
 SHARED_MEMORY = 0.4  # share of a GPU's memory for a server that shares the GPU with the trainer
+Gpus = tuple[tuple[str, int], ...]  # of (host, id there)
 MEANINGS = {"f": "fsdp", "d": "replica", "e": "expert", "t": "tensor", "c": "context"}
 
 
@@ -60,15 +61,6 @@ class Allocation:
 
     def __str__(self) -> str:
         return ("|" if self.shared else "+").join(map(str, self.parts)) + "+eval" * self.evaluates
-
-
-@dataclass(frozen=True)
-class Placed:
-    """One server, or the trainer, and its GPUs."""
-
-    part: Part
-    index: int
-    gpus: tuple[tuple[str, int], ...]  # (host, id there)
 
 
 def parse(text: str) -> Allocation:
@@ -133,11 +125,14 @@ def settings(allocation: Allocation) -> dict[str, str | int]:
     return found
 
 
-def place(allocation: Allocation, hosts: Mapping[str, Sequence[int]]) -> tuple[Placed, ...]:
-    """Assign GPUs of hosts (name → ids) to the parts in order; UserError if there are too few."""
+def place(allocation: Allocation, hosts: Mapping[str, Sequence[int]]) -> list[tuple[Part, Gpus]]:
+    """Return the GPUs of each server, and of the trainer; UserError if there are too few.
+
+    The parts get those of hosts (name → ids) in order.
+    """
     free = {host: list(ids) for host, ids in hosts.items()}
-    largest, placed = max(map(len, free.values()), default=0), []  # larger parts get whole hosts
-    taken: list[tuple[str, int]] = []
+    largest = max(map(len, free.values()), default=0)  # larger parts get whole hosts
+    placed, taken = list[tuple[Part, Gpus]](), list[tuple[str, int]]()
 
     def too_few(part: Part, each: int, index: int) -> UserError:
         there = ", ".join(f"{h}: {len(ids)}" for h, ids in hosts.items()) or "none"
@@ -167,5 +162,5 @@ def place(allocation: Allocation, hosts: Mapping[str, Sequence[int]]) -> tuple[P
         if part.each <= largest and not all(fits):
             raise too_few(part, part.each, sum(fits))
         groups = [tuple(taken)] if part.trains else cut
-        placed += [Placed(part, i, group) for i, group in enumerate(groups)]
-    return tuple(placed)
+        placed += [(part, group) for group in groups]
+    return placed

@@ -33,20 +33,13 @@ class Process:
         return f"{self.role} {self.index} on {self.host}: {gpus}"
 
 
-@dataclass(frozen=True)
-class Demand:
-    """The numbers of a run's processes; on GPUs, `allocation` overrides them."""
-
-    servers: int
-    trainers: int = 1
-    trainer: str = "jax"  # jax | torch
-    allocation: Allocation | None = None  # None: one GPU per server, whole hosts for the trainer
-
-
 def processes(
-    demand: Demand,
     hosts: Mapping[str, Sequence[str]],  # name or address → names of GPUs
     *,
+    servers: int,  # number; on GPUs `allocation` overrides it
+    trainers: int = 1,  # likewise
+    library: str = "jax",  # of the trainer: jax | torch
+    allocation: Allocation | None = None,  # None: one GPU per server, whole hosts for the trainer
     trainer: Sequence[str],  # command of rlx.main, which gets `cluster.*`
     server: Sequence[str] = (),  # command of rlx.serve, which gets host, port and seed
     port: int,  # of trainer 0; servers have those above it
@@ -54,19 +47,26 @@ def processes(
     metrics_port: int = 0,  # of trainer 0's Prometheus listener; servers' are above it; 0: none
 ) -> tuple[Process, ...]:
     """Return every process of a run, the trainer's first; UserError if they do not fit."""
-    seats = _by_gpu(demand, hosts) if any(hosts.values()) else _by_count(demand, tuple(hosts))
-    trainers = [(host, gpus) for role, host, gpus in seats if role == "trainer"]
-    servers = [(host, gpus) for role, host, gpus in seats if role == "server"]
-    count = f"--config.cluster.processes={len(trainers)}"
+    if any(hosts.values()):
+        if allocation is None:
+            first = sum(len(gpus) for gpus in list(hosts.values())[:trainers])
+            whole = Part(library, True, {"f": trainers if library == "torch" else first})
+            parts = whole, Part("vllm", False, {"d": servers})
+            allocation = Allocation(tuple(part for part in parts if part.gpus))
+        seats = _by_gpu(allocation, hosts)
+    else:
+        seats = _by_count(servers, trainers, tuple(hosts))
+    own_seats = [(host, gpus) for role, host, gpus in seats if role == "trainer"]
     found = []
-    for index, (host, gpus) in enumerate(trainers):
-        argv = (*trainer, count)
-        if len(trainers) > 1:
-            argv += (f"--config.cluster.coordinator={bracketed(trainers[0][0], port)}",
+    for index, (host, gpus) in enumerate(own_seats):
+        argv = (*trainer, f"--config.cluster.processes={len(own_seats)}")
+        if len(own_seats) > 1:
+            argv += (f"--config.cluster.coordinator={bracketed(own_seats[0][0], port)}",
                      f"--config.cluster.process={index}")  # fmt: skip
         env = _sees(gpus, hosts[host])
         found.append(Process("trainer", index, host, gpus, 0 if index else port, argv, env))
-    for index, (host, gpus) in enumerate(servers):
+    others = ((host, gpus) for role, host, gpus in seats if role == "server")
+    for index, (host, gpus) in enumerate(others):
         own = port + 1 + index
         argv = (*server, f"--host={host}", f"--port={own}", f"--seed={seed + index}")
         if metrics_port:
@@ -89,43 +89,33 @@ def table(plan: Sequence[Process]) -> str:
     return "\n".join(f"{host}: {'; '.join(here)}" for host, here in found.items())
 
 
-def _by_gpu(demand: Demand, hosts: Mapping[str, Sequence[str]]) -> list:
+def _by_gpu(allocation: Allocation, hosts: Mapping[str, Sequence[str]]) -> list:
     """Return (role, host, GPUs) of each process on hosts with GPUs."""
-    allocation = demand.allocation or _whole_hosts(demand, hosts)
     if allocation.shared:
         problem = f"allocation_mode={allocation} puts servers and trainer on the same GPUs"
         raise UserError(f"{problem}, which they cannot share yet; write + for |")
     seats = []
-    for placed in place(allocation, {host: range(len(names)) for host, names in hosts.items()}):
-        by_host = groupby(placed.gpus, lambda gpu: gpu[0])
-        groups = [(host, tuple(i for _, i in gpus)) for host, gpus in by_host]
-        if placed.part.trains and demand.trainer == "torch":
-            groups = [(host, (i,)) for host, ids in groups for i in ids]
-        role = "trainer" if placed.part.trains else "server"
-        if role == "server" and len(groups) > 1:
+    for part, taken in place(allocation, {h: range(len(names)) for h, names in hosts.items()}):
+        by_host = groupby(taken, lambda gpu: gpu[0])
+        groups = [(host, tuple(hosts[host][i] for _, i in gpus)) for host, gpus in by_host]
+        if part.trains and part.backend == "torch":
+            groups = [(host, (gpu,)) for host, gpus in groups for gpu in gpus]
+        if not part.trains and len(groups) > 1:
             where = f"{len(groups)} hosts ({', '.join(host for host, _ in groups)})"
-            problem = f"server {placed.index} would be on {where}, but a server needs one"
+            problem = f"a server of {part} would be on {where}, but it needs one"
             raise UserError(f"allocation_mode={allocation}: {problem}; use a smaller t")
-        seats += [(role, h, tuple(hosts[h][i] for i in ids)) for h, ids in groups]
+        seats += [("trainer" if part.trains else "server", *group) for group in groups]
     return seats
 
 
-def _whole_hosts(demand: Demand, hosts: Mapping[str, Sequence[str]]) -> Allocation:
-    """Return the first hosts for the trainer, and a GPU for each server."""
-    first = sum(len(gpus) for gpus in list(hosts.values())[: demand.trainers])
-    gpus = demand.trainers if demand.trainer == "torch" else first
-    parts = [Part(demand.trainer, True, {"f": gpus}), Part("vllm", False, {"d": demand.servers})]
-    return Allocation(tuple(part for part in parts if part.gpus))
-
-
-def _by_count(demand: Demand, hosts: Sequence[str]) -> list:
+def _by_count(servers: int, trainers: int, hosts: Sequence[str]) -> list:
     """Return (role, host, no GPUs) of each process on hosts without GPUs."""
-    if demand.trainers > len(hosts):
-        problem = f"cluster.processes={demand.trainers} needs a host for each"
+    if trainers > len(hosts):
+        problem = f"cluster.processes={trainers} needs a host for each"
         raise UserError(f"{problem}, and there are {len(hosts)}; use fewer, or more hosts")
-    rest = hosts[demand.trainers :] or hosts
-    seats = [("trainer", host, ()) for host in hosts[: demand.trainers]]
-    return seats + [("server", rest[i % len(rest)], ()) for i in range(demand.servers)]
+    rest = hosts[trainers:] or hosts
+    seats = [("trainer", host, ()) for host in hosts[:trainers]]
+    return seats + [("server", rest[i % len(rest)], ()) for i in range(servers)]
 
 
 def _sees(gpus: Sequence[str], there: Sequence[str]) -> dict[str, str]:

@@ -102,7 +102,7 @@ def share(config: ConfigDict, gpus: Sequence[str], processes: int = 0) -> GpuSha
          "them with rlx.serve and set teacher.addresses"),
     ))  # fmt: skip
     placed = allocation.place(parsed, {"this machine": range(len(gpus))})
-    names = [(one.part.trains, tuple(gpus[i] for _, i in one.gpus)) for one in placed]
+    names = [(part.trains, tuple(gpus[i] for _, i in ids)) for part, ids in placed]
     servers = tuple(ids for trains, ids in names if not trains)
     return GpuShares(servers, next((ids for trains, ids in names if trains), ()))
 

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from rlx.cli.command import INTERRUPTED, say
 from rlx.config import default
 from rlx.launch import allocation
-from rlx.launch.processes import Demand, Process, processes
+from rlx.launch.processes import Process, processes
 from rlx.launch.run_secrets import CERTIFICATE, KEY
 from rlx.model.directory import resolve
 from rlx.run.inputs import INITIAL
@@ -121,10 +121,7 @@ def processes_of(
     `directory`/ADDRESSES before trainer 0 starts.
     """
     parsed = allocation.parse(config.allocation_mode) if config.allocation_mode else None
-    demand = Demand(
-        servers=0 if config.fleet.addresses else config.fleet.num_servers,
-        trainers=max(1, config.cluster.processes), trainer=config.trainer, allocation=parsed,
-    )  # fmt: skip
+    servers = 0 if config.fleet.addresses else config.fleet.num_servers
     if config.model.random_init:
         model = workdir / INITIAL
     elif not model:
@@ -136,7 +133,7 @@ def processes_of(
     server |= {"model": model, "tls_cert": certificate, "tls_key": key}
     own: dict[str, object] = {"scheduler.type": "local", "scheduler.retries": 0}
     own |= {"allocation_mode": "", **(allocation.settings(parsed) if parsed else {})}
-    if demand.servers:
+    if servers:
         own |= {
             "fleet.addresses": (f"@{directory / ADDRESSES}",), "fleet.tls.ca": certificate,
             "fleet.connect_seconds": max(config.fleet.connect_seconds, _LOAD_SECONDS),
@@ -152,7 +149,8 @@ def processes_of(
     settings = (f"--config.{name}={value}" for name, value in own.items())
     options = (f"--{name.replace('_', '-')}={value}" for name, value in server.items())
     plan = processes(
-        demand, hosts, port=port, seed=config.seed, metrics_port=config.observe.metrics_port,
+        hosts, servers=servers, trainers=max(1, config.cluster.processes), library=config.trainer,
+        allocation=parsed, port=port, seed=config.seed, metrics_port=config.observe.metrics_port,
         trainer=(python, "-m", "rlx.main", *flags, f"--workdir={workdir.absolute()}", *settings),
         server=(python, "-m", "rlx.serve", *options),
     )  # fmt: skip

@@ -96,13 +96,13 @@ def test_a_gpu_has_one_owner_and_a_tensor_group_is_on_one_host(made, each, count
     except UserError:  # enough in all, but not together
         assert max(part.each for part in made.parts) > 1
         return
-    own = [gpu for one in placed if not (made.shared and one.part.trains) for gpu in one.gpus]
+    own = [gpu for part, gpus in placed if not (made.shared and part.trains) for gpu in gpus]
     assert len(own) == len(set(own)) == made.gpus
-    for one in placed:
-        where = [one.gpus[i : i + one.part.each] for i in range(0, len(one.gpus), one.part.each)]
-        for group in where if one.part.each <= each else ():
+    for part, gpus in placed:
+        where = [gpus[i : i + part.each] for i in range(0, len(gpus), part.each)]
+        for group in where if part.each <= each else ():
             assert len({host for host, _ in group}) == 1
-    assert not made.shared or set(placed[-1].gpus) == set(own)
+    assert not made.shared or set(placed[-1][1]) == set(own)
 
 
 def test_too_few_gpus_is_an_error_with_the_arithmetic():
@@ -114,8 +114,8 @@ def test_too_few_gpus_is_an_error_with_the_arithmetic():
 
 def test_what_shares_gpus_is_together_too():
     made = parse("jax[gen]:d6|jax[train]:f2t3")
-    *_, trainer = place(made, {"a": range(4), "b": range(4)})
-    assert trainer.gpus == (("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1), ("b", 2))
+    *_, (_, gpus) = place(made, {"a": range(4), "b": range(4)})
+    assert gpus == (("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1), ("b", 2))
     with pytest.raises(UserError, match=r"needs 6 GPUs; .* of which 1 found 3 together"):
         place(made, {"a": range(2), "b": range(4)})
 

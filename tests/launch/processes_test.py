@@ -6,14 +6,14 @@ import pytest
 
 from rlx.base import UserError
 from rlx.launch.allocation import parse
-from rlx.launch.processes import Demand, addresses, processes, table
+from rlx.launch.processes import addresses, processes, table
 from rlx.launch.run_secrets import make_secrets
 
 EIGHT = tuple(map(str, range(8)))
 
 
 def planned(demand, hosts, **more):
-    return processes(demand, hosts, trainer=("main",), server=("serve",), port=9000, **more)
+    return processes(hosts, **demand, trainer=("main",), server=("serve",), port=9000, **more)
 
 
 def seats(plan):
@@ -21,7 +21,7 @@ def seats(plan):
 
 
 def test_a_jax_trainer_has_a_process_on_each_host_with_all_that_it_has_there():
-    demand = Demand(servers=4, trainer="jax", allocation=parse("vllm:d4+jax:f12"))
+    demand = {"servers": 4, "library": "jax", "allocation": parse("vllm:d4+jax:f12")}
     plan = planned(demand, {"a": EIGHT, "b": EIGHT}, seed=7)
     assert seats(plan) == [
         ("trainer", 0, "a", "4567"), ("trainer", 1, "b", "01234567"),
@@ -39,14 +39,14 @@ def test_a_jax_trainer_has_a_process_on_each_host_with_all_that_it_has_there():
 
 
 def test_servers_have_metrics_at_the_ports_above_the_trainer_s():
-    plan = planned(Demand(servers=2), {"a": (), "b": ()}, metrics_port=9200)
+    plan = planned({"servers": 2}, {"a": (), "b": ()}, metrics_port=9200)
     assert [p.argv[-2:] for p in plan[1:]] == [
         ("--metrics-host=b", "--metrics-port=9201"), ("--metrics-host=b", "--metrics-port=9202"),
     ]  # fmt: skip
 
 
 def test_a_torch_trainer_has_a_process_for_each_gpu_by_its_name():
-    demand = Demand(servers=1, trainer="torch", allocation=parse("vllm:d1t2+torch:f4"))
+    demand = {"servers": 1, "library": "torch", "allocation": parse("vllm:d1t2+torch:f4")}
     plan = planned(demand, {"a": ("g0", "g1", "g2", "g3"), "b": ("h0", "h1", "h2", "h3")})
     assert seats(plan) == [
         ("trainer", 0, "a", "g2"), ("trainer", 1, "a", "g3"), ("trainer", 2, "b", "h0"),
@@ -56,32 +56,32 @@ def test_a_torch_trainer_has_a_process_for_each_gpu_by_its_name():
 
 def test_without_an_allocation_the_trainer_has_whole_hosts_and_a_server_one_gpu():
     hosts = {"a": EIGHT, "b": EIGHT, "c": EIGHT}
-    plan = planned(Demand(servers=3, trainers=2), hosts)
+    plan = planned({"servers": 3, "trainers": 2}, hosts)
     assert seats(plan)[2:] == [("server", i, "c", str(i)) for i in range(3)]
     assert [len(p.gpus) for p in plan[:2]] == [8, 8]
 
 
 def test_without_gpus_the_trainer_comes_first_and_servers_take_the_hosts_that_are_left():
-    plan = planned(Demand(servers=3, trainers=1), {"::1": (), "b": (), "c": ()})
+    plan = planned({"servers": 3, "trainers": 1}, {"::1": (), "b": (), "c": ()})
     assert seats(plan) == [
         ("trainer", 0, "::1", ""), ("server", 0, "b", ""), ("server", 1, "c", ""),
         ("server", 2, "b", ""),
     ]  # fmt: skip
     assert plan[0].argv == ("main", "--config.cluster.processes=1")
     assert (plan[0].env, plan[1].env) == ({}, {"JAX_PLATFORMS": "cpu"})
-    alone = planned(Demand(servers=1), {"::1": ()})
+    alone = planned({"servers": 1}, {"::1": ()})
     assert addresses(alone) == ("[::1]:9001",)
 
 
 @pytest.mark.parametrize(
     ("demand", "hosts", "said"),
     [
-        (Demand(1, 3), {"a": (), "b": ()}, "cluster.processes=3 .* and there are 2"),
-        (Demand(9, 1), {"a": ("0",), "b": ("0",)}, "needs 10 GPUs; .* a: 1, b: 1"),
-        (Demand(1, allocation=parse("vllm:d1+jax:f4")), {"a": ("0", "1")}, "needs 5 GPUs"),
-        (Demand(1, allocation=parse("vllm:d1t4")), {"a": ("0", "1"), "b": ("0", "1")},
+        ({"servers": 1, "trainers": 3}, {"a": (), "b": ()}, "processes=3 .* and there are 2"),
+        ({"servers": 9}, {"a": ("0",), "b": ("0",)}, "needs 10 GPUs; .* a: 1, b: 1"),
+        ({"servers": 1, "allocation": parse("vllm:d1+jax:f4")}, {"a": ("0", "1")}, "needs 5 GPUs"),
+        ({"servers": 1, "allocation": parse("vllm:d1t4")}, {"a": ("0", "1"), "b": ("0", "1")},
          "would be on 2 hosts"),
-        (Demand(1, allocation=parse("vllm[s]:d1|jax[t]:f1")), {"a": ("0",)}, "write . for"),
+        ({"servers": 1, "allocation": parse("vllm[s]:d1|jax[t]:f1")}, {"a": ("0",)}, "write . for"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_said_with_the_arithmetic(demand, hosts, said):
