@@ -16,44 +16,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rlx.base import Group, UserError
 from rlx.fleet.client import Fleet
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.mismatch.diagnose import Explanation, MismatchCase, advice, diagnose
 from rlx.mismatch.measure import Comparison, EngineSample, Tolerance, TrainerScorer
-from rlx.rollout.executor import Executor
 from rlx.rollout.workflows import trajectory
+from rlx.system.threads import LoopThread
+from rlx.train.contract import State, Update
 
 POLL_SECONDS = 0.2  # how often a waiting trainer checks for Ctrl-C
 PRIORITY = 1 << 20  # above training's, so that a probe does not wait for free slots
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Probe:
-    """The servers' answers: address → one completion a prompt; `lives` is that of Fleet."""
-
-    version: int
-    lives: Mapping[str, str]
-    answers: Mapping[str, Sequence[Completion]]
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """A line of gate.jsonl, the error that must end the run, and reports on refused newcomers."""
-
-    record: dict[str, Any]
-    error: UserError | None
-    refused: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)
 class Gate:
     """Sends prompts to the servers and compares their answers with the trainer."""
 
+    fleet: Fleet
+    loop: LoopThread  # of the fleet
     prompts: Sequence[Sequence[int]]  # tokens; PromptTokens where there are images
     sampling: Sampling  # of training, with the gate's own budget
     scorer: TrainerScorer  # rows must have room for the longest prompt and completion
@@ -61,91 +43,96 @@ class Gate:
     seed: int  # a probe's seed is this plus its version
     earlier: Mapping[str, Path]  # name → HF directory, if any, of weights a server may still have
     dtype: str  # in which `earlier` weights are loaded
-    passed: frozenset[tuple[str, str]] = frozenset()  # items of Fleet.lives
+    write: Callable[[dict[str, Any]], None]  # takes a line of gate.jsonl
+    say: Callable[[str], None]  # takes a line for the user
+    _passed: frozenset[tuple[str, str]] = frozenset()  # items of Fleet.lives
     _refused: frozenset[tuple[str, str]] = frozenset()
-    _asked: Future[Probe] | None = None
+    _asked: Future[tuple] | None = None
 
-    def newcomers(self, fleet: Fleet) -> frozenset[str]:
-        """Return the addresses of live servers that have not been checked since they started."""
-        new = fleet.lives.items() - self.passed - self._refused
-        return frozenset(address for address, _ in new)
-
-    def ask(self, executor: Executor, fleet: Fleet, version: int, publish: Future | None) -> None:
-        """Begin to probe every live server, once `publish` has brought them `version`."""
-        self._asked = executor.loop.submit(self._probe(fleet, version, publish))
+    @property
+    def newcomers(self) -> bool:
+        """Whether live servers have not been checked since they started."""
+        return bool(self.fleet.lives.items() - self._passed - self._refused)
 
     @property
     def asked(self) -> bool:
         """Whether a check is under way."""
         return self._asked is not None
 
-    def verdict(
-        self,
-        score: Callable[[Sequence[Group]], list[np.ndarray]],
-        weights: Callable[[], Mapping[str, Any]],
-        stopping: Callable[[], bool],
-    ) -> Verdict | None:
-        """Wait for the answers and end the check; return None when `stopping` says so first.
+    def ask(self, version: int, publish: Future | None) -> None:
+        """Begin to probe every live server, once `publish` has brought them `version`."""
+        self._asked = self.loop.submit(self._probe(version, publish))
 
-        By the weights of the version that `ask` was for, `score` gives the trainer's log-probs,
-        [tokens] a trajectory; `weights` gives these, by HF's names, to find out what is wrong.
+    async def _probe(
+        self, version: int, publish: Future | None
+    ) -> tuple[int, Mapping[str, str], Mapping[str, Sequence[Completion]], float]:
+        """Return version, `Fleet.lives`, a completion a prompt of each server, and seconds."""
+        if publish:
+            await asyncio.wrap_future(publish)
+        begun, lives = time.monotonic(), self.fleet.lives
+        if not self._passed:  # at the first check all get requests; a failure ends the run
+            await self.fleet.admit(lives.items())
+        sampling = replace(self.sampling, seed=(self.seed + version) % (1 << 31))
+        try:
+            answers = await self.fleet.probe(self.prompts, sampling, priority=PRIORITY)
+        except ValueError as error:
+            raise UserError(f"a server refuses config.sampling: {error}") from error
+        asked = {address: lives.get(address, "") for address in answers}
+        return version, asked, answers, time.monotonic() - begun
+
+    def verdict(self, update: Update, state: State, stopping: Callable[[], bool]) -> None:
+        """Wait for the answers and record the check; return before it where `stopping` says so.
+
+        `state` has the weights of the version that `ask` was for. Servers that pass get requests.
+        UserError if a known server disagrees, or all do.
         """
         assert self._asked is not None, "ask comes first"
         while wait([self._asked], POLL_SECONDS).not_done:
             if stopping():
-                return None
+                return
         asked, self._asked = self._asked, None
-        return self._check(asked.result(), score, weights)
-
-    async def _probe(self, fleet: Fleet, version: int, publish: Future | None) -> Probe:
-        if publish:
-            await asyncio.wrap_future(publish)
-        begun, lives = time.monotonic(), fleet.lives
-        if not self.passed:  # at the first check all get requests; a failure ends the run
-            await fleet.admit(lives.items())
-        sampling = replace(self.sampling, seed=(self.seed + version) % (1 << 31))
-        try:
-            answers = await fleet.probe(self.prompts, sampling, priority=PRIORITY)
-        except ValueError as error:
-            raise UserError(f"a server refuses config.sampling: {error}") from error
-        asked = {address: lives.get(address, "") for address in answers}
-        return Probe(version, asked, answers, time.monotonic() - begun)
-
-    def _check(self, probe: Probe, score: Callable, weights: Callable) -> Verdict:
+        version, asked_lives, answers, seconds = asked.result()
         begun, servers, wrong = time.monotonic(), {}, {}
-        cases = [self._case(found, probe.version) for found in probe.answers.values()]
+        cases = [self._case(found, version) for found in answers.values()]
         groups = [  # the servers' answers, for the trainer to score
             Group(k, tuple(trajectory(s.prompt, s.completion, 0.0, f"{k}.{i}")
                            for i, s in enumerate(case.samples)))
             for k, case in enumerate(cases)
         ]  # fmt: skip
-        scores, params = iter(score(groups)), None
-        for address, case in zip(probe.answers, cases, strict=True):
+        scores, params = iter(update.logprobs(state, groups)), None
+        weights, model = update.weights, self.scorer.model
+        for address, case in zip(answers, cases, strict=True):
             ours = [next(scores)[len(sample.prompt) :] for sample in case.samples]
             found, causes = case.compare(ours), []
-            if found.tokens and not found.ok and not self.scorer.model.foreign:
+            if found.tokens and not found.ok and not model.foreign:
                 from rlx.model import hf
 
-                params = params or hf.from_hf(weights(), self.scorer.model, self.dtype)
+                params = params or hf.from_hf(weights(state).arrays(), model, self.dtype)
                 causes = diagnose(replace(case, params=params), found)
             servers[address] = _server_record(found, causes)
             if not found.ok:
-                wrong[address] = _error(address, probe.version, found, causes)
-        lives = frozenset(probe.lives.items())
+                wrong[address] = _error(address, version, found, causes)
+        lives = frozenset(asked_lives.items())
         bad = frozenset(life for life in lives if life[0] in wrong)
-        known = self.passed or lives  # at the first check no server is a newcomer
+        known = self._passed or lives  # at the first check no server is a newcomer
         errors = [wrong[address] for address, _ in sorted(bad & known if lives - bad else bad)]
-        self.passed, self._refused = self.passed | (lives - bad), self._refused | bad
+        self._passed, self._refused = self._passed | (lives - bad), self._refused | bad
         record = {
-            "step": probe.version, "ok": not wrong,
+            "step": version, "ok": not wrong,
             "mean_delta": max(each["mean_delta"] for each in servers.values()),
             "max_delta": max(each["max_delta"] for each in servers.values()),
             "tokens": sum(each["tokens"] for each in servers.values()),
-            "limits": asdict(self.tolerance), "probe_seconds": probe.seconds,
+            "limits": asdict(self.tolerance), "probe_seconds": seconds,
             "score_seconds": time.monotonic() - begun, "servers": servers,
         }  # fmt: skip
-        refused = tuple(f"{name} gets no requests: {why}" for name, why in wrong.items())
-        return Verdict(record, errors[0] if errors else None, refused)
+        self.write(record)
+        if errors:
+            raise errors[0]
+        self.loop.run(self.fleet.admit(self._passed))
+        for name, why in wrong.items():
+            self.say(f"{name} gets no requests: {why}")
+        if not wrong:
+            self.say(_sentence(record))
 
     def _case(self, completions: Sequence[Completion], version: int) -> MismatchCase:
         def load(path: Path) -> Any:
@@ -160,7 +147,7 @@ class Gate:
         return MismatchCase(self.scorer, {}, samples, self.tolerance, **known)
 
 
-def sentence(record: Mapping[str, Any]) -> str:
+def _sentence(record: Mapping[str, Any]) -> str:
     """Return the terminal's line for a passed check."""
     servers = len(record["servers"])
     return (

@@ -33,7 +33,6 @@ from rlx.config import check, with_environment
 from rlx.doctor import failures
 from rlx.engines.engine import SLEEPS
 from rlx.fleet.client import Fleet, NoFleet
-from rlx.mismatch.gate import sentence
 from rlx.observe import environment, writers
 from rlx.observe.hooks import Hooks
 from rlx.rollout.executor import Exhausted
@@ -239,7 +238,7 @@ class _Loop:
             while not self.parts.stop.is_set():
                 self._check_newcomers()  # the batch may need these servers
                 with self._phase("wait"):
-                    while not (self.parts.stop.is_set() or self._newcomers()):
+                    while not (self.parts.stop.is_set() or (self.gate and self.gate.newcomers)):
                         if groups := self._take(COLLECT_SECONDS):
                             return groups
         except Exhausted as error:
@@ -304,34 +303,16 @@ class _Loop:
     def _ask_servers(self) -> None:
         """Begin the gate's check of the servers; the next update waits for it."""
         if self.gate:
-            assert isinstance(self.fleet, Fleet)
-            self.gate.ask(self.executor, self.fleet, self.step, self.publishing)
-
-    def _newcomers(self) -> bool:
-        """Return whether joined or restarted servers wait for the gate's check."""
-        return isinstance(f := self.fleet, Fleet) and bool(self.gate and self.gate.newcomers(f))
+            self.gate.ask(self.step, self.publishing)
 
     def _check_newcomers(self) -> None:
         """Check servers that joined, and wait for any check, before sending them requests."""
-        if self.gate and not self.gate.asked and self._newcomers():
+        if self.gate and self.gate.newcomers and not self.gate.asked:
             self._ask_servers()
-        if not self.gate or not self.gate.asked:
-            return
-        self._record()
-        with self._phase("gate", version=self.step):
-            verdict = self.gate.verdict(
-                partial(self.parts.update.logprobs, self.state),
-                lambda: self.parts.update.weights(self.state).arrays(),
-                self.parts.stop.is_set,
-            )
-        if verdict:
-            self.writer.write("gate.jsonl", verdict.record)
-            if verdict.error:
-                raise verdict.error
-            assert isinstance(self.fleet, Fleet)
-            self.parts.loop.run(self.fleet.admit(self.gate.passed))
-            for text in verdict.refused or (sentence(verdict.record),):
-                self.progress.message(text)
+        if self.gate and self.gate.asked:
+            self._record()
+            with self._phase("gate", version=self.step):
+                self.gate.verdict(self.parts.update, self.state, self.parts.stop.is_set)
 
     def _send(self, weights: Any) -> Future:
         return self.parts.loop.submit(self._deliver(self.step, weights))

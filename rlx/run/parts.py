@@ -287,8 +287,8 @@ def build(
         method = config.fleet.publish
         export.publish(state, lambda w: loop.submit(fleet.publish(step, w, method))).result()
     executor.set_version(step)
-    if options.served and config.gate.enabled:
-        parts.gate = _gate(config, inputs, model_dir, workdir / "hf")
+    if isinstance(fleet, Fleet) and config.gate.enabled:
+        parts.gate = _gate(parts, fleet, model_dir)
     parts.laps["servers"] = time.monotonic_ns()
     for (_, start), (name, end) in itertools.pairwise(parts.laps.items()):
         timeline.add("trainer", "main", f"start: {name}", start, end)
@@ -376,8 +376,9 @@ def publish_dir(
     raise UserError(f"{what}; in Docker set --shm-size=8g, or set it to a disk with space")
 
 
-def _gate(config: ConfigDict, inputs: Inputs, first: Path, saved: Path) -> Gate:
+def _gate(parts: Parts, fleet: Fleet, first: Path) -> Gate:
     """Return the run's gate; its prompts are evenly spread training rows."""
+    config, inputs = parts.config, parts.inputs
     rows, count = inputs.train_rows, min(config.gate.prompts, len(inputs.train_rows))
     chosen = [rows[i * len(rows) // count] for i in range(count)]
     prompts = [inputs.prompts.ids(row) for row in chosen]
@@ -393,9 +394,12 @@ def _gate(config: ConfigDict, inputs: Inputs, first: Path, saved: Path) -> Gate:
     )  # fmt: skip
     limits = measure.tolerance(exact, config.gate.max_delta, config.gate.mean_delta)
     # A server may still have these HF directories, which need not exist.
-    earlier = {"the run's first weights": first, "the last checkpoint": saved}
-    seed = config.seed
-    return Gate(prompts, sampling, scorer, limits, seed=seed, earlier=earlier, dtype=model.dtype)
+    earlier = {"the run's first weights": first, "the last checkpoint": parts.workdir / "hf"}
+    write, say = partial(parts.writer.write, "gate.jsonl"), parts.progress.message
+    return Gate(
+        fleet, parts.loop, prompts, sampling, scorer, limits, config.seed, earlier, model.dtype,
+        write, say,
+    )  # fmt: skip
 
 
 def _records(

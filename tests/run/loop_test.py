@@ -12,7 +12,6 @@ import pytest
 from rlx import config as config_lib
 from rlx.base import DiskFull, UserError
 from rlx.fleet.client import Fleet
-from rlx.mismatch.gate import Verdict
 from rlx.run.frequency import KINDS, Position
 from rlx.run.loop import FRUITLESS, _Loop
 from rlx.run.precision import Precision
@@ -23,22 +22,20 @@ WHOLE = {"n_valid_tokens": 1, "n_tokens": 1}
 
 
 class NewcomersGate:
-    """A gate that passed what it has heard; what it says of one that joins is `said`."""
+    """A gate that one server has not passed yet; `error` is its verdict."""
 
-    asked, passed = False, frozenset({("early:1", "a")})
+    asked, newcomers = False, True
 
-    def __init__(self, said):
-        self.said, self.new = said, {"late:1"}
+    def __init__(self, error=None):
+        self.error = error
 
-    def newcomers(self, fleet):
-        return self.new
-
-    def ask(self, executor, fleet, version, publish):
+    def ask(self, version, publish):
         self.asked = True
 
     def verdict(self, *_):
-        self.asked, self.new = False, set()
-        return self.said
+        self.asked = self.newcomers = False
+        if self.error:
+            raise self.error
 
 
 @pytest.fixture
@@ -81,18 +78,21 @@ def steps_at_once(loop, monkeypatch):
     return made
 
 
-def test_a_newcomer_that_is_refused_is_told_of_and_the_run_goes_on(loop):
+def test_a_newcomer_is_checked_before_a_batch_is_taken(loop):
     """It was asked nothing, so that the batches there are have no token of it."""
-    made = loop(NewcomersGate(Verdict({"ok": False}, None, ("late:1 gets no requests",))))
-    made.fleet.admit = admitted = MagicMock()
-    made.executor.collect.side_effect = lambda timeout: admitted.called and made.parts.stop.set()
+    made = loop(NewcomersGate())
+
+    def collect(timeout):
+        assert not made.gate.newcomers
+        made.parts.stop.set()
+
+    made.executor.collect.side_effect = collect
     assert made._collect() is None
-    made.progress.message.assert_called_once_with("late:1 gets no requests")
-    admitted.assert_called_once_with(NewcomersGate.passed)
+    made.executor.collect.assert_called_once()
 
 
 def test_servers_that_all_disagree_end_the_run_before_a_batch_is_taken(loop, monkeypatch):
-    made, saves = loop(NewcomersGate(Verdict({}, DISAGREE))), []
+    made, saves = loop(NewcomersGate(DISAGREE)), []
     monkeypatch.setattr(made, "_save", lambda: saves.append(made.step))
     with pytest.raises(UserError, match="disagree"):
         run_steps(made)
