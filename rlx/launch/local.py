@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -382,26 +383,15 @@ def _environ(threads: int, platform: str, token: str, gpus: Sequence[str] = ()) 
     }  # fmt: skip
 
 
-class RunningServers:
+class RunningServers(contextlib.ExitStack):
     """Running servers at known addresses; `own` are options of Fleet."""
 
     # `publish_dir` is the parent of a private directory; "": nothing is published.
     def __init__(self, addresses: Sequence[str], *, publish_dir: str = "", **own: Any):
-        self._addresses, self._publish_dir, self._options = tuple(addresses), publish_dir, own
-        self._stack = contextlib.ExitStack()
-
-    def fleet(self, **options: Any) -> Fleet:
-        """Return an unconnected client of the servers; `options` are Fleet's."""
-        return Fleet(self._addresses, **self._options, **options)
-
-    def __enter__(self) -> "RunningServers":
-        if self._publish_dir:
-            scratch = self._stack.enter_context(Scratch(self._publish_dir))
-            self._options["publish_dir"] = scratch.directory
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._stack.close()
+        super().__init__()
+        if publish_dir:
+            own["publish_dir"] = self.enter_context(Scratch(publish_dir)).directory
+        self.fleet = partial(Fleet, tuple(addresses), **own)  # takes further ones
 
 
 def servers_of(
