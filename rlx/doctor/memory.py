@@ -228,17 +228,18 @@ def low_memory_warning(sizes: RunSizes, there: MemoryLimit, *, always: bool = Fa
 
 def full_disk_warning(sizes: RunSizes, free: int, there: int = 0) -> str:
     """Return a warning if checkpoints may not fit on the disk, else ""; DiskFull if none fits."""
-    saved, out = sum(state(sizes).values()), exported(sizes)
-    needed, what = checkpoints(saved, out, sizes.keep)
+    needed, what = checkpoints(sizes)
     what = f"{what}; {size(free)} free; free some"
-    if saved + out > free:
+    if sum(state(sizes).values()) + exported(sizes) > free:
         raise DiskFull(f"no disk space for a checkpoint: {what}, or give another --workdir")
     if needed <= free + there:  # bytes of earlier checkpoints, which new ones replace
         return ""
     return f"may run out of disk space: {what}, give another --workdir, or lower checkpoint.keep"
 
 
-def checkpoints(state: int, exported: int, keep: int) -> tuple[int, str]:
+def checkpoints(sizes: RunSizes) -> tuple[int, str]:
     """Return the disk bytes needed to write one more checkpoint, and a sentence about them."""
-    needed, each = (keep + 1) * state + 2 * exported, size(state)
-    return needed, f"{keep} + 1 checkpoints of {each} and the HF directory need {size(needed)}"
+    keep, each = sizes.keep, sum(state(sizes).values())
+    needed = (keep + 1) * each + 2 * exported(sizes)
+    what = f"{keep} + 1 checkpoints of {size(each)} and the HF directory need {size(needed)}"
+    return needed, what

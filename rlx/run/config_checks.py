@@ -161,14 +161,7 @@ def check_capacity(sizes: RunSizes, workdir: Path, devices: machine.Devices) -> 
     yield Finding("memory", "trainer", level, what, memory.remedy(sizes, devices) if tight else "")
     if sizes.has_fleet:
         yield machine.check_publish_dir(sizes.publish_dir, memory.in_publish_dir(sizes))
-    free = shutil.disk_usage(existing(workdir)).free
-    state, exported = sum(memory.state(sizes).values()), memory.exported(sizes)
-    yield judge_disk(state, exported, sizes.keep, free)
-
-
-def judge_disk(state: int, exported: int, keep: int, free: int) -> Finding:
-    """Return the row of disk space for `keep` + 1 checkpoints and the HF export."""
-    needed, what = memory.checkpoints(state, exported, keep)
-    remedy = "free some, give another --workdir, or lower checkpoint.keep"
-    level, remedy = ("problem", remedy) if needed > free else ("ok", "")
-    return Finding("memory", "disk", level, f"{what}; {size(free)} free", remedy)
+    free, (needed, what) = shutil.disk_usage(existing(workdir)).free, memory.checkpoints(sizes)
+    remedy = "free some, give another --workdir, or lower checkpoint.keep" * (needed > free)
+    level = "problem" if remedy else "ok"
+    yield Finding("memory", "disk", level, f"{what}; {size(free)} free", remedy)

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -322,11 +323,15 @@ def test_on_a_gpu_a_bound_above_its_memory_may_still_fit(model, tmp_path, share,
     assert (row.name, row.level) == ("trainer", level)
 
 
-def test_the_disk_is_weighed():
-    assert config_checks.judge_disk(GB, GB, keep=2, free=10 * GB).level == "ok"
-    short = config_checks.judge_disk(4 * GB, GB, keep=2, free=10 * GB)
-    assert short.level == "problem"
-    assert "2 + 1 checkpoints of 4.0 GB" in short.found
+def test_the_disk_is_weighed(model, tmp_path, monkeypatch):
+    sizes = sizes_of(arithmetic.get_config(), model)
+    needed, what = memory.checkpoints(sizes)
+    for free, level in ((needed, "ok"), (needed - 1, "problem")):
+        usage = SimpleNamespace(free=free, total=free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
+        *_, row = config_checks.check_capacity(sizes, tmp_path, Devices())
+        assert (row.name, row.level) == ("disk", level)
+        assert f"{what}; " in row.found
 
 
 def test_a_teacher_is_looked_at(config, tmp_path):
