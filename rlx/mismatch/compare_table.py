@@ -83,12 +83,8 @@ def table(case: MismatchCase, found: dict[str, Comparison], dtype: str) -> str:
         f"{'pair':<24}{'mean |Δ|':>10}{'max |Δ|':>10}{'bad':>6}  first bad",
     ]
     for pair, one in found.items():
-        place = one.first_bad
-        where = place and (
-            f"position {place.position} of completion {place.sample}, token {place.token}: "
-            f"{place.first:.4f} against {place.second:.4f}"
-        )
-        lines.append(f"{pair:<24}{one.mean:>10.1e}{one.max:>10.1e}{one.bad:>6}  {where or '–'}")
+        numbers = f"{one.mean:>10.1e}{one.max:>10.1e}{one.bad:>6}"
+        lines.append(f"{pair:<24}{numbers}  {one.first_bad or '–'}")
     if "engine – transformers" not in found:
         lines.append(f"without transformers, for torch is not installed; {install('witnesses')}")
     if _OURS in found and not found[_OURS].ok:

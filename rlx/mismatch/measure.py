@@ -56,6 +56,10 @@ class TokenPlace:
     first: float  # first, second: its log-probability on the two sides, nats
     second: float
 
+    def __str__(self) -> str:
+        sides = f"{self.first:.4g} against {self.second:.4g}"
+        return f"position {self.position} of sample {self.sample} (token {self.token}: {sides})"
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -75,15 +79,11 @@ class Comparison:
         return self.tokens > 0 and not self.bad and self.mean <= self.tolerance.mean
 
     def __str__(self) -> str:
-        t, place = self.tolerance, self.first_bad
-        text = (
+        t, first = self.tolerance, f", first at {self.first_bad}" * bool(self.first_bad)
+        return (
             f"|Δ logprob| mean {self.mean:.2g} (limit {t.mean:.2g}), max {self.max:.2g} (limit "
-            f"{t.max:.2g}), {self.bad} of {self.tokens} tokens bad"
+            f"{t.max:.2g}), {self.bad} of {self.tokens} tokens bad{first}"
         )
-        return text if place is None else (
-            f"{text}, first at position {place.position} of sample {place.sample} (token "
-            f"{place.token}: {place.first:.4g} against {place.second:.4g})"
-        )  # fmt: skip
 
 
 def compare(
