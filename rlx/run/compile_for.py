@@ -33,7 +33,7 @@ from rlx.launch import xla_flags
 from rlx.model import directory
 from rlx.model import params as parameters
 from rlx.model.model_config import ModelConfig
-from rlx.run import fitting
+from rlx.run import auto_values
 from rlx.run.allocate import OWN_MEMORY, apply_allocation, shares_gpus
 from rlx.run.room_options import RunOptions, sizes_of
 from rlx.train.train_options import AUTO
@@ -140,7 +140,7 @@ def scan(config: ConfigDict, text: str) -> Iterator[Finding]:
     run = _Target.of(config, text)
     best: tuple[float, str] = 0.0, ""
     with device_programs.gpus(run.card.target(), run.hosts, run.each) as devices:
-        for mesh, kept in product(_meshes(run), fitting.KINDS["jax"]):
+        for mesh, kept in product(_meshes(run), auto_values.KINDS["jax"]):
             options = replace(run.sizes.train, mesh=mesh, remat=kept)
             name = f"{mesh} {kept}"
             try:
@@ -205,11 +205,11 @@ class _Target:
         share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", own))
         return cls(config, model, sizes_of(config, model), card, hosts, each, share)
 
-    def fitted(self, planned: fitting.Planned) -> tuple["_Target", str]:
-        """Return the run with values for what it leaves open, and why these; see `fitting`."""
+    def fitted(self, planned: auto_values.Planned) -> tuple["_Target", str]:
+        """Return the run with values for what it leaves open, and why these; see `auto_values`."""
         memory = int(self.share * self.card.memory)
         devices = Devices("gpu", self.card.kind, self.hosts * self.each, memory)
-        keys, message = fitting.decide(self.config, self.sizes, devices, planned)
+        keys, message = auto_values.decide_microbatches(self.config, self.sizes, devices, planned)
         self.config.update_from_flattened_dict(keys)
         return replace(self, sizes=sizes_of(self.config, self.model)), message
 

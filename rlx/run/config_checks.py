@@ -17,10 +17,9 @@ from rlx.doctor.memory import RunSizes
 from rlx.fleet.addresses import read_addresses
 from rlx.model.mesh import WEIGHTS, check_devices, mesh_axes, num_row_shards
 from rlx.model.model_config import ModelConfig
-from rlx.run import fitting
+from rlx.run.auto_values import decide_dtypes, decide_microbatches
 from rlx.run.inputs import Missing, prepare
 from rlx.run.plan_run import judge_idle
-from rlx.run.precision import decide_dtypes
 from rlx.run.room_options import sizes_of
 from rlx.system import available_memory
 from rlx.system.workdir_lock import existing
@@ -44,7 +43,7 @@ def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterat
             yield row
     sizes = sizes_of(config, model) if model and not bad & {"values", "algorithm"} else None
     if sizes and model:
-        fit = fitting.decide(config, sizes, devices, partial(memory.bound, devices=devices))
+        fit = decide_microbatches(config, sizes, devices, partial(memory.bound, devices=devices))
         config.update_from_flattened_dict(fit.keys)
         sizes = sizes_of(config, model)
         if fit.message:

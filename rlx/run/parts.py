@@ -48,11 +48,11 @@ from rlx.rollout import attempts
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor
 from rlx.rollout.teacher_scores import JudgeRewarded, TeacherScored
-from rlx.run import fitting, flags, resume, trainers
+from rlx.run import flags, resume, trainers
+from rlx.run.auto_values import Precision, decide_dtypes, decide_microbatches
 from rlx.run.export import Export, require_base
 from rlx.run.frequency import Position, from_host
 from rlx.run.inputs import INITIAL, Inputs
-from rlx.run.precision import Precision, decide_dtypes
 from rlx.run.room_options import RunOptions, as_json, joining_of, limits_of, sizes_of
 from rlx.run.turns import CACHE, Turns, in_turns, rests
 from rlx.system import available_memory
@@ -130,7 +130,7 @@ def build(
     config.model.update(precision.dtypes)
     sizes = sizes_of(config, inputs.model_config)
     begun_in = begun_in if checkpoint.checkpoints(workdir / "checkpoints") else {}
-    fit = fitting.decide(config, sizes, library.devices(), library.planned, begun_in)
+    fit = decide_microbatches(config, sizes, library.devices(), library.planned, begun_in)
     config.update_from_flattened_dict(fit.keys)
     if turns := in_turns(config, hosts.count, library.devices()):
         config.fleet.kv_on_update = "recompute"  # as servers do after a sleep, for replays

@@ -14,7 +14,7 @@ from rlx.model.mesh import parse_mesh
 from rlx.option import check_value, option, options_of, read_options
 from rlx.train import prefix_trees
 
-AUTO = "auto"  # `rlx.run.fitting` decides when a run starts
+AUTO = "auto"  # `rlx.run.auto_values` decides when a run starts
 OPTIMIZERS = {"adamw": 2, "lion": 1, "sgd": 0}  # name → float32 moments for each parameter
 # Share of the peak rate by the completed fraction of the run, 0 to 1.
 SCHEDULES: dict[str, Callable[[Any, Any], Any]] = {

@@ -12,13 +12,13 @@ from rlx.config import default
 from rlx.doctor import memory
 from rlx.doctor.machine import Devices
 from rlx.model import hf
-from rlx.run import fitting, jax_trainer
+from rlx.run import auto_values, jax_trainer
 from rlx.run.room_options import sizes_of
 from rlx.train import device_programs
 from rlx.train.train_options import TrainOptions
 
 KINDS = ("none", "dots", "attention", "full")
-REMAT, TOKENS = fitting.REMAT, fitting.TOKENS
+REMAT, TOKENS = auto_values.REMAT, auto_values.TOKENS
 GB = 10**9
 
 
@@ -50,7 +50,7 @@ def left_open(**values):
 def test_the_least_recomputation_then_the_largest_microbatch_that_fits(limit, wanted):
     plans = {"none": 12, "dots": 8, "attention": 6, "full": 3}
     fits = {(kind, tokens): plans[kind] * tokens <= limit for kind in KINDS for tokens in (1, 2, 4)}
-    assert fitting.choose(KINDS, (1, 2, 4), lambda *one: fits[one]) == wanted
+    assert auto_values.choose(KINDS, (1, 2, 4), lambda *one: fits[one]) == wanted
 
 
 def test_on_a_gpu_the_plans_of_candidates_decide_and_no_more_are_compiled(model):
@@ -64,7 +64,7 @@ def test_on_a_gpu_the_plans_of_candidates_decide_and_no_more_are_compiled(model)
 
     config = left_open()
     gpu = Devices("gpu", "H100", 1, 12 * GB)
-    found = fitting.decide(config, sizes_of(config, model), gpu, planned)
+    found = auto_values.decide_microbatches(config, sizes_of(config, model), gpu, planned)
     assert found.keys == {REMAT: "dots", TOKENS: 6144}
     larger = [("dots", 49_152), ("dots", 24_576), ("dots", 12_288)]
     assert asked == [("none", 6144), ("dots", 6144), *larger]
@@ -74,16 +74,16 @@ def test_on_a_gpu_the_plans_of_candidates_decide_and_no_more_are_compiled(model)
     )
     asked.clear()
     named = left_open(train__max_tokens_per_microbatch=8192)
-    found = fitting.decide(named, sizes_of(named, model), gpu, planned)
+    found = auto_values.decide_microbatches(named, sizes_of(named, model), gpu, planned)
     assert found.keys == {REMAT: "up"}
     assert asked == [("none", 8192), ("dots", 8192), ("up", 8192)]
     named.model.remat = "full"
-    assert fitting.decide(named, sizes_of(named, model), gpu, planned) == ({}, "")
+    assert auto_values.decide_microbatches(named, sizes_of(named, model), gpu, planned) == ({}, "")
 
 
 def test_a_microbatch_holds_a_minibatch_at_most(model):
     config = left_open(rollout__batch_prompts=1, sampling__n_samples=3)
-    found = fitting.decide(
+    found = auto_values.decide_microbatches(
         config, sizes_of(config, model), Devices("gpu", "H100", 1, GB), lambda _: 0
     )
     assert found.keys[TOKENS] == 24_576, "the first that holds 3 × 6,144"
@@ -91,7 +91,7 @@ def test_a_microbatch_holds_a_minibatch_at_most(model):
 
 def test_without_a_limit_of_memory_the_values_are_the_defaults(model):
     config, usual = left_open(sampling__max_new_tokens=1024), default()
-    found = fitting.decide(config, sizes_of(config, model), Devices(), pytest.fail)
+    found = auto_values.decide_microbatches(config, sizes_of(config, model), Devices(), pytest.fail)
     assert found.keys == {REMAT: usual.model.remat, TOKENS: usual.train.max_tokens_per_microbatch}
     config = left_open()
     assert TrainOptions.of(config).token_budget == 6144, "a row of the longest trajectory"

@@ -12,9 +12,9 @@ import pytest
 from rlx import config as config_lib
 from rlx.base import DiskFull, UserError
 from rlx.fleet.client import Fleet
+from rlx.run.auto_values import Precision
 from rlx.run.frequency import KINDS, Position
 from rlx.run.loop import FRUITLESS, _Loop
-from rlx.run.precision import Precision
 
 DISAGREE = UserError("gate: engine and trainer disagree")
 

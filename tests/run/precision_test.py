@@ -11,8 +11,8 @@ from rlx.doctor import machine
 from rlx.doctor.gpu_cards import peak_flops
 from rlx.doctor.machine import Devices
 from rlx.model import hf
-from rlx.run import config_checks, jax_trainer, precision
-from rlx.run.precision import Precision, choose_dtype, decide_dtypes
+from rlx.run import auto_values, config_checks, jax_trainer
+from rlx.run.auto_values import Precision, choose_dtype, decide_dtypes
 from rlx.train.train_options import TrainOptions
 
 HOPPER = Devices("gpu", "NVIDIA H100 80GB HBM3", 4, capability="9.0")
@@ -39,7 +39,7 @@ def cpu(monkeypatch):
             asked.append((dtype, shape))
             return lambda: dtype
 
-        monkeypatch.setattr(precision, "_timed", lambda run: seconds[run()])
+        monkeypatch.setattr(auto_values, "_timed", lambda run: seconds[run()])
         monkeypatch.setattr(machine, "cpu_flags", lambda: f"flags : fpu {flags}")
         monkeypatch.setattr(jax_trainer, "product", product)
         return asked
@@ -99,7 +99,7 @@ def test_seconds_in_which_others_compute_do_not_count():
         while time.process_time() < end:
             pass
 
-    assert 0.02 <= precision._timed(run) < 0.04
+    assert 0.02 <= auto_values._timed(run) < 0.04
 
 
 def test_gpus_are_not_measured_and_old_ones_compute_in_float32(config, model, cpu):
@@ -185,7 +185,7 @@ def test_a_run_keeps_what_it_began_with_until_a_flag_says_otherwise(
     data, workdir = tmp_path / "rows.jsonl", tmp_path / "run"
     data.write_text('{"question": "1 + 1 =", "completion": "it is 2"}\n' * 4)
     monkeypatch.setattr(machine, "cpu_flags", lambda: "amx_bf16")
-    monkeypatch.setattr(precision, "GAIN", 0.0)
+    monkeypatch.setattr(auto_values, "GAIN", 0.0)
     record, first = start(1)
     assert first["config"]["model"]["compute_dtype"] == "bfloat16"
     assert "auto is bfloat16: products in bfloat16 are" in first["environment"]["precision"]
