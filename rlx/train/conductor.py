@@ -44,7 +44,7 @@ def stop(hosts: Hosts, **result: Any) -> None:
 
 def worker_loop(hosts: Hosts, make: Make) -> dict[str, Any]:
     """Repeat the calls of process 0 until it stops; return the arguments of `stop`."""
-    worker = _Worker(make)
+    replica = _Replica(make)
     while True:
         name, arguments, groups = _decode(hosts.receive())
         if name == "stop":
@@ -56,11 +56,47 @@ def worker_loop(hosts: Hosts, make: Make) -> dict[str, Any]:
                 hosts.unsaved(call, words(failure))
 
         try:
-            if part := worker.call(name, arguments, groups):
-                part.add_done_callback(written)
+            result = replica.call(name, arguments, groups)
+            if name == "save":
+                result.add_done_callback(written)
+            del result  # it may be a bucket
         except Exception as failure:
             error = words(failure)
         hosts.done(error)
+
+
+class _Replica:
+    """The trainer of one process, its state, and the buckets it is iterating over."""
+
+    update: Update
+    state: State = None
+
+    def __init__(self, make: Make):
+        self._make = make
+        self._buckets: Iterator[Any] = iter(())
+
+    def call(self, name: str, given: Mapping[str, Any], groups: Sequence[Group]) -> Any:
+        """Make a call of the trainer; return its result, unless that is the trainer or a state."""
+        match name:
+            case "make":
+                self.update = self._make(**given)
+            case "init":
+                self.state = self.update.init()
+            case "restore":
+                self.state = self.update.restore(Path(given["path"]))
+            case "update":
+                self.state, metrics = self.update.update(self.state, groups)
+                return metrics
+            case "weights":
+                self._buckets = iter(made := self.update.weights(self.state, **given))
+                return made.tensors
+            case "bucket":
+                return next(self._buckets, None)
+            case "save":
+                return self.update.save(Path(given["path"]), self.state)
+            case _:  # evaluate, logprobs
+                return getattr(self.update, name)(self.state, groups)
+        return None
 
 
 class _Driver:
@@ -70,47 +106,39 @@ class _Driver:
         self._hosts, self._lock = hosts, threading.RLock()
         self._saves: WeakValueDictionary[int, Future[None]] = WeakValueDictionary()
         hosts.on_unsaved = self._unsaved
-        self._state: State = None
-        self._update: Update = self._all("make", lambda: make(**arguments), arguments, wait=True)
-        self.model, self.devices = self._update.model, self._update.devices
-        self.state_bytes = self._update.state_bytes
+        self._own = _Replica(make)
+        self._all("make", wait=True, **arguments)
+        update = self._own.update
+        self.model, self.devices = update.model, update.devices
+        self.state_bytes = update.state_bytes
 
     def init(self) -> State:
-        self._state = self._all("init", self._update.init, wait=True)
-        return self._state
+        self._all("init", wait=True)
+        return self._own.state
 
     def restore(self, path: Path) -> State:
-        given = {"path": str(path)}
-        self._state = self._all("restore", lambda: self._update.restore(path), given, wait=True)
-        return self._state
+        self._all("restore", wait=True, path=str(path))
+        return self._own.state
 
     def update(self, state: State, groups: Sequence[Group]) -> tuple[State, Mapping[str, Any]]:
-        made = self._of(state, "update", lambda: self._update.update(state, groups), groups=groups)
-        self._state = made[0]
-        return made
+        metrics = self._of(state, "update", groups=groups)
+        return self._own.state, metrics
 
     def evaluate(self, state: State, groups: Sequence[Group]) -> dict[str, float]:
-        evaluate = self._update.evaluate
-        return self._of(state, "evaluate", lambda: evaluate(state, groups), groups=groups)
+        return self._of(state, "evaluate", groups=groups)
 
     def logprobs(self, state: State, groups: Sequence[Group]) -> list[np.ndarray]:
-        logprobs = self._update.logprobs
-        return self._of(state, "logprobs", lambda: logprobs(state, groups), groups=groups)
+        return self._of(state, "logprobs", groups=groups)
 
     def weights(self, state: State, adapters: bool = False) -> Buckets:
-        given = {"adapters": adapters}
-        made = self._of(state, "weights", lambda: self._update.weights(state, adapters), given)
-        buckets = iter(made)
-        return Buckets(
-            made.tensors, iter(lambda: self._all("bucket", lambda: next(buckets, None)), None)
-        )
+        tensors = self._of(state, "weights", adapters=adapters)
+        return Buckets(tensors, iter(lambda: self._all("bucket"), None))
 
     def save(self, path: Path, state: State) -> Future[None]:
         """Begin to save; the future fails at once if another process cannot write."""
-        given = {"path": str(path)}
         with self._lock:
             saved = self._saves[self._hosts.sent + 1] = Future[None]()
-            own = self._of(state, "save", lambda: self._update.save(path, state), given, wait=True)
+            own = self._of(state, "save", wait=True, path=str(path))
         own.add_done_callback(lambda part: _finish(saved, part.exception()))
         return saved
 
@@ -118,25 +146,20 @@ class _Driver:
         if saved := self._saves.get(call):
             _finish(saved, _error(f"{name}: {error}"))
 
-    def _of(self, state: State, *call: Any, **more: Any) -> Any:
+    def _of(self, state: State, name: str, **more: Any) -> Any:
         """Make a call about a state; the other processes have only the last one."""
-        assert state is self._state, "a state that the other processes no longer have"
-        return self._all(*call, **more)
+        assert state is self._own.state, "a state that the other processes no longer have"
+        return self._all(name, **more)
 
     def _all(
-        self,
-        name: str,
-        call: Callable[[], Any],
-        given: Mapping[str, Any] | None = None,
-        groups: Sequence[Group] | None = None,
-        wait: bool = False,
+        self, name: str, groups: Sequence[Group] = (), wait: bool = False, **given: Any
     ) -> Any:
         """Make a call on all processes; with `wait`, return when it has succeeded on all."""
         with self._lock:
-            self._hosts.send(_encode(name, given or {}, groups), name)
+            self._hosts.send(_encode(name, given, groups), name)
             try:
                 try:
-                    result = call()
+                    result = self._own.call(name, given, groups)
                 finally:
                     self._hosts.made()
                 if error := self._hosts.outcome() if wait else "":
@@ -157,45 +180,9 @@ def _finish(saved: Future[None], error: BaseException | None) -> None:
         saved.set_exception(error) if error else saved.set_result(None)
 
 
-class _Worker:
-    """The trainer of another process, its state, and the buckets it is iterating over."""
-
-    def __init__(self, make: Make):
-        self._make = make
-        self._update: Any = None
-        self._state: State = None
-        self._buckets: Iterator[Any] = iter(())
-
-    def call(self, name: str, given: dict, groups: Sequence[Group]) -> Future[None] | None:
-        """Make a call that `_Driver` sent; return the future of a save."""
-        update, state = self._update, self._state
-        match name:
-            case "make":
-                self._update = self._make(**given)
-            case "init":
-                self._state = update.init()
-            case "restore":
-                self._state = update.restore(Path(given["path"]))
-            case "update":
-                self._state = update.update(state, groups)[0]
-            case "evaluate" | "logprobs":
-                getattr(update, name)(state, groups)
-            case "weights":
-                self._buckets = iter(update.weights(state, **given))
-            case "bucket":
-                next(self._buckets, None)
-            case "save":
-                return update.save(Path(given["path"]), state)
-            case _:
-                raise ValueError(f"process 0 calls {name!r}, which no trainer has")
-        return None
-
-
-def _encode(
-    name: str, arguments: Mapping[str, Any], groups: Sequence[Group] | None = None
-) -> bytes:
-    head = json.dumps([name, arguments]).encode()
-    return head + b"\n" + (b"" if groups is None else records.dumps(groups))
+def _encode(name: str, given: Mapping[str, Any], groups: Sequence[Group] = ()) -> bytes:
+    head = json.dumps([name, given]).encode()
+    return head + b"\n" + (records.dumps(groups) if groups else b"")
 
 
 def _decode(message: bytes) -> tuple[str, dict[str, Any], list[Group]]:
