@@ -54,7 +54,7 @@ LIGHT_FILES = (
 ENGINES = (  # programs of JAX and torch in a light room
     "engines/jax/decode.py", "engines/jax/jax_engine.py", "engines/jax/kv_cache.py",
     "engines/jax/programs.py", "engines/jax/regenerate.py", "engines/jax/sampling.py",
-    "engines/jax/scoring.py", "engines/jax/serving_params.py", "engines/vllm/vllm_cast.py",
+    "engines/jax/serving_params.py", "engines/vllm/vllm_cast.py",
     "engines/vllm/vllm_engine.py",
     "engines/vllm/vllm_images.py", "engines/vllm/vllm_start.py", "engines/vllm/vllm_worker.py",
 )  # fmt: skip

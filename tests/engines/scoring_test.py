@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,7 +12,6 @@ from safetensors.numpy import load_file, save_file
 
 from rlx.engines.engine import EngineStopped
 from rlx.engines.jax.jax_engine import JaxEngine
-from rlx.engines.jax.scoring import ScoreJob, Scoring
 from rlx.fleet.requests import Request, Sampling, ScoreRequest
 from rlx.model import decoder, hf
 from rlx.model import params as parameters
@@ -253,34 +251,27 @@ def test_a_score_that_breaks_the_engine_says_why(changing):
             changing.score([3, 4])
 
 
-class Recorder:
-    """In the place of `Programs`: a score is start · 100 + the number of weights."""
+def test_a_sequence_begins_again_with_other_weights_and_withdrawn_ones_cost_nothing(changing):
+    engine, begun, score = changing.engine, [], changing.engine._programs.score
 
-    plan = SimpleNamespace(chunk=4)
+    def noted(params, request):
+        begun.append(int(request.tokens[0]))
+        if begun == [1]:  # the weights come before its second chunk
+            engine._inbox.put(lambda: engine._swap(params, 6, "keep"))
+        return score(params, request)
 
-    def __init__(self):
-        self.calls = []
+    async def main():
+        await engine.pause()
+        asked = [request_of([k] * (CHUNK + 9)) for k in (1, 2, 3)]
+        one, gone, two = (asyncio.create_task(engine.score(each)) for each in asked)
+        while len(engine._scores) < 3:
+            await asyncio.sleep(0.001)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        await engine.resume()
+        return await asyncio.gather(one, two)
 
-    def score(self, params, cache, tokens, start, first, temperature):
-        assert (cache is None) == (start == 0)
-        self.calls.append((int(tokens[0]), start, params))
-        return np.arange(start, start + 4, dtype=np.float32) * 100 + params, "cache"
-
-
-def test_a_sequence_begins_again_with_other_weights_and_withdrawn_ones_cost_nothing():
-    programs = Recorder()
-    scoring = Scoring(programs)
-    one, gone, two = (ScoreJob(request_of([k] * 7, 3)) for k in (1, 2, 3))
-    for job in (one, gone, two):
-        scoring.add(job)
-    gone.future.cancel()
-    scoring.step(5, version=5)
-    scoring.restart()
-    done = {}
-    while scoring.pending:
-        done |= dict([result] if (result := scoring.step(6, version=6)) else [])
-    assert programs.calls == [(1, 0, 5), (1, 0, 6), (1, 4, 6), (3, 0, 6), (3, 4, 6)]
-    assert set(done) == {one, two}
-    for scores in done.values():
-        assert scores.version == 6
-        assert scores.logprobs.tolist() == [206, 306, 406, 506]
+    engine._programs.score = noted
+    scores = changing.do(main())
+    assert begun == [1, 1, 3]
+    assert [(each.version, len(each.logprobs)) for each in scores] == [(6, CHUNK + 8)] * 2

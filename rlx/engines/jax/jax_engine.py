@@ -4,7 +4,7 @@
     generate ── inbox ─────────────▶ Slots: admit ──────────────────▶ prefill, copy
         ▲                                  decode call ─────────────▶ `decode_steps` tokens a slot
         └── one callback per call ◀─────── accept: chunks
-    score ── inbox ────────────────▶ Scoring: one chunk after each decode call
+    score ── inbox ────────────────▶ one chunk of the first sequence after each decode call
     pause, resume, swap ── inbox ──▶ taken between two decode calls
 
 The engine thread owns slots, cache and weights; the event loop only puts messages in its inbox, so
@@ -16,7 +16,8 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -29,7 +30,6 @@ from rlx.base import UserError
 from rlx.engines.engine import NO_WEIGHTS, EngineOptions
 from rlx.engines.jax import guides
 from rlx.engines.jax.programs import Programs
-from rlx.engines.jax.scoring import ScoreJob, Scoring
 from rlx.engines.jax.serving_params import ServingParams, serving_params
 from rlx.engines.jax.slots import MAX_STOPS, LiveRequest, Slots, SlotStart
 from rlx.engines.kv_memory import make_plan, out_of_memory
@@ -66,7 +66,9 @@ class JaxEngine(ModelEngine):
         self._seeds = np.random.default_rng(seed)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._live: set[LiveRequest] = set()  # the event loop's
-        self._scores: set[ScoreJob] = set()  # the event loop's
+        self._scores: set[Future[Scores]] = set()  # the event loop's
+        self._unscored: deque[tuple[ScoreRequest, Future[Scores]]] = deque()
+        self._scoring: Iterator[np.ndarray | None] | None = None  # of the first of these
         self._params: Any = None  # while they sleep, and before the start
         self._cache: Any = None
         self._closing = False
@@ -118,13 +120,13 @@ class JaxEngine(ModelEngine):
             request = replace(request, tokens=longer, first=request.first + 1)
         await asyncio.to_thread(self._programs.prepare_score)
         self._check_alive()
-        job = ScoreJob(request)
-        self._scores.add(job)
-        self._inbox.put(lambda: self._scoring.add(job))
+        future: Future[Scores] = Future()  # to cancel it withdraws the request
+        self._scores.add(future)
+        self._inbox.put(lambda: self._unscored.append((request, future)))
         try:
-            return replace(await asyncio.wrap_future(job.future), values=values)
+            return replace(await asyncio.wrap_future(future), values=values)
         finally:
-            self._scores.discard(job)
+            self._scores.discard(future)
 
     async def pause(self, level: int = 0) -> None:
         """See Engine.pause; level 1 keeps the weights where they are."""
@@ -218,7 +220,6 @@ class JaxEngine(ModelEngine):
             raise UserError(str(error)) from error
         self._slots = Slots(plan.slots, self._steps, self._max_model_len)
         self._programs = Programs(config, plan, self._steps, self._dtype)
-        self._scoring = Scoring(self._programs)
         try:
             self._cache = self._programs.start(self._params)
         except (RuntimeError, MemoryError) as error:
@@ -241,7 +242,7 @@ class JaxEngine(ModelEngine):
     def _run(self) -> None:
         try:
             while not self._closing:
-                busy = self._slots.running or self._slots.queued or self._scoring.pending
+                busy = self._slots.running or self._slots.queued or self._unscored
                 self._take_messages(wait=self._paused or not busy)
                 if not self._paused and not self._closing:
                     self._tick()
@@ -280,12 +281,19 @@ class JaxEngine(ModelEngine):
 
     def _score(self) -> None:
         """Score one chunk of the first waiting sequence."""
-        if self._scoring.pending:
-            start = self._clock()
-            done = self._scoring.step(self._params, self._version)
+        if not self._unscored:
+            return
+        (request, future), logprobs, start = self._unscored[0], None, self._clock()
+        if not future.cancelled():
+            self._scoring = self._scoring or self._programs.score(self._params, request)
+            logprobs = next(self._scoring)
             self._spans.append(("score", start, self._clock()))
-            if done and done[0].future.set_running_or_notify_cancel():
-                done[0].future.set_result(done[1])
+            if logprobs is None:
+                return
+        self._unscored.popleft()
+        self._scoring = None
+        if future.set_running_or_notify_cancel():
+            future.set_result(Scores(logprobs, self._version))
 
     def _admit(self) -> None:
         start = self._clock()
@@ -329,7 +337,7 @@ class JaxEngine(ModelEngine):
     def _swap(self, params: ServingParams, version: int, kv: str) -> int:
         start = self._clock()
         self._params, self._version = params, version
-        self._scoring.restart()
+        self._scoring = None  # begins again
         if self._dirty:
             self._cache, self._dirty = self._programs.scrub(self._cache), False
         if kv == "abort":
@@ -356,7 +364,7 @@ class JaxEngine(ModelEngine):
         if level:
             jax.block_until_ready(self._cache)  # what is in use would be freed later
             self._cache, self._dirty = None, False
-            self._scoring.restart()
+            self._scoring = None  # begins again
 
     def _wake(self) -> None:
         if self._cache is None:
@@ -376,9 +384,9 @@ class JaxEngine(ModelEngine):
         """End every stream and fail every score; call it on the event loop."""
         for live in self._live:
             live.sink.put_nowait([])
-        for job in self._scores:
-            if not job.future.done():
-                job.future.set_exception(self._stopped())
+        for future in self._scores:
+            if not future.done():
+                future.set_exception(self._stopped())
 
 
 def _deliver(results: list[tuple[LiveRequest, Chunk]]) -> None:

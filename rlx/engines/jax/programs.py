@@ -15,7 +15,7 @@ that depends on the shape, log-probabilities must agree within NATS, and prompts
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,10 +23,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from rlx.engines.jax import decode, kv_cache, sampling, slots
 from rlx.engines.jax.serving_params import ServingParams, shapes
 from rlx.engines.kv_memory import CachePlan
+from rlx.fleet.requests import ScoreRequest
 from rlx.model.model_config import ModelConfig
 from rlx.model.ops import on_cpu
 
@@ -138,29 +140,26 @@ class Programs:
         self._get("score")
 
     def score(
-        self,
-        params: ServingParams,
-        cache: kv_cache.Cache | None,  # result of the chunk before; None for the first one
-        tokens: np.ndarray,  # [T] int32, the whole sequence, T ≤ plan.prompt
-        start: int,  # a multiple of plan.chunk, below T − 1
-        first: int,  # in [1, T − 1]; chunks that end before it give zeros
-        temperature: float,
-    ) -> tuple[np.ndarray, kv_cache.Cache]:
-        """Score one chunk of a sequence: tokens start + 1 … start + chunk.
+        self, params: ServingParams, request: ScoreRequest
+    ) -> Iterator[NDArray[np.float32] | None]:
+        """Score a sequence of at most plan.prompt tokens, `chunk` of them at a time.
 
-        Returns logprobs [chunk] float32, nats, invalid after the sequence's end; and the cache.
+        Yields None after each chunk but the last, then the logprobs of tokens[first:], nats.
         """
-        chunk = self.plan.chunk
-        part = np.zeros(chunk + 1, np.int32)
-        known = tokens[start : start + chunk + 1]
-        part[: len(known)] = known
-        if cache is None:
-            cache = kv_cache.init_cache(self._config, 1, self.plan.prompt, self._dtype)
-        logprobs, cache = self._get("score")(
-            params, cache, part[None, :-1], part[1:], np.int32(start),
-            np.bool_(start + chunk >= first), np.float32(temperature),
-        )  # fmt: skip
-        return np.asarray(logprobs), cache
+        tokens, chunk = request.tokens, self.plan.chunk
+        cache, found = kv_cache.init_cache(self._config, 1, self.plan.prompt, self._dtype), []
+        for start in range(0, len(tokens) - 1, chunk):
+            part = np.zeros(chunk + 1, np.int32)
+            known = tokens[start : start + chunk + 1]
+            part[: len(known)] = known
+            logprobs, cache = self._get("score")(
+                params, cache, part[None, :-1], part[1:], np.int32(start),
+                np.bool_(start + chunk >= request.first), np.float32(request.temperature),
+            )  # fmt: skip
+            found.append(np.asarray(logprobs))
+            if start + chunk < len(tokens) - 1:
+                yield None
+        yield np.concatenate(found)[request.first - 1 : len(tokens) - 1]
 
     def choose(self, used: int, longest: int, masked: int = 0) -> Shape:
         """Return the smallest usable program for the first `used` slots, `longest` cached tokens.
