@@ -66,7 +66,7 @@ class Block(NamedTuple):
 
     tokens: int  # number of all tokens
     shape: tuple[int, int]  # S segments of at most L tokens
-    # [S, L] int64, indices of tokens, None if all have L; a shorter segment repeats its first.
+    # [S · L] int64, indices of tokens, None if all have L; a shorter segment repeats its first.
     places: Tensor | None
     back: Tensor | None  # [tokens] int64, each token's index in the block; None if all have L
 
@@ -162,38 +162,9 @@ def _block(sizes: list[int], device: str) -> Block:
         return Block(int(starts[-1]), shape, None, None)
     places, within = np.arange(sizes[0]) + starts[:-1, None], np.arange(sizes[0])
     used = within < np.array(sizes)[:, None]
-    places = np.where(used, places, starts[:-1, None])
+    places = np.where(used, places, starts[:-1, None]).ravel()
     back = torch.from_numpy(np.flatnonzero(used)).to(device)
     return Block(int(starts[-1]), shape, torch.from_numpy(places).to(device), back)
-
-
-class _Spread(torch.autograd.Function):
-    """x at a block's places. Padding gets no gradient, because no real token sees it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, block: Block) -> Tensor:
-        ctx.block = block
-        return x[block.places]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple:
-        return gradient.flatten(0, 1)[ctx.block.back], None
-
-
-class _Collect(torch.autograd.Function):
-    """x of each token, from a padded and flattened block."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, block: Block) -> Tensor:
-        ctx.block = block
-        return x[block.back]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple:
-        segments, longest = ctx.block.shape
-        wide = gradient.new_zeros(segments * longest, *gradient.shape[1:])
-        wide[ctx.block.back] = gradient
-        return wide, None
 
 
 @cache
@@ -283,9 +254,9 @@ def segments(
         return torch.cat(out)[None], None
     cuts = [block.tokens for block in blocks]
     for block, *parts in zip(blocks, *(x.split(cuts) for x in rows), strict=True):
-        even = block.places is None
-        wide = (x.unflatten(0, block.shape) if even else _Spread.apply(x, block) for x in parts)
-        q, k, v = (x.transpose(1, 2) for x in wide)  # [S, heads, L, H]
+        if block.places is not None:
+            parts = [x.index_select(0, block.places) for x in parts]
+        q, k, v = (x.unflatten(0, block.shape).transpose(1, 2) for x in parts)  # [S, heads, L, H]
         window = sliding_window or q.shape[2]
         if q.shape[2] > window or softcap or s_aux is not None:
             scale = scaling or 1 / math.sqrt(query.shape[-1])
@@ -298,7 +269,7 @@ def segments(
                 q, k, v, is_causal=True, scale=scaling, enable_gqa=groups > 1
             )
         found = found.transpose(1, 2).flatten(0, 1)
-        out.append(found if even else _Collect.apply(found, block))
+        out.append(found if block.back is None else found.index_select(0, block.back))
     return torch.cat(out)[None], None
 
 
