@@ -73,7 +73,7 @@ def unknown(kind: str, name: str, choices: Iterable[str]) -> UserError:
     names = list(own.values()) or names
     if len(names) > 30:  # those of a config, of no known section
         sections = ", ".join(sorted({other.partition(".")[0] for other in names if "." in other}))
-        hint = f"`rlx keys` lists all {len(names)}, under {sections}"
+        hint = f"`rlx keys` lists all, under {sections}"
         return UserError(f"unknown {kind} {name!r}; {hint}")
     return UserError(f"unknown {kind} {name!r}; choose one of {', '.join(names)}")
 

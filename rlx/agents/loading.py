@@ -57,7 +57,7 @@ def instance(cls: type, kwargs: Mapping[str, Any] | None = None) -> Any:
         return cls(**kwargs)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         called = f"{cls.__name__}({_spelled(kwargs)})"
         raise UserError(f"{called} failed: {user_code.where(error)}") from error
 

@@ -14,7 +14,7 @@ import inspect
 import os
 import pickle
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from typing import Any
@@ -117,13 +117,16 @@ def _of_group(runner: asyncio.Runner, function: Callable, calls: _Calls) -> _Out
     found = _outcome(partial(function, **_accepted(function, columns)))
     if inspect.iscoroutine(found):
         found = _outcome(partial(runner.run, found))
-    values = found if isinstance(found, BaseException) else _outcome(partial(list, found))
-    if not isinstance(values, list):
+    if isinstance(found, Iterable):
+        found = _outcome(partial(list, found))
+    if isinstance(found, list) and len(found) == len(calls):
+        yield from enumerate(found)
+    elif isinstance(found, BaseException):
         yield None, found
-    elif len(values) == len(calls):
-        yield from enumerate(values)
     else:
-        yield None, ValueError(f"{len(values)} rewards were returned for {len(calls)} completions")
+        got = f"{len(found)} rewards were" if isinstance(found, list) else f"{found!r} was"
+        wanted = f"{len(calls)} completions; return a list with one number for each"
+        yield None, ValueError(f"{got} returned for {wanted}")
 
 
 def _outcome(job: Callable) -> Any:

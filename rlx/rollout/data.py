@@ -143,9 +143,8 @@ def _own_rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
     """Yield place and row of a user's iterable, or of the one that a user's function returns."""
     made, n = user_code.find("dataset", source, _SCHEMES), 0
     try:
-        if callable(made):
-            made = made(split=split) if takes_split(source) else made()
-        for n, row in enumerate(made, 1):
+        given = {"split": split} if takes_split(source) else {}
+        for n, row in enumerate(made(**given) if callable(made) else made, 1):
             if n > MOST_ROWS:
                 raise UserError(
                     f"{source} yields more than {MOST_ROWS:,} rows, and a run reads all of them as "
@@ -154,8 +153,8 @@ def _own_rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
             yield f"{source}, row {n}", _plain(row, f"{source}, row {n}", default=_image)
     except UserError:
         raise
-    except Exception as error:
-        raise UserError(f"{source} gives no row {n + 1}: {user_code.where(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{source} gives no row {n + 1}: {user_code.where(error, made)}") from error
 
 
 def _json_lines(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:

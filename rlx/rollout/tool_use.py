@@ -139,7 +139,7 @@ class ToolUse:
             return await toolbox.call(*self._read(start, body)), True
         except SandboxLost:  # not the model's fault: the attempt fails
             raise
-        except Exception as error:  # a user's tool may raise anything
+        except (Exception, SystemExit) as error:  # of a user's tool
             known = isinstance(error, toolbox.ToolError)
             return f"Error: {error if known else user_code.words(error)}", False
 

@@ -126,7 +126,7 @@ def load(names: Sequence[str], sandbox: SandboxOptions) -> list[Tool]:
                 found[made.name] = made
                 for example in made.parameters.get("examples", [])[:1]:
                     run_alone(_try(made, example), "trial of a tool", _TRIAL_SECONDS)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             why = user_code.where(error, getattr(tool, "run", None))
             raise UserError(f"{KEY}: {name} cannot be used ({why})") from error
     return list(found.values())

@@ -30,7 +30,10 @@ class TrajectoryError(RuntimeError):
 async def checked(workflow: Workflow, fleet: Generator, task: Task, max_tokens: int = 0) -> Group:
     """Return a task's group; raise TrajectoryError if it is unfit or above `max_tokens` > 0."""
     # The workflow gets a copy of the row, because checkpoints hold the row as it was read.
-    group = await workflow.run(fleet, replace(task, row=dict(task.row)))
+    try:
+        group = await workflow.run(fleet, replace(task, row=dict(task.row)))
+    except SystemExit as error:  # which would end the loop of all attempts
+        raise RuntimeError(f"SystemExit: {error}").with_traceback(error.__traceback__) from None
     if found := _wrong(group, task, max_tokens):
         name, row = workflows.name(workflow), describe(task.row)
         raise TrajectoryError(f"workflow {name} gave, for row {row}, {found}")

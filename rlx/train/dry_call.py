@@ -100,5 +100,5 @@ def _of_user(what: str, function: Callable) -> Iterator[str]:
         yield what
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{what}: {where(error, function)}") from error

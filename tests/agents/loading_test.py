@@ -97,6 +97,14 @@ def test_a_class_that_is_neither_is_explained(classes, name, said):
     assert "async def run(self, fleet, task)" in text
 
 
+def test_a_class_whose_constructor_leaves_is_an_error():
+    class Leaves:
+        def __init__(self):
+            raise SystemExit(0)
+
+    assert "SystemExit: 0 (" in refused(loading.instance, Leaves)
+
+
 def test_a_class_is_made_with_the_arguments_that_it_takes(classes):
     repeat = loading.load_class(f"{classes}:Repeat")
     assert loading.instance(repeat).turns == 1

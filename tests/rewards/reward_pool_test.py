@@ -190,6 +190,10 @@ def rank(prompts, completions):
         return [0.0, float("nan")]
     if "none" in completions:
         return None
+    if "number" in completions:
+        return 0.5
+    if "yields" in completions:
+        return (missing for _ in completions)
     return [float(sorted(completions).index(c)) for c in completions]
 
 async def judge(completions, answer, completion_ids, **columns):
@@ -213,7 +217,9 @@ def test_a_function_with_plural_arguments_gets_a_group_in_one_call(tmp_path):
             ("raise", r"the group of row.*q7.*NameError.*mine.py, line 4\)"),
             ("short", r"the group of row.*q7.*1 rewards were returned for 2 completions.*line 2\)"),
             ("nan", r"completion 1 \('nan'\).*q7.*returned nan.*mine.py, line 2\)"),
-            ("none", r"the group of row.*it returned None; a reward is a finite number.*line 2\)"),
+            ("none", r"the group of row.*None was returned for 2 completions; return a.*line 2\)"),
+            ("number", r"the group of row.*0.5 was returned for 2 completions; return a.*line 2\)"),
+            ("yields", r"the group of row.*q7.*NameError.*mine.py, line 14\)"),
         ):
             with pytest.raises(RewardError, match=rf"mine.py:rank' failed on {match}"):
                 compute(pool, "b", how)

@@ -420,6 +420,10 @@ def none():
     return None
 
 
+def leaves():
+    raise SystemExit(3)
+
+
 numbers = [{"question": "q", "answer": "a"}, 5]
 empty = []
 """
@@ -445,7 +449,8 @@ def test_rows_of_a_function_with_splits(own):
         ("thre", "has no 'thre'; did you mean 'three'?"),
         ("endless", "yields more than 1,000 rows, and a run reads all"),
         ("breaks", "gives no row 2: ZeroDivisionError: division by zero (FILE, line 16)"),
-        ("none", "gives no row 1: TypeError: 'NoneType' object is not iterable"),
+        ("none", "gives no row 1: TypeError: 'NoneType' object is not iterable (FILE, line 27)"),
+        ("leaves", "gives no row 1: SystemExit: 3 (FILE, line 32)"),
         ("dates", "dicts, as checkpoints need: Object of type date is not JSON"),
         (
             "half",

@@ -477,10 +477,11 @@ def test_an_attempt_that_takes_too_long_has_failed(make, fake_fleet):
     assert fleet.in_flight == 0
 
 
-def test_a_workflow_cancelled_from_within_is_a_failure_not_a_lost_prompt(make, fake_workflow):
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, SystemExit])
+def test_a_workflow_that_ends_from_within_is_a_failure_not_a_lost_prompt(make, fake_workflow, kind):
     def misbehave(group_id, attempt):
         if attempt == 0:
-            raise asyncio.CancelledError
+            raise kind
 
     executor = make(
         Limits(2, 0, 2),

@@ -51,6 +51,13 @@ class Broken(Slow):
         raise ValueError("out of order\nfor ever")
 
 
+class Leaving(Broken):
+    name = "leaving"
+
+    def run(self):
+        raise SystemExit(0)
+
+
 class Away(Slow):
     name = "away"
 
@@ -198,6 +205,7 @@ def test_rewards_see_what_the_model_said_alone(hermes, pool):
         (of("calculator", expression=1), "must be of type string"),
         (call("1/0"), "Error: it cannot be computed"),
         (of("broken"), "Error: ValueError: out of order for ever"),
+        (of("leaving"), "Error: SystemExit: 0"),
     ],
 )  # fmt: skip
 def test_a_call_that_fails_tells_the_model_why(hermes, pool, text, said):
@@ -205,7 +213,7 @@ def test_a_call_that_fails_tells_the_model_why(hermes, pool, text, said):
         begun = prompt.rpartition("<|assistant|>")[2]
         return "<|end|>" if "<tool_response>" in prompt else text[len(begun) :]
 
-    tools = ("calculator", f"{__file__}:Broken")
+    tools = ("calculator", f"{__file__}:Broken", f"{__file__}:Leaving")
     (t,), _ = group(hermes, pool, model, tools=tools)
     assert said in t.completion
     assert t.info["tools/success"] == 0.0

@@ -37,6 +37,8 @@ class Own:
             await fleet.generate(prompt, self.sampling, 1)
         if self.mistake == "key":
             task.row["solution"]
+        if self.mistake == "leaves":
+            raise SystemExit(0)
         reward = float("nan") if self.mistake == "nan" else 1.0
         head = np.array(prompt, np.int32)
         name = "0.0" if self.mistake == "ids" else "0.%d"
@@ -66,6 +68,7 @@ def test_a_workflow_that_is_well_passes_without_a_server(own, tokenizer):
     ("mistake", "said", "at"),
     [
         ("key", "KeyError: 'solution' ", 'task.row["solution"]'),
+        ("leaves", "SystemExit: 0 ", "raise SystemExit"),
         ("text", "TypeError: generate takes token ids of a prompt, not '<|user|>", "generate("),
         (
             "nan",

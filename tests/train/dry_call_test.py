@@ -12,6 +12,7 @@ from rlx.train.train_options import TrainOptions
 
 LOSSES = {
     "raises": ("    x = 1\n    return inputs.nonesuch, {}", "AttributeError: .*nonesuch", 4),
+    "leaves": ("    raise SystemExit", "SystemExit", 3),
     "branches": ("    if inputs.target.sum() > 0:\n        pass", "TracerBoolConversion", 3),
     "is not finite": (
         "    return jnp.log(inputs.target), {}",
