@@ -101,7 +101,7 @@ SECTIONS = {
         name=option("gsm8k", "name in rlx.rewards.rewards, FILE.py:function or module:function"),
         terms=option((), "(name, weight) pairs, added up, each logged; empty: only reward.name"),
         timeout_seconds=option(5.0, "limit for one completion", "(0, inf]"),
-        workers=option(1, "processes of rewards, and of agents", "1"),
+        workers=option(1, "processes of rewards, and of agents", "[1, 65536]"),
         resources=_RESOURCES,
     ),
     "reward.model": _section(
@@ -132,7 +132,7 @@ SECTIONS = {
     "sampling": _section(
         "How answers are drawn.",
         Sampling,
-        n_samples=option(8, "trajectories in a group", "1"),
+        n_samples=option(8, "trajectories in a group", "[1, 65536]"),
     ),
     "rollout": _section(
         "How far and how wide generation runs ahead of training.",

@@ -7,7 +7,7 @@ WORKDIR/hf becomes the repository's files, with a model card. A LoRA run's adapt
 from pathlib import Path
 
 from rlx.base import UserError
-from rlx.cli import command
+from rlx.cli import command, user_code
 from rlx.doctor import failures
 
 
@@ -21,7 +21,6 @@ def main() -> None:
     parser.add_argument("--print", action="store_true", help="only print the card")
     a = parser.parse_args()
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     from rlx.config import default
     from rlx.observe.model_card import card
@@ -40,9 +39,9 @@ def main() -> None:
             api.upload_folder(repo_id=name, folder_path=adapter, path_in_repo="adapter")
         api.upload_folder(repo_id=name, folder_path=hf, ignore_patterns="README.md")
         api.upload_file(repo_id=name, path_or_fileobj=text.encode(), path_in_repo="README.md")
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise UserError(f"cannot push to {a.repository}: {str(error).splitlines()[0]}; check the "
-                        "name and $HF_TOKEN, which needs to write") from None  # fmt: skip
+    except Exception as error:  # the hub client raises its own, its HTTP library's and OS errors
+        raise UserError(f"cannot push to {a.repository}: {user_code.words(error)}; check the name, "
+                        "the network and $HF_TOKEN, which needs to write") from None  # fmt: skip
     command.say(address)
 
 

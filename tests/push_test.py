@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -128,6 +129,7 @@ def test_what_cannot_be_pushed_is_one_line(hub, workdir, tmp_path):
         (push(hub, workdir, "me/first", token="wrong"), "$HF_TOKEN"),
         (push(hub, workdir, "a b/c"), "cannot push to a b/c"),
         (push(hub, tmp_path, "me/first"), "no exported weights"),
+        (push(SimpleNamespace(url="http://127.0.0.1:9"), workdir, "me/first"), "refused; check"),
     ]:
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
         assert words in done.stderr

@@ -100,7 +100,7 @@ def _header(run: Run) -> dict[str, Any]:
     state = f"{done:g} of {total:g} steps" if total else f"{done:g} steps"
     each = [_facts(replace(run, config=start["config"])) for start in run.starts]
     facts = [" → ".join(dict.fromkeys(filter(None, fact))) for fact in zip(*each, strict=True)]
-    if holes := gaps(run.metrics, int(done)):
+    if holes := gaps(run.metrics, int(max([done, *(e["step"] for e in run.evals)]))):
         facts.append(f"no record of {holes}")
     kept = {record.get("start"): record.get("continued_tokens") or 0 for record in run.metrics}
     if tokens := sum(kept.values()):

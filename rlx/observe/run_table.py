@@ -56,16 +56,19 @@ def summary(path: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
     evals = [*filter(has_step, read_jsonl(path / "eval.jsonl"))]
     key, metric, scores = held_out(evals)
     best = (min if "loss" in key else max)(scores, default=(None, None), key=lambda pair: pair[0])
-    damage = "config.json is missing or damaged" * (not read_json(path / "config.json"))
+    damage = ["config.json is missing or damaged"] * (not read_json(path / "config.json"))
+    done = last.get("step", 0)
+    if evals and evals[-1]["step"] > done:
+        damage += [f"metrics.jsonl is damaged: it ends at step {done}, eval.jsonl goes on"]
     times = [v for e in (last, *evals[-1:]) if (v := finite(e.get("elapsed_seconds")))]
     return {
         "run": str(path), "state": state, "config": file or lookup(config, "algorithm.preset"),
         "changed": changed if file else dict(set(flatten(config)) - set(flatten(defaults))),
-        "seed": config.get("seed"), "step": last.get("step", 0),
+        "seed": config.get("seed"), "step": done,
         "total": config.get("total_steps"), "metric": metric,
         "held_out": scores[-1][0] if scores else None, "best": best[0], "best_step": best[1],
         "minutes": max(times) / 60 if times else None,
-        "note": "; ".join(filter(None, (note, damage))),
+        "note": "; ".join(filter(None, (note, *damage))),
     }  # fmt: skip
 
 

@@ -206,6 +206,9 @@ def test_a_start_with_other_settings_does_not_claim_the_steps_before_it(make_run
     for part in ("GRPO → DAPO", "7 of 9 steps", "after step 6", changed[0], "77",
                  "no record of steps 3–4, 6"):  # fmt: skip
         assert part in text, part
+    with open(run / "eval.jsonl", "a") as file:
+        file.write('{"step": 9}\n')
+    assert "no record of steps 3–4, 6, 8–9" in report(run)[1], "metrics.jsonl is damaged"
     (marks,) = [value for key, value in Page(html).attributes if key == "data-changes"]
     assert json.loads(marks) == [[6, None, "\n".join(changed)]]
     assert (run / "environment.json").read_bytes() == first

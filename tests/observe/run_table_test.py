@@ -115,6 +115,8 @@ def test_damaged_and_half_written_directories_are_rows_that_say_so(run):
     (run / "config.json").write_text('{"seed": ')
     assert row(run).note == f"{whole}; config.json is missing or damaged"
     assert row(run).step == 40
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert row(run).note.endswith("metrics.jsonl is damaged: it ends at step 1, eval.jsonl goes on")
     for name in ("config.json", "metrics.jsonl", "eval.jsonl"):
         (run / name).unlink()
     (run / STARTS).write_text('[]\n{"start": 1, "config": 3, "environment": []}\n')
