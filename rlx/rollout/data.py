@@ -14,7 +14,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
@@ -150,7 +150,7 @@ def _own_rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
                     f"{source} yields more than {MOST_ROWS:,} rows, and a run reads all of them as "
                     "it starts; limit it, for example by itertools.islice"
                 )
-            yield f"{source}, row {n}", _plain(row, f"{source}, row {n}", default=_image)
+            yield f"{source}, row {n}", _plain(row, f"{source}, row {n}")
     except UserError:
         raise
     except (Exception, SystemExit) as error:
@@ -401,15 +401,8 @@ def _row(row: Any, where: str) -> Row:
     return _plain(row, where) if "\\ud" in ascii(row) else row
 
 
-def _image(value: Any) -> str:
-    """Return an image's bytes or picture as a data URI, for json.dumps."""
-    if (found := data_uri(value)) is None:
-        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
-    return found
-
-
 def _text(value: Any) -> Any:
-    """Return a column's value as JSON's closest type, for json.dumps."""
+    """Return a value as JSON's closest type, for json.dumps."""
     if (found := data_uri(value)) is not None:
         return found
     if isinstance(value, bytes):
@@ -421,10 +414,10 @@ def _text(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not text")
 
 
-def _plain(row: Any, where: str, default: Callable[[Any], Any] | None = _text) -> Row:
-    """Return a row of JSON values, which checkpoints can hold; `default` converts other objects."""
+def _plain(row: Any, where: str) -> Row:
+    """Return a row of JSON values, which checkpoints can hold."""
     try:
-        plain = json.loads(json.dumps({**row}, default=default))
+        plain = json.loads(json.dumps({**row}, default=_text))
         if "\\ud" in ascii(plain):  # maybe half a surrogate pair, which tokenizers reject
             json.dumps(plain, ensure_ascii=False).encode()
     except (TypeError, ValueError) as error:

@@ -394,6 +394,8 @@ OWN = """
 import datetime
 import itertools
 
+import numpy as np
+
 
 def three(split):
     return ({"question": f"{split} {i}", "answer": (i,)} for i in range(3))
@@ -408,8 +410,12 @@ def breaks():
     yield {"question": "q", "answer": 1 / 0}
 
 
-def dates():
-    yield {"question": "q", "answer": datetime.date(2024, 5, 6)}
+def objects():
+    yield {"question": "q", "answer": object()}
+
+
+def columns():
+    yield {"question": b"q", "answer": datetime.date(2024, 5, 6), "sizes": np.array([3, 4])}
 
 
 def half():
@@ -443,15 +449,20 @@ def test_rows_of_a_function_with_splits(own):
     assert data.load(f"{own}:three", split="test")[0]["question"] == "test 0"
 
 
+def test_rows_of_a_function_are_converted_like_those_of_a_file(own):
+    wanted = {"question": "q", "answer": "2024-05-06", "sizes": [3, 4]}
+    assert data.load(f"{own}:columns") == [wanted]
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("thre", "has no 'thre'; did you mean 'three'?"),
         ("endless", "yields more than 1,000 rows, and a run reads all"),
-        ("breaks", "gives no row 2: ZeroDivisionError: division by zero (FILE, line 16)"),
-        ("none", "gives no row 1: TypeError: 'NoneType' object is not iterable (FILE, line 27)"),
-        ("leaves", "gives no row 1: SystemExit: 3 (FILE, line 32)"),
-        ("dates", "dicts, as checkpoints need: Object of type date is not JSON"),
+        ("breaks", "gives no row 2: ZeroDivisionError: division by zero (FILE, line 18)"),
+        ("none", "gives no row 1: TypeError: 'NoneType' object is not iterable (FILE, line 33)"),
+        ("leaves", "gives no row 1: SystemExit: 3 (FILE, line 38)"),
+        ("objects", "dicts, as checkpoints need: object is not text"),
         (
             "half",
             "row 1 is not a dict of texts, numbers, lists and dicts, as checkpoints need: 'ut",
