@@ -283,17 +283,17 @@ class JaxEngine(ModelEngine):
         """Score one chunk of the first waiting sequence."""
         if not self._unscored:
             return
-        (request, future), logprobs, start = self._unscored[0], None, self._clock()
+        (request, future), start = self._unscored[0], self._clock()
         if not future.cancelled():
             self._scoring = self._scoring or self._programs.score(self._params, request)
             logprobs = next(self._scoring)
             self._spans.append(("score", start, self._clock()))
             if logprobs is None:
                 return
+            if future.set_running_or_notify_cancel():
+                future.set_result(Scores(logprobs, self._version))
         self._unscored.popleft()
         self._scoring = None
-        if future.set_running_or_notify_cancel():
-            future.set_result(Scores(logprobs, self._version))
 
     def _admit(self) -> None:
         start = self._clock()
