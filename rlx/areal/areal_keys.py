@@ -27,7 +27,7 @@ class ArealLoader(yaml.SafeLoader):
     """YAML as AReaL has it: 1e-5 is a number, and a key stands once in a block."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
-        """Return a block before what it merges is in it; YAMLError for a key that it has twice."""
+        """Return a block without those that it merges; YAMLError for a key that stands twice."""
         node = super().compose_mapping_node(anchor)
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for key in keys[1:]:

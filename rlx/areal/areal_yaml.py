@@ -199,7 +199,7 @@ def _typed(key: str, value: Any, to: str, usual: Any) -> Any:
 
 
 def python(file: ArealFile, name: str) -> tuple[str, list[str]]:
-    """Return a config as the text of a Python file, and in lines what it has not from the YAML.
+    """Return a config as the text of a Python file, and lines on what it leaves out.
 
     UserError for a key that is none of AReaL's but near one, or a value of a wrong type.
     """

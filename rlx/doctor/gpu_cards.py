@@ -53,7 +53,7 @@ CPU = Card("CPU", "0.0", 1, 0, 0, 1.0, 1 << 34, 0, 1e10, 1e10, 1e10, 5e10)
 
 
 def named(kind: str) -> Card | None:
-    """Return the card by a part of a GPU's name in the words of its driver; None: unknown."""
+    """Return the card whose name is a part of `kind`, a driver's name of a GPU; None: unknown."""
     card = next((card for name, card in CARDS.items() if name.upper() in kind), None)
     own = re.search(r"(\d+)GB", kind)  # some cards are sold with half of the memory
     return replace(card, memory=min(card.memory, int(own[1]) << 30)) if card and own else card

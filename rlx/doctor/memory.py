@@ -62,7 +62,7 @@ class RunSizes:
 
     @property
     def group(self) -> int:
-        """Trajectories of a prompt."""
+        """Number of trajectories that each prompt gets."""
         return {"pairs": 2, "demonstrations": 1}.get(self.train.algorithm.data, self.n_samples)
 
     @property

@@ -118,7 +118,7 @@ def check(distribution: str = "rlx", needed: Sequence[str] = ()) -> Iterator[Fin
 
 
 def modules_by_name() -> dict[str, str]:
-    """Return distribution → the module to import of it, its namesake if there is one."""
+    """Return distribution → the module to import: the one of its name, else the first."""
     found: dict[str, str] = {}
     for module, distributions in sorted(metadata.packages_distributions().items()):
         for name in map(canonicalize_name, distributions):

@@ -140,7 +140,7 @@ class Incoming:
         news.set()
 
     async def pass_on(self, header: pb.PublishHeader, path: str) -> pb.PublishReply:
-        """Send the file at `path`, of which nothing came, to the servers below."""
+        """Send a file that is on this disk, and was not sent here, to the servers below."""
         self._file, crc = os.open(path, os.O_RDONLY | os.O_CLOEXEC), 0
         self.begin(header)
         for offset in range(0, header.num_bytes, wire.PUBLISH_CHUNK_BYTES):

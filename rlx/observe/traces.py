@@ -24,7 +24,7 @@ _TRACER: ContextVar[Any] = ContextVar("_TRACER", default=None)  # of the current
 
 @contextmanager
 def tracing(place: str, service: str) -> Iterator[Any]:
-    """Yield a tracer for `span`, None without a place; write what is left at the end.
+    """Yield a tracer for `span`, or None if `place` is empty; write the last spans at the end.
 
     A place is http(s)://HOST:PORT of a collector that takes OTLP over HTTP. It may be a directory:
     there SERVICE-HOST-PID.jsonl gets an object for each span.
@@ -83,7 +83,7 @@ def here() -> tuple[Any, Any]:
 
 
 def metadata() -> tuple[tuple[str, str], ...]:
-    """Return what tells another process the current span; () without one."""
+    """Return metadata that names the current span to another process; () without one."""
     if _TRACER.get() is None:
         return ()
     from opentelemetry.trace.propagation import tracecontext

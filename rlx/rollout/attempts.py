@@ -136,7 +136,7 @@ class Failures:
             ended = RolloutError(
                 f"{found}, more than rollout.max_failure_rate={p.rate:g} allows for "
                 f"rollout.outage_seconds={p.outage:g}; the last one, {name}: {why(error)}; fix "
-                "that and give the same command to resume"
+                "that and resume with the same --workdir"
             )
         ended.__cause__ = error
         return ended

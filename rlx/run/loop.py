@@ -457,11 +457,11 @@ class _Loop:
             say(f"evaluation of step {late} timed out; a resumed run evaluates step {self.step}")
         if report := self.saves.show():
             say(f"report: {report}")
+        again = environment.again(self.parts.workdir)
         if not complete:
-            again = environment.again(self.parts.workdir)
             say(f"stopped after step {self.step}; to resume: {again}")
         if missing := complete and self.held_out.due(self.step):
-            say("the last evaluation is missing; run the same command again to make it")
+            say(f"the last evaluation is missing; to make it: {again}")
         self.writer.note(self.step, ended="finished" if complete and not missing else "stopped")
         self.parts.hooks.end("finished" if complete else "stopped")
         return self.step, complete

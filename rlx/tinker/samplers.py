@@ -20,7 +20,7 @@ _MOST_RANK = 64  # of adapters side by side; vLLM gives each as much memory
 
 
 def engine_options(adapters: int, directory: Path) -> dict[str, Any]:
-    """Return options of servers that read adapters below `directory`, {} for none side by side."""
+    """Return options of servers that read `adapters` at one time below `directory`; {} for 0."""
     lora = f"enable_lora=true;max_loras={adapters};max_lora_rank={_MOST_RANK}"
     return {"engine_args": lora, "weight_roots": [str(directory)]} if adapters else {}
 

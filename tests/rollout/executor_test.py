@@ -261,7 +261,7 @@ def test_what_ends_a_run_is_a_line_with_the_row_the_users_lines_and_a_remedy(mak
     first = parse.__code__.co_firstlineno
     places = f"{__file__}, line {first + 4}; {__file__}, line {first + 1})"
     assert places in text
-    assert text.endswith("fix that and give the same command to resume")
+    assert text.endswith("fix that and resume with the same --workdir")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf"), None, "1.0", 1e39, 10**400])
