@@ -22,7 +22,8 @@ def main() -> int:
     p.add_argument("--bundle", type=Path, help="write a file to replay these steps elsewhere")
     p.add_argument("--out", type=Path, help="new directory for metrics.jsonl and the final hf/")
     p.add_argument(
-        "--generation", type=int, nargs="?", const=sys.maxsize, default=0, metavar="N",
+        "--generation", type=command.from_least(1), nargs="?", const=sys.maxsize, default=0,
+        metavar="N",
         help="also make all samples, or N of each step, again (JAX engine), and compare tokens",
     )  # fmt: skip
     settings = [word for word in sys.argv[1:] if word.startswith("--config.")]

@@ -19,9 +19,10 @@ def main() -> int:
     p.add_argument(
         "--jobs", type=int, default=1, help="runs at a time, which share cores and GPUs; or jobs"
     )
-    p.add_argument("--random", type=int, default=0, metavar="N", help="N combinations; 0: all")
+    some = command.from_least(0)
+    p.add_argument("--random", type=some, default=0, metavar="N", help="N combinations; 0: all")
     halve = "stop the worse half at 2^-N of the steps, and after each doubling"
-    p.add_argument("--halve", type=int, default=0, metavar="N", help=halve)
+    p.add_argument("--halve", type=some, default=0, metavar="N", help=halve)
     p.add_argument("--workdir", type=Path, help="of all runs; default: under runs/, by the flags")
     given = [word for word in sys.argv[1:] if word.startswith("--config")]
     a = p.parse_args([word for word in sys.argv[1:] if word not in given])

@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from rlx.base import UserError
 from rlx.cli.text import plain
@@ -25,6 +25,17 @@ _LAST_SECONDS = 4.0  # from the last line of a command that failed to its end
 def say(text: object, file: TextIO | None = None) -> None:
     """Print `text` to stdout or `file` and flush; control characters are written out."""
     print(plain(str(text)), file=file, flush=True)
+
+
+def from_least(least: int, kind: type = int) -> Callable[[str], Any]:
+    """Return the `type` of a flag whose number is in [least, 10⁹]."""
+
+    def number(text: str) -> Any:
+        if least <= (value := kind(text)) <= 1e9:
+            return value
+        raise argparse.ArgumentTypeError(f"{text} is not from {least} to 1e9")
+
+    return number
 
 
 class Parser(argparse.ArgumentParser):

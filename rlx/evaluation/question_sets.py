@@ -63,15 +63,16 @@ def rows(
     benchmark: Benchmark, limit: int = 0, images: RowImages | None = None
 ) -> list[dict[str, Any]]:
     """Return the set's first `limit` rows, 0: all, with `question` and `answer`; or UserError."""
+    if not 0 <= limit <= data.MOST_ROWS:
+        most_rows = f"{data.MOST_ROWS:,}, or 0 for all questions"
+        raise UserError(f"--limit={limit} is out of range; give a number up to {most_rows}")
     if not benchmark.source:
         found = data.generated(benchmark.name, 0, "held_out", limit or 200, images)
     else:
         graders = [] if benchmark.reward == rewards.JUDGE else [benchmark.reward]
         answer_key = rewards.answer_key(graders, benchmark.answer_key)
-        most, keys = max(limit, 0) or None, (benchmark.question_key, answer_key)
+        most, keys = limit or None, (benchmark.question_key, answer_key)
         found = data.load(benchmark.source, *keys, split="test", most=most, images=images)
-    if limit < 0:
-        raise UserError(f"--limit={limit} is negative; give 0 for all questions")
     named = [{**r, "question": r[benchmark.question_key]} if benchmark.source else r for r in found]
     return named[:limit] if limit else named
 

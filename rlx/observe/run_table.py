@@ -57,8 +57,7 @@ def summary(path: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
     key, metric, scores = held_out(evals)
     best = (min if "loss" in key else max)(scores, default=(None, None), key=lambda pair: pair[0])
     damage = ["config.json is missing or damaged"] * (not read_json(path / "config.json"))
-    done = last.get("step", 0)
-    if evals and evals[-1]["step"] > done:
+    if (done := last.get("step", 0)) < max([0, *(e["step"] for e in evals)]):
         damage += [f"metrics.jsonl is damaged: it ends at step {done}, eval.jsonl goes on"]
     times = [v for e in (last, *evals[-1:]) if (v := finite(e.get("elapsed_seconds")))]
     return {

@@ -177,3 +177,20 @@ def test_a_command_may_open_as_many_files_as_the_user_may(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "True\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "rlx.sweep seed=1,2 --random=-1", "rlx.sweep seed=1,2 --halve=-1",
+        f"rlx.sweep seed=1,2 --random={10**30}", "rlx.replay run --generation=-2",
+        "rlx.compare --model=m --count=-1", "rlx.compare --model=m --max-new-tokens=0",
+        "rlx.compare --model=m --temperature=nan", "rlx.compare --model=m --temperature=inf",
+    ],
+)  # fmt: skip
+def test_a_number_out_of_range_is_one_line(words):
+    done = subprocess.run(
+        [sys.executable, "-m", *words.split()], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "is not from" in done.stderr

@@ -266,6 +266,12 @@ def test_a_reward_model_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("limit", [-1, 10**20])
+def test_a_limit_out_of_range_is_one_line(limit):
+    with pytest.raises(UserError, match=f"--limit={limit} is out of range; give a number up to"):
+        question_sets.load_sets("arithmetic", "arithmetic", limit)
+
+
 def test_data_sets_by_name_path_or_both():
     assert question_sets.find("gsm8k", "x").reward == "gsm8k"
     assert question_sets.find("runs/my.jsonl", "math") == question_sets.Benchmark(
