@@ -27,13 +27,13 @@ def say(text: object, file: TextIO | None = None) -> None:
     print(plain(str(text)), file=file, flush=True)
 
 
-def from_least(least: int, kind: type = int) -> Callable[[str], Any]:
-    """Return the `type` of a flag whose number is in [least, 10⁹]."""
+def from_least(least: int, kind: type = int, most: float = 1e9) -> Callable[[str], Any]:
+    """Return the `type` of a flag whose number is in [least, most]."""
 
     def number(text: str) -> Any:
-        if least <= (value := kind(text)) <= 1e9:
+        if least <= (value := kind(text)) <= most:
             return value
-        raise argparse.ArgumentTypeError(f"{text} is not from {least} to 1e9")
+        raise argparse.ArgumentTypeError(f"{text} is not from {least} to {most:g}")
 
     return number
 
