@@ -57,16 +57,16 @@ def main() -> None:
 
 
 def _answer() -> None:
-    given = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    word = sys.argv[1] if len(sys.argv) > 1 else "--help"
     answers = {"--version": f"rlx {__version__}"} | dict.fromkeys(("--help", "-h"), _usage())
-    if given == "completion":  # eval "$(rlx completion)" in bash
+    if word == "completion":  # eval "$(rlx completion)" in bash
         from rlx.config import OPTIONS
 
         keys = " ".join(f"--config.{key}=" for key in sorted(OPTIONS))
-        answers[given] = _COMPLETION % (" ".join([*COMMANDS, given]), keys)
-    if given not in answers:
-        raise unknown("command", given, COMMANDS)
-    command.say(answers[given])
+        answers[word] = _COMPLETION % (" ".join([*COMMANDS, word]), keys)
+    if word not in answers:
+        raise unknown("command", word, COMMANDS)
+    command.say(answers[word])
 
 
 def _usage() -> str:

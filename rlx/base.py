@@ -32,14 +32,14 @@ def nearest(name: str, choices: Iterable[str], most: int | None = None) -> str:
 
     `most` mistakes are allowed; None: two of five characters.
     """
-    given, found = _plain(name), {choice: _plain(choice) for choice in sorted(choices)}
-    begun = [choice for choice, plain in found.items() if plain.startswith(given)]
-    if len(given) >= 3 and len(begun) == 1:
-        return begun[0]
+    word, words = _plain(name), {choice: _plain(choice) for choice in sorted(choices)}
+    starts = [choice for choice, plain in words.items() if plain.startswith(word)]
+    if len(word) >= 3 and len(starts) == 1:
+        return starts[0]
     near = list[tuple[int, str]]()
-    for choice, plain in found.items():
-        limit = max(len(given), len(plain)) * 2 // 5 if most is None else most
-        if abs(len(given) - len(plain)) <= limit and (n := _mistakes(given, plain)) <= limit:
+    for choice, plain in words.items():
+        limit = max(len(word), len(plain)) * 2 // 5 if most is None else most
+        if abs(len(word) - len(plain)) <= limit and (n := _mistakes(word, plain)) <= limit:
             near.append((n, choice))
     return min(near, default=(0, ""))[1]
 
@@ -65,12 +65,12 @@ def unknown(kind: str, name: str, choices: Iterable[str]) -> UserError:
     """Return the error for a name that is not among `choices`, suggesting the nearest."""
     names = sorted(choices)
     section, _, last = name.rpartition(".")
-    own = {o.removeprefix(f"{section}."): o for o in names if o.startswith(f"{section}.")}
-    if near := nearest(last if own else name, own or names):
-        return UserError(f"unknown {kind} {name!r}; did you mean {own.get(near, near)!r}?")
-    if len(own) > 20:
-        return UserError(f"unknown {kind} {name!r}; `rlx keys {section}` lists all {len(own)}")
-    names = list(own.values()) or names
+    siblings = {o.removeprefix(f"{section}."): o for o in names if o.startswith(f"{section}.")}
+    if near := nearest(last if siblings else name, siblings or names):
+        return UserError(f"unknown {kind} {name!r}; did you mean {siblings.get(near, near)!r}?")
+    if len(siblings) > 20:
+        return UserError(f"unknown {kind} {name!r}; `rlx keys {section}` lists all {len(siblings)}")
+    names = list(siblings.values()) or names
     if len(names) > 30:  # those of a config, of no known section
         sections = ", ".join(sorted({other.partition(".")[0] for other in names if "." in other}))
         hint = f"`rlx keys` lists all, under {sections}"
@@ -126,9 +126,9 @@ class RewardParts(float):
     parts: Mapping[str, float]
 
     def __new__(cls, reward: float, parts: Mapping[str, float]) -> "RewardParts":
-        made = super().__new__(cls, reward)
-        made.parts = dict(parts)
-        return made
+        value = super().__new__(cls, reward)
+        value.parts = dict(parts)
+        return value
 
 
 class Unavailable(UserError):
@@ -222,10 +222,10 @@ def info_means(trajectories: Iterable[Trajectory]) -> dict[str, float]:
 
     A name with a section keeps it (`reward/brevity`), the others are put under `info/`.
     """
-    found: dict[str, list[float]] = {}
+    scalars: dict[str, list[float]] = {}
     for name, value in (pair for t in trajectories for pair in t.info.items()):
-        found.setdefault(name if "/" in name else f"info/{name}", []).append(float(value))
-    return {name: float(np.mean(values)) for name, values in found.items()}
+        scalars.setdefault(name if "/" in name else f"info/{name}", []).append(float(value))
+    return {name: float(np.mean(values)) for name, values in scalars.items()}
 
 
 def joined_masks(parts: Sequence[Any]) -> dict[str, Any]:
@@ -234,8 +234,8 @@ def joined_masks(parts: Sequence[Any]) -> dict[str, Any]:
     if not any(masked):
         return {}
     pairs = list(zip(parts, masked, strict=True))
-    sizes = [part.kept_sizes if own else np.zeros(len(part.tokens)) for part, own in pairs]
-    data = b"".join(bytes(part.kept) for part, own in pairs if own)
+    sizes = [part.kept_sizes if mask else np.zeros(len(part.tokens)) for part, mask in pairs]
+    data = b"".join(bytes(part.kept) for part, mask in pairs if mask)
     return {
         "kept_sizes": np.concatenate(sizes).astype(np.int32), "kept": np.frombuffer(data, np.uint8)
     }  # fmt: skip

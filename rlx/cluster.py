@@ -38,14 +38,14 @@ def main(argv: Sequence[str], serve: Sequence[str] = ("-m", "rlx.serve")) -> int
         raise UserError("--model is missing; give the HF directory to serve")
     machines = remote_servers.Machines.of(a.hosts, a.ssh, a.python, os.environ)
     ports = range(a.port, a.port + max(1, a.servers)) if a.port else ()
-    checks, found = machines.check(shared, ports)
+    checks, reports = machines.check(shared, ports)
     command.say(remote_servers.table(checks))
     if findings.status(checks):
         return 1
     served = (*serve, f"--model={a.model}", *argv[cut + 1 :])
     first = (a.port, a.metrics_port)
-    wanted = remote_servers.servers(machines, shared, found, a.servers, first, served)
-    remote_servers.up(machines, shared, wanted)
+    servers = remote_servers.servers(machines, shared, reports, a.servers, first, served)
+    remote_servers.up(machines, shared, servers)
     command.say(remote_servers.status(shared)[0])
     return 0
 

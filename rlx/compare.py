@@ -44,9 +44,9 @@ def main() -> int:
         samples = compare_table.ask(fleet, prompts, sampling)
     limits = a.max_delta, a.mean_delta
     case = compare_table.case_of(model, samples, sampling, a.dtype, a.trainer_dtype, limits)
-    found = compare_table.comparisons(case, model, store.get)
-    command.say(compare_table.table(case, found, a.dtype))
-    return 0 if all(one.ok for one in found.values()) else 1
+    comparisons = compare_table.comparisons(case, model, store.get)
+    command.say(compare_table.table(case, comparisons, a.dtype))
+    return 0 if all(one.ok for one in comparisons.values()) else 1
 
 
 if __name__ == "__main__":

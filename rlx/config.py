@@ -29,9 +29,9 @@ _DTYPES = ("float32", "bfloat16")
 _PAIRS = ("data.mix", "eval.sets", "reward.terms")
 
 
-def _section(doc: str, *rooms: type, **own: Field) -> tuple[str, dict[str, Field]]:
+def _section(doc: str, *rooms: type, **fields: Field) -> tuple[str, dict[str, Field]]:
     """Return a section's help and its options: its own, then those of dataclasses of rooms."""
-    return doc, own | {n: field for room in rooms for n, field in options_of(room).items()}
+    return doc, fields | {n: field for room in rooms for n, field in options_of(room).items()}
 
 
 _RESOURCES = option("", 'Ray resources of each process, e.g. "CPU:1"; "": run here')
@@ -341,10 +341,10 @@ def check_tuple(key: str, value: Any) -> None:
         "train.row_buckets": (int, "whole numbers, as (192, 384)"),
         **dict.fromkeys(_PAIRS, (tuple | list, "pairs, as (('a', 1), ('b', 2))")),
     }
-    kind, wanted = kinds.get(key, (str, "texts, as ('a', 'b')"))
+    kind, form = kinds.get(key, (str, "texts, as ('a', 'b')"))
     for entry in (value,) if isinstance(value, str) else value:
         if not isinstance(entry, kind) or value is entry:
-            raise UserError(f"{key} has {entry!r}; write {wanted}")
+            raise UserError(f"{key} has {entry!r}; write {form}")
 
 
 def check(config: ConfigDict, *, trains: bool = True) -> None:
@@ -364,12 +364,12 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
     for entry in config.data.mix:
         kinds = [type(part) for part in entry] if isinstance(entry, tuple | list) else []
         if kinds not in ([str, float], [str, int]) or not 0 < entry[1] < float("inf"):
-            wanted = "(source, weight above 0) pairs, as (('a.jsonl', 0.7), ('b.csv', 0.3))"
-            raise UserError(f"data.mix has {entry!r}; write {wanted}")
+            form = "(source, weight above 0) pairs, as (('a.jsonl', 0.7), ('b.csv', 0.3))"
+            raise UserError(f"data.mix has {entry!r}; write {form}")
     names = [entry[0] for entry in config.eval.sets if [*map(type, entry)] == [str, str]]
     if len({*filter(None, names)}) < len(config.eval.sets) or "/" in "".join(names):
-        wanted = "(name, source) pairs, as (('easy', 'easy.jsonl'), ('hard', 'hard.jsonl'))"
-        raise UserError(f"eval.sets={config.eval.sets!r}; write {wanted}, each name once")
+        form = "(name, source) pairs, as (('easy', 'easy.jsonl'), ('hard', 'hard.jsonl'))"
+        raise UserError(f"eval.sets={config.eval.sets!r}; write {form}, each name once")
     lora_targets(config.lora.targets)
     if config.reference.mode == "copy":
         check_value("reference.every_steps", config.reference.every_steps, "1")

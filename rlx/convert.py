@@ -27,9 +27,9 @@ def main() -> None:
     parser.add_argument("--adapter", type=Path, help="PEFT directory to make; of a LoRA run")
     parser.add_argument("--dtype", default="", choices=("", "float32", "bfloat16"))
     a = parser.parse_args()
-    for name, made in (("TARGET", a.target), ("--hf", a.hf), ("--adapter", a.adapter)):
-        if made and made.exists():
-            raise UserError(f"{made} exists; remove it or give another {name}")
+    for name, output in (("TARGET", a.target), ("--hf", a.hf), ("--adapter", a.adapter)):
+        if output and output.exists():
+            raise UserError(f"{output} exists; remove it or give another {name}")
     if a.gguf and a.hf and not (a.source or a.model or a.adapter):
         command.say(gguf_files.convert(a.gguf, a.hf, a.dtype))
         return

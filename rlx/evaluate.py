@@ -40,17 +40,17 @@ def main() -> int:
     from rlx.observe.progress import ProgressBar
     from rlx.run import allocate, export, score_models
 
-    asked = score_models.eval_options(config, values)
+    options = score_models.eval_options(config, values)
     config = allocate.apply_allocation(config, trains=False)
     check(config, trains=False)
     limit = flags.number(values, "limit", int, 0)
     reward, keys = config.reward.name, (config.data.question_key, config.data.answer_key)
-    sets = question_sets.load_sets(values.datasets or "gsm8k", reward, limit, *keys, asked.images)
+    sets = question_sets.load_sets(values.datasets or "gsm8k", reward, limit, *keys, options.images)
     models = export.named_models((values.models or config.model.path).split(","))
     out = Path(values.output or f"runs/evaluation-{'-'.join(models)}")
     with ProgressBar() as bar:
-        table = score_models.score_models(config, models, sets, asked, out, bar.show)
-    command.say(statistics.text_table(table, asked.columns))
+        table = score_models.score_models(config, models, sets, options, out, bar.show)
+    command.say(statistics.text_table(table, options.columns))
     for line in sample_files.shortfall(table, out):
         command.say(line)
     return 0

@@ -44,10 +44,10 @@ def main() -> int:
 
     config = apply_allocation(config)
     check(config)
-    given = [a for a in sys.argv[1:] if re.split("=| ", a.lstrip("-"))[0] not in OWN]
+    args = [a for a in sys.argv[1:] if re.split("=| ", a.lstrip("-"))[0] not in OWN]
     make = kubernetes.ray_job if values.ray else kubernetes.manifests
     pods = kubernetes.Pods(name, values.image, claim, path)
-    command.say(kubernetes.text(make(config, workdir, given, pods)).rstrip())
+    command.say(kubernetes.text(make(config, workdir, args, pods)).rstrip())
     return 0
 
 

@@ -34,13 +34,13 @@ def read_options(room: type[T], *sections: Mapping[str, Any], **others: Any) -> 
     several sections have a key that `others` does not name.
     """
     names = {field.name for field in dataclasses.fields(cast(Any, room))} - others.keys()
-    given = dict(others)
+    values = dict(others)
     for section in sections:
         for name in names.intersection(section):
-            if name in given:
+            if name in values:
                 raise ValueError(f"{name} of {room.__name__} is a key of several sections")
-            given[name] = tuple(v) if isinstance(v := section[name], list) else v
-    return room(**given)
+            values[name] = tuple(v) if isinstance(v := section[name], list) else v
+    return room(**values)
 
 
 def check_value(key: str, value: Any, values: Values) -> None:
@@ -58,7 +58,7 @@ def check_value(key: str, value: Any, values: Values) -> None:
         return
     if not high:
         raise UserError(f"{key}={value:g} is below {low}; set it to {low} or more")
-    wanted = {
+    words = {
         "(0, inf)": "above 0 and finite", "[0, inf)": "finite and 0 or more", "(0, inf]": "above 0"
     }  # fmt: skip
-    raise UserError(f"{key}={value:g} must be {wanted.get(values, f'in {values}')}")
+    raise UserError(f"{key}={value:g} must be {words.get(values, f'in {values}')}")

@@ -36,7 +36,7 @@ def main() -> int:
         )
     if a.out and a.out.exists():
         raise UserError(f"--out={a.out} exists; give a new directory")
-    with replay_run.opened(a.run) as workdir:
+    with replay_run.open_run(a.run) as workdir:
         recorded = replay_run.Recorded(workdir)
         plan = replay_run.plan(recorded, a.first, a.until, bool(a.generation))
         if a.bundle:
@@ -44,15 +44,15 @@ def main() -> int:
             command.say(f"wrote {a.bundle}; to replay it: python -m rlx.replay {a.bundle}")
             return 0
         changed = replay_run.changes(recorded.config(plan.last), settings)
-        given = recorded, plan, changed, command.say, a.out
+        args = recorded, plan, changed, command.say, a.out
         if a.generation:
             from rlx.run.replay_generation import Generation
 
             samples = Generation(recorded, plan, a.generation, command.say)
-            same = replay_run.replay(*given, samples.after)
+            same = replay_run.replay(*args, samples.after)
             command.say(samples.end())
         else:
-            same = replay_run.replay(*given)
+            same = replay_run.replay(*args)
     return 0 if same or changed else 1
 
 

@@ -22,11 +22,11 @@ def main() -> None:
     from rlx.observe.run_report import write_report
     from rlx.observe.run_table import find, summary
 
-    places, known = arguments.workdir, default().to_dict()
+    places, usual = arguments.workdir, default().to_dict()
     if len(places) == 1 and find(places) in ([], places):
-        command.say(write_report(places[0], known))
+        command.say(write_report(places[0], usual))
     else:
-        command.say(write_overlay(arguments.out, [summary(path, known) for path in find(places)]))
+        command.say(write_overlay(arguments.out, [summary(path, usual) for path in find(places)]))
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ def main() -> None:
     from rlx.config import default
     from rlx.observe import run_table
 
-    known = default().to_dict()
-    rows = [run_table.summary(path, known) for path in run_table.find(arguments.place)]
-    rows = run_table.ordered(rows, arguments.sort)
+    usual = default().to_dict()
+    rows = [run_table.summary(path, usual) for path in run_table.find(arguments.place)]
+    rows = run_table.sorted_rows(rows, arguments.sort)
     lines = [json.dumps(rows, indent=2)] if arguments.json else run_table.table(rows)
     command.say("\n".join(lines) if rows or arguments.json else "no run there")
 

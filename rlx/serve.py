@@ -38,8 +38,8 @@ async def _serve(args: argparse.Namespace, engine: Callable, parse: Callable) ->
     early = None
     if args.early:
         with suppress(Exception):  # the second try below has a log
-            await (made := engine(args)).start()
-            early = made
+            await (first := engine(args)).start()
+            early = first
         args = parse(await asyncio.to_thread(options.further))
 
     stop = asyncio.Event()

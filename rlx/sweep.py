@@ -24,24 +24,24 @@ def main() -> int:
     halve = "stop the worse half at 2^-N of the steps, and after each doubling"
     p.add_argument("--halve", type=some, default=0, metavar="N", help=halve)
     p.add_argument("--workdir", type=Path, help="of all runs; default: under runs/, by the flags")
-    given = [word for word in sys.argv[1:] if word.startswith("--config")]
-    a = p.parse_args([word for word in sys.argv[1:] if word not in given])
+    argv = [word for word in sys.argv[1:] if word.startswith("--config")]
+    a = p.parse_args([word for word in sys.argv[1:] if word not in argv])
     from rlx.config import default
     from rlx.observe.report_overlay import write_overlay
     from rlx.observe.run_table import summary, table
     from rlx.run import flags, run_grid
 
-    stem = flags.config_file(["", *given]).stem
-    workdir = a.workdir or Path(f"runs/sweep-{stem}-{crc32(' '.join(sorted(given)).encode()):08x}")
-    runs = {name: [*given, *own] for name, own in run_grid.grid(a.axis, a.random).items()}
-    config = run_grid.config_of(given)
-    left, free = run_grid.unfinished(runs, workdir), run_grid.slots(a.jobs, config)
+    stem = flags.config_file(["", *argv]).stem
+    workdir = a.workdir or Path(f"runs/sweep-{stem}-{crc32(' '.join(sorted(argv)).encode()):08x}")
+    runs = {name: [*argv, *choice] for name, choice in run_grid.grid(a.axis, a.random).items()}
+    config = run_grid.config_of(argv)
+    left, free = run_grid.unfinished_runs(runs, workdir), run_grid.slots(a.jobs, config)
     command.say(f"{workdir}: {len(left)} of {len(runs)} runs to do")
     try:
-        status, kept = run_grid.halve(runs, workdir, free, a.halve)
+        status, survivors = run_grid.halve(runs, workdir, free, a.halve)
         if status == command.INTERRUPTED:
             return status
-        rest = {name: given for name, given in left.items() if name in kept}
+        rest = {name: argv for name, argv in left.items() if name in survivors}
         return run_grid.run_all(rest, workdir, free) or status
     finally:
         rows = [summary(workdir / n, default().to_dict()) for n in runs if (workdir / n).is_dir()]

@@ -92,7 +92,7 @@ class Trees:
     ends: Tensor  # where in N the subtree of each token ends
     positions: Tensor
     last: Tensor | None = None  # the last token that each one sees in its line; None: itself
-    made: dict[int | None, BlockMask] = field(default_factory=dict)
+    block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -112,28 +112,28 @@ class Trees:
         """Yield for each tree which of its S tokens see which, [S, S] bool."""
         start = 0
         for size in self.sizes:
-            own = slice(start, start + size)
+            span = slice(start, start + size)
             at = torch.arange(size, device=self.ends.device)[:, None]
-            seen = at if self.last is None else self.last[own, None] - start
-            mask = (seen >= at.T) & (at < self.ends[own] - start)
+            last = at if self.last is None else self.last[span, None] - start
+            mask = (last >= at.T) & (at < self.ends[span] - start)
             if window:
-                behind = self.positions[own, None] - self.positions[own]
+                behind = self.positions[span, None] - self.positions[span]
                 mask &= behind < window
             yield mask
             start += size
 
     def block_mask(self, window: int | None) -> BlockMask:
         """Return FlexAttention's mask of all N tokens, which is made once for each window."""
-        if window not in self.made:
-            self.made[window] = self._block_mask(window)
-        return self.made[window]
+        if window not in self.block_masks:
+            self.block_masks[window] = self._block_mask(window)
+        return self.block_masks[window]
 
     def _block_mask(self, window: int | None) -> BlockMask:
         ends, positions, size = self.ends, self.positions, MASK_BLOCK
 
         def sees(_, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            found = (query >= key) & (query < ends[key])
-            return found & (positions[query] - positions[key] < window) if window else found
+            mask = (query >= key) & (query < ends[key])
+            return mask & (positions[query] - positions[key] < window) if window else mask
 
         padding = (0, -len(ends) % size)
         blocks = nn.functional.pad(ends, padding).view(-1, size)
@@ -161,9 +161,9 @@ def _block(sizes: list[int], device: str) -> Block:
     if sizes[-1] == sizes[0]:
         return Block(int(starts[-1]), shape, None, None)
     places, within = np.arange(sizes[0]) + starts[:-1, None], np.arange(sizes[0])
-    used = within < np.array(sizes)[:, None]
-    places = np.where(used, places, starts[:-1, None]).ravel()
-    back = torch.from_numpy(np.flatnonzero(used)).to(device)
+    mask = within < np.array(sizes)[:, None]
+    places = np.where(mask, places, starts[:-1, None]).ravel()
+    back = torch.from_numpy(np.flatnonzero(mask)).to(device)
     return Block(int(starts[-1]), shape, torch.from_numpy(places).to(device), back)
 
 
@@ -180,11 +180,11 @@ def over_trees(
 
     Args and result are as of `segments`.
     """
-    found = _compiled_flex_attention()(
+    mixed = _compiled_flex_attention()(
         query, key, value, block_mask=trees.block_mask(window), scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
-    return found.transpose(1, 2)
+    return mixed.transpose(1, 2)
 
 
 def tree_error(heads: int, kv_heads: int, width: int, device: str, dtype: torch.dtype) -> float:
@@ -241,16 +241,16 @@ def segments(
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
             if softcap or s_aux is not None:
                 scale = scaling or 1 / math.sqrt(query.shape[-1])
-                found = _unfused(q, k, v, scale, len(mask), softcap or 0.0, s_aux, mask)
-                out.append(found[0].transpose(0, 1))
+                mixed = _unfused(q, k, v, scale, len(mask), softcap or 0.0, s_aux, mask)
+                out.append(mixed[0].transpose(0, 1))
                 continue
             for queries, rows_seen in zip(q.split(BLOCK, 2), mask.split(BLOCK), strict=True):
                 some = rows_seen.any(0).nonzero()[:, 0]  # keys that a query of the block sees
                 keys, values = k.index_select(2, some), v.index_select(2, some)
-                found = scaled_dot_product_attention(
+                mixed = scaled_dot_product_attention(
                     queries, keys, values, attn_mask=rows_seen[:, some], scale=scaling
                 )
-                out.append(found[0].transpose(0, 1))
+                out.append(mixed[0].transpose(0, 1))
         return torch.cat(out)[None], None
     cuts = [block.tokens for block in blocks]
     for block, *parts in zip(blocks, *(x.split(cuts) for x in rows), strict=True):
@@ -261,15 +261,15 @@ def segments(
         if q.shape[2] > window or softcap or s_aux is not None:
             scale = scaling or 1 / math.sqrt(query.shape[-1])
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-            found = _unfused(q, k, v, scale, window, softcap or 0.0, s_aux)
+            mixed = _unfused(q, k, v, scale, window, softcap or 0.0, s_aux)
         elif v.device.type == "cpu" and v.dtype != torch.float32 and v.shape[2] <= SHORT:
-            found = _Products.apply(q, k, v, scaling or 1 / math.sqrt(query.shape[-1]))
+            mixed = _Products.apply(q, k, v, scaling or 1 / math.sqrt(query.shape[-1]))
         else:
-            found = scaled_dot_product_attention(
+            mixed = scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=scaling, enable_gqa=groups > 1
             )
-        found = found.transpose(1, 2).flatten(0, 1)
-        out.append(found if block.back is None else found.index_select(0, block.back))
+        mixed = mixed.transpose(1, 2).flatten(0, 1)
+        out.append(mixed if block.back is None else mixed.index_select(0, block.back))
     return torch.cat(out)[None], None
 
 
@@ -284,19 +284,19 @@ class _Products(torch.autograd.Function):
             scores = (rows.float() @ k.float().transpose(-1, -2)).unflatten(2, (-1, q.shape[2]))
             later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
             weights = scores.masked_fill_(later, -torch.inf).softmax(-1).flatten(2, 3).to(v.dtype)
-            found = weights @ v
-        ctx.save_for_backward(rows.to(v.dtype), k.to(v.dtype), v, weights, found)
+            mixed = weights @ v
+        ctx.save_for_backward(rows.to(v.dtype), k.to(v.dtype), v, weights, mixed)
         ctx.scale, ctx.dtype = scale, q.dtype
-        return found.view(q.shape)
+        return mixed.view(q.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
-        rows, k, v, weights, found = ctx.saved_tensors
-        given, shape = gradient.reshape(found.shape), gradient.shape
-        pull = (given @ v.transpose(-1, -2)).sub_((given * found).sum(-1, keepdim=True))
+        rows, k, v, weights, mixed = ctx.saved_tensors
+        grad, shape = gradient.reshape(mixed.shape), gradient.shape
+        pull = (grad @ v.transpose(-1, -2)).sub_((grad * mixed).sum(-1, keepdim=True))
         pull = pull.mul_(weights)
         to_q = (pull @ k).to(ctx.dtype).mul_(ctx.scale).view(shape)
-        to_k, to_v = pull.transpose(-1, -2) @ rows, weights.transpose(-1, -2) @ given
+        to_k, to_v = pull.transpose(-1, -2) @ rows, weights.transpose(-1, -2) @ grad
         return to_q, to_k.to(ctx.dtype), to_v, None
 
 

@@ -59,11 +59,11 @@ def make_optimizer(
     optimizer = _MADE[options.name](groups, options)
     names = ("exp_avg", "exp_avg_sq")[: OPTIMIZERS[options.name]]
     for p in trained if names else ():  # now, so that a checkpoint before the first step has them
-        held: dict[str, Tensor] = {"step": torch.zeros((), device=p.device)}
-        held |= {name: torch.zeros_like(p) for name in names}
+        state: dict[str, Tensor] = {"step": torch.zeros((), device=p.device)}
+        state |= {name: torch.zeros_like(p) for name in names}
         if offloaded:
-            held = {name: x.cpu().pin_memory() for name, x in held.items()}
-        optimizer.state[p] = held
+            state = {name: x.cpu().pin_memory() for name, x in state.items()}
+        optimizer.state[p] = state
     return optimizer
 
 
@@ -75,10 +75,10 @@ def step_offloaded(optimizer: torch.optim.Optimizer) -> None:
     for group, params in zip(optimizer.param_groups, wholes, strict=True):
         for p in params:
             host, group["params"] = optimizer.state[p], [p]
-            there = {name: x.to(p.device, non_blocking=True) for name, x in host.items()}
-            optimizer.state[p] = there
+            on_device = {name: x.to(p.device, non_blocking=True) for name, x in host.items()}
+            optimizer.state[p] = on_device
             optimizer.step()
-            for name, x in there.items():
+            for name, x in on_device.items():
                 host[name].copy_(x, non_blocking=True)
             optimizer.state[p] = host
         group["params"] = []

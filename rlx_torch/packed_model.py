@@ -30,7 +30,7 @@ from rlx_torch import vision
 from rlx_torch.attention import Blocks, Trees, blocks_of, kernel
 
 Batch = Mapping[str, Any]
-LAYOUT = ("longest", "blocks", "cu_seq_lens", "places", "asked", "computed", "states_at", "seen")
+LAYOUT = ("longest", "blocks", "cu_seq_lens", "places", "scored", "computed", "states_at", "seen")
 _LAYERS = {"full_attention", "sliding_attention"}  # others carry a state across segments
 
 
@@ -63,7 +63,7 @@ def load(path: str | Path, device: str, compute_dtype: str, remat: bool = False)
     recomputes the rest in the backward pass.
     """
     logging.disable_progress_bar()
-    config = known(path)
+    config = packable_config(path)
     attention = _attention(config, kernel(device, compute_dtype, config.model_type))
     model: Any = auto(config).from_pretrained(
         path, dtype=torch.float32, attn_implementation=attention, device_map=device,
@@ -99,7 +99,7 @@ def layers(model: Any) -> list[nn.Module]:
 
 def empty(path: str | Path, kernel: str = "rlx_segments") -> Any:
     """Return the model of an HF directory with uninitialised parameters."""
-    config = known(path)
+    config = packable_config(path)
     return auto(config).from_config(
         config, dtype=torch.float32, attn_implementation=_attention(config, kernel),
         trust_remote_code=False,
@@ -118,7 +118,7 @@ def _attention(config: Any, name: str) -> Any:
     return {"text_config": name} if vision.sees(config) else name
 
 
-def known(path: str | Path) -> Any:
+def packable_config(path: str | Path) -> Any:
     """Return transformers' config of an HF directory; UserError if it cannot take packed rows."""
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -196,12 +196,12 @@ class OtherAdapters:
     @contextmanager
     def put(self) -> Iterator[Any]:
         """Yield the model with these adapters, then restore its own. Not for gradients."""
-        own = OtherAdapters.of(self.model)
+        previous = OtherAdapters.of(self.model)
         self._copy()
         try:
             yield self.model
         finally:
-            own._copy()
+            previous._copy()
 
     @torch.no_grad()
     def _copy(self) -> None:
@@ -227,21 +227,23 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def published(model: Any, only_adapters: bool = False) -> dict[str, Weight]:
+def published_tensors(model: Any, only_adapters: bool = False) -> dict[str, Weight]:
     """Return a model's tensors by name with adapters merged, or only these by PEFT's names."""
     if only_adapters:
-        own = adapters(model).items()
-        return {PREFIX + name.replace(".default", ""): Weight(p.detach()) for name, p in own}
-    found: dict[str, Weight] = {}
+        items = adapters(model).items()
+        return {PREFIX + name.replace(".default", ""): Weight(p.detach()) for name, p in items}
+    weights: dict[str, Weight] = {}
     tied = model.config.tie_word_embeddings
     for name, tensor in {**dict(model.named_parameters()), **saved_buffers(model)}.items():
         layer, base, last = name.rpartition(".base_layer.")
         if base:
-            pair = partial(_added, model.get_submodule(layer)) if last == "weight" else None
-            found[f"{layer}.{last}"] = Weight(tensor.detach(), pair)
+            pair = (
+                partial(_adapter_product, model.get_submodule(layer)) if last == "weight" else None
+            )
+            weights[f"{layer}.{last}"] = Weight(tensor.detach(), pair)
         elif ".lora_" not in name and (name != "lm_head.weight" or not tied):
-            found[name] = Weight(tensor.detach())
-    return found
+            weights[name] = Weight(tensor.detach())
+    return weights
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -251,7 +253,7 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _added(layer: Any) -> Tensor:
+def _adapter_product(layer: Any) -> Tensor:
     down, up = (full(pair["default"].weight) for pair in (layer.lora_A, layer.lora_B))
     return (up @ down) * layer.scaling["default"]
 
@@ -260,7 +262,7 @@ def _added(layer: Any) -> Tensor:
 def require_packed(model: Any) -> None:
     """Raise UserError unless packing leaves the model's log-probabilities unchanged."""
     config = model.config.get_text_config()
-    device, own = next(model.parameters()).device.type, config._attn_implementation
+    device, implementation = next(model.parameters()).device.type, config._attn_implementation
     sizes, number = (3, 4), config.vocab_size
     arrays = {
         "tokens": np.arange(1, 8, dtype=np.int32)[None] % number,
@@ -269,8 +271,8 @@ def require_packed(model: Any) -> None:
     }
     model.set_attn_implementation(_attention(model.config, "rlx_segments"))
     packed = put(arrays, device)
-    found = logprobs(model, packed, temperature=1.0, chunk=2)[0][0].split(sizes)
-    for got, tokens in zip(found, packed["tokens"][0].long().split(sizes), strict=True):
+    scores = logprobs(model, packed, temperature=1.0, chunk=2)[0][0].split(sizes)
+    for got, tokens in zip(scores, packed["tokens"][0].long().split(sizes), strict=True):
         blocks = blocks_of([len(tokens)], device)
         logits = model(input_ids=tokens[None], use_cache=False, blocks=blocks).logits[0]
         want = torch.log_softmax(logits.float(), -1)[:-1].gather(1, tokens[1:, None])[:, 0]
@@ -279,41 +281,41 @@ def require_packed(model: Any) -> None:
                 f"{type(model).__name__} gives other log-probabilities to packed sequences than to "
                 "single ones; trainer=torch cannot train it: use another model"
             )
-    model.set_attn_implementation(_attention(model.config, own))
+    model.set_attn_implementation(_attention(model.config, implementation))
 
 
 def put(
     arrays: Mapping[str, np.ndarray], device: str, images: vision.Images | None = None
 ) -> dict[str, Any]:
-    """Return a packed microbatch on the device, with its LAYOUT: segments, and asked tokens.
+    """Return a packed microbatch on the device, with its LAYOUT: segments, and scored tokens.
 
-    Tokens of `loss_mask` are asked, or all without one, except each segment's first. `images` are
+    Tokens of `loss_mask` are scored, or all without one, except each segment's first. `images` are
     those of a model that sees them.
     """
     sizes = segment_sizes(arrays["segment_ids"])
-    sizes, used = sizes[sizes > 0], np.flatnonzero(arrays["segment_ids"])
-    if not len(used):  # only padding: keep two tokens, which no loss reads
-        sizes, used = np.array([2], np.int32), np.arange(2)
-    parts = np.split(used, np.cumsum(sizes)[:-1])
+    sizes, places = sizes[sizes > 0], np.flatnonzero(arrays["segment_ids"])
+    if not len(places):  # only padding: keep two tokens, which no loss reads
+        sizes, places = np.array([2], np.int32), np.arange(2)
+    parts = np.split(places, np.cumsum(sizes)[:-1])
     order = np.argsort(-sizes, kind="stable")  # so that one call computes several similar ones
-    sizes, used = sizes[order], np.concatenate([parts[i] for i in order])
+    sizes, places = sizes[order], np.concatenate([parts[i] for i in order])
     ends = np.append(0, np.cumsum(sizes)).astype(np.int32)
-    asked = arrays.get("loss_mask", arrays["segment_ids"] > 0).reshape(-1)[used]
-    asked[ends[:-1]] = False
+    mask = arrays.get("loss_mask", arrays["segment_ids"] > 0).reshape(-1)[places]
+    mask[ends[:-1]] = False
     # At least one: every process must call its head, which may be sharded.
-    wanted = np.flatnonzero(asked) if asked.any() else np.ones(1, int)
+    scored_at = np.flatnonzero(mask) if mask.any() else np.ones(1, int)
     blocks: Blocks | Trees = blocks_of(sizes.tolist(), device)
     computed = states_at = None
     if "tree_tokens" in arrays:
-        blocks, computed, states_at = _trees(arrays, used, device)
-    seen = images and images.seen(arrays, used, sizes, order, device)
+        blocks, computed, states_at = _trees(arrays, places, device)
+    seen = images and images.seen(arrays, places, sizes, order, device)
     return {
         **{k: torch.from_numpy(x).to(device) for k, x in arrays.items() if k != "images"},
         "longest": int(sizes.max()),
         "blocks": (seen and seen.trees) or blocks,
         "cu_seq_lens": torch.from_numpy(ends).to(device),
-        "places": torch.from_numpy(used).to(device),
-        "asked": torch.from_numpy(wanted).to(device),
+        "places": torch.from_numpy(places).to(device),
+        "scored": torch.from_numpy(scored_at).to(device),
         "computed": computed,
         "states_at": states_at,
         "seen": seen,
@@ -328,10 +330,10 @@ def _trees(
     `used` are flat places of the loss's tokens; `arrays` as of `prefix_trees.microbatches`.
     """
     width = arrays["tree_tokens"].shape[1]
-    there = arrays["tree_counts"].ravel() > 0
-    there[:2] |= not there.any()  # only padding, as above
-    computed = np.flatnonzero(there)
-    number = np.cumsum(there) - 1
+    mask = arrays["tree_counts"].ravel() > 0
+    mask[:2] |= not mask.any()  # only padding, as above
+    computed = np.flatnonzero(mask)
+    number = np.cumsum(mask) - 1
     slots = used // arrays["sources"].shape[1] * width + arrays["sources"].ravel()[used]
     # Tokens of a row have no gaps, so that ends move as their tokens do.
     ends = np.arange(len(computed)) + arrays["tree_ends"].ravel()[computed] - computed % width
@@ -339,23 +341,23 @@ def _trees(
     return trees, torch.from_numpy(computed).to(device), torch.from_numpy(number[slots]).to(device)
 
 
-def reverted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def hf_tensors(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of whole layers with the names and shapes of HF's files."""
     return tensors if isinstance(model, Valued) else revert_weight_conversion(model, tensors)
 
 
-def hidden(model: Any, batch: Batch) -> Tensor:
+def hidden_states(model: Any, batch: Batch) -> Tensor:
     """Return the decoder's output after the last norm for each token without padding, [N, D]."""
     places, ends, longest = batch["places"], batch["cu_seq_lens"], batch["longest"]
     names, states_at = ("tokens", "positions"), batch["states_at"]
     if states_at is not None:
         places, names = batch["computed"], ("tree_tokens", "tree_positions")
     tokens, positions = (batch[name].reshape(-1)[places][None] for name in names)
-    inner, given = model.base_model, {"input_ids": tokens, "position_ids": positions}
+    inner, args = model.base_model, {"input_ids": tokens, "position_ids": positions}
     if (seen := batch["seen"]) is not None:
-        inner, given = vision.decoder(model), seen.inputs(model, tokens, positions)
+        inner, args = vision.decoder(model), seen.inputs(model, tokens, positions)
     states = inner(
-        **given, use_cache=False, blocks=batch["blocks"],
+        **args, use_cache=False, blocks=batch["blocks"],
         cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=longest, max_length_k=longest,
     ).last_hidden_state[0]  # fmt: skip
     return states if states_at is None else states.index_select(0, states_at)
@@ -364,25 +366,25 @@ def hidden(model: Any, batch: Batch) -> Tensor:
 def logprobs(
     model: Any, batch: Batch, *, temperature: float, chunk: int, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return each asked token's log-probability given its segment's earlier ones, and the entropy.
+    """Return each scored token's log-probability given its segment's earlier ones, and the entropy.
 
     Args:
       batch: from `put`. temperature: > 0. chunk: tokens whose logits exist at one time.
       entropy_gradient: whether entropies are differentiated too.
 
     Returns:
-      Two [B, T] float32, nats, as of `rlx.model.decoder.logprobs`; 0 at tokens that are not asked.
+      Two [B, T] float32, nats, as of `rlx.model.decoder.logprobs`; 0 at tokens that are not scored.
     """
-    asked = batch["asked"]
-    tokens = batch["tokens"].reshape(-1)[batch["places"][asked]].long()
-    picked, entropy = scored(
-        model, hidden(model, batch)[asked - 1], tokens[:, None], chunk=chunk,
+    scored = batch["scored"]
+    tokens = batch["tokens"].reshape(-1)[batch["places"][scored]].long()
+    picked, entropy = token_scores(
+        model, hidden_states(model, batch)[scored - 1], tokens[:, None], chunk=chunk,
         temperature=temperature, entropy_gradient=entropy_gradient, drawn_from=_drawn_from(batch),
     )  # fmt: skip
-    return _back(picked[:, 0], batch, asked), _back(entropy, batch, asked)
+    return _back(picked[:, 0], batch, scored), _back(entropy, batch, scored)
 
 
-def scored(
+def token_scores(
     model: Any, states: Tensor, targets: Tensor, *, chunk: int, temperature: float = 1.0,
     entropy_gradient: bool = False,
     drawn_from: Callable[[int, int, int], Tensor] | None = None,  # of `_drawn_from`
@@ -415,29 +417,29 @@ def scored(
     parts = [*zip(states.split(chunk), targets.split(chunk), starts, strict=True)]
     if len(parts) == 1:  # the backward pass would recompute all logits at once
         return scores(*parts[0])
-    found = [checkpoint(scores, *part, use_reentrant=False) for part in parts]
-    picked, entropy = (torch.cat(part) for part in zip(*found, strict=True))
+    results = [checkpoint(scores, *part, use_reentrant=False) for part in parts]
+    picked, entropy = (torch.cat(part) for part in zip(*results, strict=True))
     return picked, entropy
 
 
 def _drawn_from(batch: Batch) -> Callable[[int, int, int], Tensor] | None:
-    """Return a function that gives the tokens that some asked ones were drawn from; None: all.
+    """Return a function that gives the tokens that some scored ones were drawn from; None: all.
 
     Its arguments are the first of them, their number and V; its result is [number, V] bool.
     """
     if "kept_ids" not in batch:
         return None
     ids, at, excluded = (batch[name] for name in kept_tokens.INPUTS)
-    places, rows = batch["places"][batch["asked"]], torch.arange(len(at), device=at.device)
+    places, rows = batch["places"][batch["scored"]], torch.arange(len(at), device=at.device)
     number = torch.full_like(excluded, -1, dtype=torch.long).view(-1)
     number[places] = torch.arange(len(places), device=at.device)
     owners = number[(rows[:, None] * excluded.shape[1] + at).view(-1)]
     ids, excluded = ids.reshape(-1).long(), excluded.reshape(-1)[places]
 
     def masks(first: int, size: int, vocab: int) -> Tensor:
-        mine = (owners >= first) & (owners < first + size)
+        inside = (owners >= first) & (owners < first + size)
         listed = torch.zeros((size + 1, vocab), dtype=torch.bool, device=ids.device)
-        listed[torch.where(mine, owners - first, size), ids] = True
+        listed[torch.where(inside, owners - first, size), ids] = True
         return listed[:size] != excluded[first : first + size, None]
 
     return masks
@@ -445,7 +447,7 @@ def _drawn_from(batch: Batch) -> Callable[[int, int, int], Tensor] | None:
 
 def values(model: Valued, batch: Batch) -> Tensor:
     """Return V after each token, [B, T] float32, 0 at padding."""
-    states = hidden(model, batch)
+    states = hidden_states(model, batch)
     with torch.autocast(states.device.type, enabled=False):
         return _back((states.float() @ model.score.weight.float().T)[:, 0], batch)
 

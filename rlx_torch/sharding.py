@@ -164,8 +164,8 @@ class Ranks:
         if self._mesh is None or not stats:
             return dict(stats)
         device = next(iter(stats.values())).device
-        whole = torch.stack([x.detach().to(device, torch.float64) for x in stats.values()])
-        return dict(zip(stats, self.sum(whole).float(), strict=True))
+        stack = torch.stack([x.detach().to(device, torch.float64) for x in stats.values()])
+        return dict(zip(stats, self.sum(stack).float(), strict=True))
 
     # Models.
 
@@ -177,8 +177,8 @@ class Ranks:
         """
         if self._mesh["tensor"].size() > 1:
             self._cut_heads(model)
-        whole = self._mesh["replica"].size() == 1
-        mesh = self._mesh["fsdp"] if whole else self._mesh["replica", "fsdp"]
+        one_replica = self._mesh["replica"].size() == 1
+        mesh = self._mesh["fsdp"] if one_replica else self._mesh["replica", "fsdp"]
         half = None if compute_dtype == "float32" else getattr(torch, compute_dtype)
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
         # A frozen tower stays whole, because processes compute different images with it.
@@ -224,7 +224,7 @@ class Ranks:
         `frozen` is the tower of a model that sees images.
         """
         with torch.device("meta"):
-            kind = packed_model.known(path).model_type
+            kind = packed_model.packable_config(path).model_type
             model: Any = packed_model.empty(
                 path, attention.kernel(self.device, compute_dtype, kind)
             )
@@ -245,17 +245,17 @@ class Ranks:
         return model
 
     def _fill(self, model: Any, tensors: LazyTensors, path: Path) -> None:
-        named = {**dict(model.named_parameters()), **packed_model.saved_buffers(model)}
-        wanted = {k.replace(".base_layer", ""): x for k, x in named.items() if ".lora_" not in k}
+        params = {**dict(model.named_parameters()), **packed_model.saved_buffers(model)}
+        targets = {k.replace(".base_layer", ""): x for k, x in params.items() if ".lora_" not in k}
         source: Any = tensors
-        if wanted.keys() - {"score.weight"} - tensors.keys():  # transformers has other names
-            whole = packed_model.auto(model.config).from_pretrained(
+        if targets.keys() - {"score.weight"} - tensors.keys():  # transformers has other names
+            donor = packed_model.auto(model.config).from_pretrained(
                 path, dtype=torch.float32, trust_remote_code=False
             )
-            source = _Whole(whole.state_dict())
-            model._weight_conversions = whole._weight_conversions  # for names of published tensors
-        for name, tensor in wanted.items():
-            local, index = _own(tensor)
+            source = _Whole(donor.state_dict())
+            model._weight_conversions = donor._weight_conversions  # for names of published tensors
+        for name, tensor in targets.items():
+            local, index = _own_part(tensor)
             if name == "score.weight" and name not in source:
                 local.zero_()
             elif local.numel():
@@ -321,11 +321,11 @@ def begin_adapters(model: Any, seed: int) -> None:
     for name, parameter in packed_model.adapters(model).items():
         bound = parameter.shape[1] ** -0.5 if ".lora_A." in name else 0.0
         numbers = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
-        local, index = _own(parameter)
+        local, index = _own_part(parameter)
         local.copy_(numbers[index])
 
 
-def _own(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+def _own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """Return this process's part of a tensor, and its slices in the whole."""
     if not isinstance(tensor, DTensor):
         return tensor, tuple(slice(0, n) for n in tensor.shape)

@@ -69,10 +69,10 @@ class Planner(DefaultLoadPlanner):
         """Put a number into the state dict."""
         name = read_item.dest_index.fqn
         *path, last = self.mappings[name]
-        found: Any = self.original_state_dict  # nested dicts, or lists
+        node: Any = self.original_state_dict  # nested dicts, or lists
         for key in path:
-            found = found[key]
-        found[last] = torch.load(value, weights_only=True)
+            node = node[key]
+        node[last] = torch.load(value, weights_only=True)
 
 
 class TorchCheckpoint(Mapping[str, Any]):
@@ -87,9 +87,9 @@ class TorchCheckpoint(Mapping[str, Any]):
         return tuple(getattr(self._found[name], "size", ()))
 
     def __getitem__(self, name: str) -> Any:
-        found, tree = self._found[name], dict[str, Any]({name: 0})
-        if isinstance(found, metadata.TensorStorageMetadata):
-            tree = {name: torch.empty(found.size, dtype=found.properties.dtype)}
+        entry, tree = self._found[name], dict[str, Any]({name: 0})
+        if isinstance(entry, metadata.TensorStorageMetadata):
+            tree = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
         with warnings.catch_warnings():  # for a single process torch warns each time
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(tree, storage_reader=self._reader, planner=Planner(), no_dist=True)

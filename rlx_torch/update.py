@@ -75,8 +75,8 @@ class TorchState:
         if isinstance(self.reference, OtherAdapters):
             out["reference"] = self.reference.tensors
         elif self.reference is not None:
-            named = self.reference.named_parameters()
-            out["reference"] = {name: p for name, p in named if p.requires_grad}
+            pairs = self.reference.named_parameters()
+            out["reference"] = {name: p for name, p in pairs if p.requires_grad}
         return out
 
 
@@ -94,7 +94,7 @@ class TorchUpdate(BatchUpdate):
         scores, self._scored = self._algorithm.kind.scores, model_config.value_head
         self.model = dataclasses.replace(model_config, value_head=True) if scores else model_config
         self.images: Callable[[str], bytes] = _no_images  # the bytes of an image by its name
-        config, self._seen = packed_model.known(model_dir), None
+        config, self._seen = packed_model.packable_config(model_dir), None
         self._frozen_tower = vision.sees(config) and options.vision == "frozen"
         if vision.sees(config):
             tower = self._frozen_tower
@@ -121,7 +121,10 @@ class TorchUpdate(BatchUpdate):
         """Return why this device has no attention over trees; empty if it has."""
         if self._seen:
             return "models that see images are not computed over trees"
-        dtype, kind = self._options.compute_dtype, packed_model.known(self._directory).model_type
+        dtype, kind = (
+            self._options.compute_dtype,
+            packed_model.packable_config(self._directory).model_type,
+        )
         name = attention.kernel(self._device, dtype, kind)
         if name == "rlx_segments":
             return ""
@@ -141,11 +144,11 @@ class TorchUpdate(BatchUpdate):
 
     def _load(self, valued: bool = False, lora: LoraConfig | None = None) -> Any:
         o = self._options
-        given = self._directory, o.compute_dtype, o.remat != "none"
+        args = self._directory, o.compute_dtype, o.remat != "none"
         if self._ranks.count > 1:
-            model = self._ranks.load(*given, valued, lora, self._frozen_tower)
+            model = self._ranks.load(*args, valued, lora, self._frozen_tower)
         else:
-            model = packed_model.load(self._directory, self._device, *given[1:])
+            model = packed_model.load(self._directory, self._device, *args[1:])
             model = Valued(model) if valued else model
             packed_model.narrow(model, lora, self._frozen_tower)
         if lora:
@@ -163,9 +166,9 @@ class TorchUpdate(BatchUpdate):
             reference = OtherAdapters.of(model) if o.reference_moves else None
         critic = None
         if self._algorithm.critic:
-            own = dataclasses.replace(o.optimizer, learning_rate=o.critic_learning_rate)
+            options = dataclasses.replace(o.optimizer, learning_rate=o.critic_learning_rate)
             updates = o.total_steps * o.minibatches
-            critic = _learned(self._load(valued=True), own, updates, o.offload_optimizer)
+            critic = _new_learner(self._load(valued=True), options, updates, o.offload_optimizer)
         if self._scored and self._ranks.count == 1:  # model_dir has a reward model
             with open_tensors(self._directory) as tensors, torch.no_grad():
                 head = np.array(tensors["score.weight"], np.float32)
@@ -175,7 +178,7 @@ class TorchUpdate(BatchUpdate):
         if o.compile:
             for layer in packed_model.layers(model):
                 layer.compile(dynamic=True)
-        policy = _learned(model, o.optimizer, o.policy_updates, o.offload_optimizer)
+        policy = _new_learner(model, o.optimizer, o.policy_updates, o.offload_optimizer)
         return TorchState(policy, 0, self._algorithm.kl_coefficient, reference, critic)
 
     def save(self, path: Path, state: TorchState) -> Future[None]:
@@ -187,7 +190,9 @@ class TorchUpdate(BatchUpdate):
         state = self.init()
         tree = state.tree()
         reader = Reader(path)
-        require_same(path, _described(reader.read_metadata().state_dict_metadata), _described(tree))
+        require_same(
+            path, _shapes_text(reader.read_metadata().state_dict_metadata), _shapes_text(tree)
+        )
         self._run_dcp(partial(dcp.load, storage_reader=reader, planner=Planner()), tree, path)
         state.step, state.kl_coefficient = tree["step"], tree["kl_coefficient"]
         for name in ("policy", "critic"):
@@ -196,18 +201,21 @@ class TorchUpdate(BatchUpdate):
         return state
 
     def weights(self, state: TorchState, adapters: bool = False) -> Buckets:
-        model, tensors = state.policy.model, packed_model.published(state.policy.model, adapters)
+        model, tensors = (
+            state.policy.model,
+            packed_model.published_tensors(state.policy.model, adapters),
+        )
         mixture = self.model.num_experts > 0  # transformers joins a layer's experts
         foreign = (mixture or bool(self.model.foreign)) and not adapters
         if not (foreign or self.model.foreign):  # in the order of the other trainer's files
-            lora, own = self._options.lora, parameters.table(self.model)
-            rows = lora_config.table(self.model, lora) if adapters and lora else own
+            lora, table = self._options.lora, parameters.table(self.model)
+            rows = lora_config.table(self.model, lora) if adapters and lora else table
             tensors = {name: tensors[name] for row in rows for name in row.names}
         dtype = "float32" if adapters else self._options.publish_dtype
         kind = getattr(torch, dtype)
 
         def named(part: dict[str, Tensor]) -> dict[str, Tensor]:
-            return packed_model.reverted(model, part) if foreign else part
+            return packed_model.hf_tensors(model, part) if foreign else part
 
         parts = [[*names] for _, names in groupby(tensors, _layer if foreign else None)]
 
@@ -268,8 +276,8 @@ class TorchUpdate(BatchUpdate):
         after = self._values(critic.model, batch)
         return packed_model.before(after, batch["segment_ids"]), after
 
-    def _on_flat_axis(self, *given: Any) -> tuple:
-        return tuple(self._ranks.sum(x) for x in super()._on_flat_axis(*given))
+    def _on_flat_axis(self, *arrays: Any) -> tuple:
+        return tuple(self._ranks.sum(x) for x in super()._on_flat_axis(*arrays))
 
     def _scatter(self, flat_F: Tensor, flat_index_BT: Tensor, values_BT: Tensor) -> Tensor:
         size = len(flat_F)
@@ -301,12 +309,12 @@ class TorchUpdate(BatchUpdate):
 
     def _logprobs(self, model: Any, batch: dict) -> tuple[Tensor, Tensor]:
         o, algorithm = self._options, self._algorithm
-        asked = partial(
+        score = partial(
             packed_model.logprobs, model, batch, temperature=o.temperature, chunk=o.chunk or CHUNK,
             entropy_gradient=algorithm.entropy_coefficient > 0 or bool(algorithm.loss_function),
         )  # fmt: skip
         with self._precision():
-            return self._ranks.within(model, asked)
+            return self._ranks.within(model, score)
 
     def _values(self, model: Any, batch: dict) -> Tensor:
         with self._precision():
@@ -324,7 +332,7 @@ class TorchUpdate(BatchUpdate):
         return losses.value_loss(before, batch, self._algorithm)
 
     def _learn(
-        self, state: TorchState, batches: list, denominator: Tensor, held: Any, critic: bool = False
+        self, state: TorchState, batches: list, denominator: Tensor, wait: Any, critic: bool = False
     ) -> tuple[TorchState, dict[str, Any]]:
         """Make one optimizer update with a minibatch; a non-finite norm changes nothing."""
         learned: Any = state.critic if critic else state.policy
@@ -343,7 +351,7 @@ class TorchUpdate(BatchUpdate):
         total = self._ranks.sums(total)
         norm = self._ranks.clip(learned.model, learned.options.clip_norm or float("inf"))
         finite, updates = bool(torch.isfinite(norm)), learned.updates
-        if finite and not held:
+        if finite and not wait:
             for group in learned.optimizer.param_groups:
                 group["lr"] = float(rate_at(learned.options, learned.total, updates, np))
             if learned.offloaded:
@@ -370,13 +378,15 @@ class TorchUpdate(BatchUpdate):
             keep = o.reference_decay
             if o.reference_mode == "copy":
                 keep = float(state.step % o.reference_every != 0)
-            own = (p for p in state.policy.model.parameters() if p.requires_grad)
-            for old, new in zip(_moving(state.reference), own, strict=True):
+            params = (p for p in state.policy.model.parameters() if p.requires_grad)
+            for old, new in zip(_moving(state.reference), params, strict=True):
                 old.mul_(keep).add_(new, alpha=1.0 - keep)
         return state
 
 
-def _learned(model: Any, options: OptimizerOptions, total: int, offloaded: bool = False) -> Learned:
+def _new_learner(
+    model: Any, options: OptimizerOptions, total: int, offloaded: bool = False
+) -> Learned:
     trained = (p for p in model.parameters() if p.requires_grad)
     optimizer = make_optimizer(trained, options, offloaded)
     return Learned(model, optimizer, options, total, offloaded=offloaded)
@@ -397,15 +407,15 @@ def _no_images(name: str) -> bytes:
 
 def _layer(name: str) -> str:
     """Return the prefix of a layer's parameter up to its number; for others the name."""
-    found = re.match(r".*?\.\d+\.", name)
-    return found[0] if found else name
+    match = re.match(r".*?\.\d+\.", name)
+    return match[0] if match else name
 
 
-def _described(part: Any, name: str = "") -> dict[str, str]:
+def _shapes_text(part: Any, name: str = "") -> dict[str, str]:
     """Return the shapes of tensors in nested dicts, or in a checkpoint's description."""
     if isinstance(part, Mapping):
-        inner = (_described(x, f"{name}.{key}".lstrip(".")) for key, x in part.items())
-        return {key: text for found in inner for key, text in found.items()}
+        inner = (_shapes_text(x, f"{name}.{key}".lstrip(".")) for key, x in part.items())
+        return {key: text for texts in inner for key, text in texts.items()}
     shape: Any = getattr(part, "shape", getattr(part, "size", None))
     is_number = shape is None or callable(shape) or not shape
     return {name: "a number" if is_number else str(list(shape))}

@@ -40,9 +40,9 @@ def decoder(model: Any) -> nn.Module:
 
 def tower(model: Any) -> dict[str, nn.Parameter]:
     """Return by name the parameters before the language model: vision tower and connector."""
-    own = {id(p) for p in decoder(model).parameters()}
-    named = model.base_model.named_parameters() if sees(model.config) else ()
-    return {name: p for name, p in named if id(p) not in own}
+    of_decoder = {id(p) for p in decoder(model).parameters()}
+    parameters = model.base_model.named_parameters() if sees(model.config) else ()
+    return {name: p for name, p in parameters if id(p) not in of_decoder}
 
 
 def freeze(model: Any) -> None:
@@ -83,17 +83,17 @@ class Images:
 
     def seen_by(self, base: Any, names: Iterable[str]) -> dict[str, Image]:
         """Return images by name, with the features that the model `base` gives them."""
-        found = {name: self._image(base, name) for name in dict.fromkeys(names)}
+        table = {name: self._image(base, name) for name in dict.fromkeys(names)}
         alike: dict[Any, list[str]] = {}  # those that go through the tower together
-        for name, image in found.items() if not self.frozen else ():
+        for name, image in table.items() if not self.frozen else ():
             alike.setdefault(tuple(x.shape for x in image.inputs.values()), []).append(name)
         for same in alike.values():
-            first, *_ = inputs = [found[name].inputs for name in same]
+            first, *_ = inputs = [table[name].inputs for name in same]
             joined = {key: torch.cat([each[key] for each in inputs]) for key in first}
             parts = zip(*(x.chunk(len(same)) for x in _features(base, joined)), strict=True)
             for name, features in zip(same, parts, strict=True):
-                found[name] = Image(found[name].inputs, features)
-        return found
+                table[name] = Image(table[name].inputs, features)
+        return table
 
     def _image(self, base: Any, name: str) -> Image:
         if name not in self._kept:
@@ -105,10 +105,10 @@ class Images:
         return self._kept[name]
 
     def _processed(self, base: Any, name: str) -> Image:
-        picture = image_store.opened(self._read(name))
-        taken = inspect.signature(base.get_image_features).parameters
-        made = self._processor(images=[picture], return_tensors="pt")
-        inputs = {key: torch.as_tensor(x) for key, x in made.items() if key in taken}
+        picture = image_store.open_picture(self._read(name))
+        parameters = inspect.signature(base.get_image_features).parameters
+        batch = self._processor(images=[picture], return_tensors="pt")
+        inputs = {key: torch.as_tensor(x) for key, x in batch.items() if key in parameters}
         if not self.frozen:
             return Image(inputs)
         with torch.no_grad():
@@ -116,21 +116,21 @@ class Images:
         return Image({k: x for k, x in inputs.items() if "grid" in k}, features)
 
     def seen(
-        self, arrays: Mapping[str, np.ndarray], used: np.ndarray, sizes: np.ndarray,
+        self, arrays: Mapping[str, np.ndarray], places: np.ndarray, sizes: np.ndarray,
         order: np.ndarray, device: str,
     ) -> "Seen":  # fmt: skip
         """Return the images of a packed microbatch.
 
-        `used` are the flat places of its N tokens, in segments of `sizes` [S]; `order` has the
+        `places` are the flat places of its N tokens, in segments of `sizes` [S]; `order` has the
         number of each segment among the packed ones. Of `arrays`, `images` has for each row a tuple
         of its segments' names.
         """
-        named = [names for row in arrays.get("images", ()) for names in row] or [()] * len(sizes)
-        holders = np.zeros(len(used), bool)
+        tuples = [names for row in arrays.get("images", ()) for names in row] or [()] * len(sizes)
+        holders = np.zeros(len(places), bool)
         if "versions" in arrays:
-            tokens, versions = (arrays[name].ravel()[used] for name in ("tokens", "versions"))
+            tokens, versions = (arrays[name].ravel()[places] for name in ("tokens", "versions"))
             holders = (tokens == self.config.image_token_id) & (versions < 0)
-        names = tuple(named[i] for i in order)
+        names = tuple(tuples[i] for i in order)
         return Seen(self, names, sizes, torch.from_numpy(holders).to(device))
 
 
@@ -164,18 +164,18 @@ class Seen:
         """
         base, holders = model.base_model, self.holders[None]
         embeds = base.get_input_embeddings()(tokens.masked_fill(holders, 0))
-        found = self.images.seen_by(base, (name for part in self.names for name in part))
+        table = self.images.seen_by(base, (name for part in self.names for name in part))
         counts = [int(part.sum()) for part in self.holders.split(self.sizes.tolist())]
         for names, count in zip(self.names, counts, strict=True):
-            if (wanted := sum(len(found[name].features[0]) for name in names)) != count:
+            if (number := sum(len(table[name].features[0]) for name in names)) != count:
                 raise UserError(
                     f"a trajectory has {count} placeholders of images among its tokens, and its "
-                    f"{len(names)} images have {wanted} features; render it with the processor of "
+                    f"{len(names)} images have {number} features; render it with the processor of "
                     "this model"
                 )
-        out: dict[str, Any] = {"position_ids": self._positions(base, tokens, positions, found)}
-        if found:
-            rows = zip(*(found[name].features for part in self.names for name in part), strict=True)
+        out: dict[str, Any] = {"position_ids": self._positions(base, tokens, positions, table)}
+        if table:
+            rows = zip(*(table[name].features for part in self.names for name in part), strict=True)
             first, *deep = (torch.cat(parts).to(embeds.device, embeds.dtype) for parts in rows)
             embeds = embeds.masked_scatter(holders[..., None], first)
             if deep:
@@ -185,9 +185,9 @@ class Seen:
         return {**out, "inputs_embeds": embeds}
 
     def _positions(
-        self, base: Any, tokens: Tensor, positions: Tensor, found: Mapping[str, Image]
+        self, base: Any, tokens: Tensor, positions: Tensor, table: Mapping[str, Image]
     ) -> Tensor:
-        if not found or not hasattr(base, "get_rope_index"):
+        if not table or not hasattr(base, "get_rope_index"):
             return positions
         if self.positions is None:
             cuts, parts = self.sizes.tolist(), []
@@ -195,7 +195,7 @@ class Seen:
             for names, ids, plain, holders in zip(self.names, *split, strict=True):
                 part = plain.expand(3, 1, -1)
                 if names:
-                    grids = torch.cat([found[name].inputs["image_grid_thw"] for name in names])
+                    grids = torch.cat([table[name].inputs["image_grid_thw"] for name in names])
                     part, _ = base.get_rope_index(ids, holders.int(), grids.to(ids.device))
                 parts.append(part.long())
             self.positions = torch.cat(parts, -1)
@@ -205,8 +205,8 @@ class Seen:
 def _features(base: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     """Return a tower's features of an image: those of its placeholders, then DeepStack's."""
     device = base.get_input_embeddings().weight.device
-    made = base.get_image_features(**{k: x.to(device) for k, x in inputs.items()}, return_dict=True)
-    parts = [made.pooler_output, *getattr(made, "deepstack_features", ())]
+    out = base.get_image_features(**{k: x.to(device) for k, x in inputs.items()}, return_dict=True)
+    parts = [out.pooler_output, *getattr(out, "deepstack_features", ())]
     return tuple(
         torch.cat(
             [x.reshape(-1, x.shape[-1]) for x in (p if isinstance(p, (tuple, list)) else [p])]

@@ -8,7 +8,7 @@ import pytest
 
 from rlx.algorithms.presets import PRESETS
 from rlx.base import Trajectory, joined_masks, malformed, nearest
-from rlx.cli.key_names import meant
+from rlx.cli.key_names import nearest_key
 from rlx.config import OPTIONS
 
 
@@ -34,7 +34,7 @@ def test_every_key_is_found_with_two_of_its_letters_swapped():
         section, dot, last = key.rpartition(".")
         swapped = last[:-2] + last[-1] + last[-2]
         if len(last) > 3:
-            assert meant(section + dot + swapped, OPTIONS) == key
+            assert nearest_key(section + dot + swapped, OPTIONS) == key
 
 
 def test_names_are_looked_up_in_one_way():

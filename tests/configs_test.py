@@ -97,7 +97,7 @@ def test_a_step_of_a_large_model_fits_the_gpus_that_its_config_names(name):
     axes = mesh_axes(config.train.mesh, gpus)
     assert math.prod(axes.values()) == gpus
     pieces = memory.trainer(sizes_of(config, model), Devices("gpu", "H100", gpus, 80 * 10**9))
-    print(f"{name}: {sum(pieces.values()) / 1e9:.0f} GB: {memory.listed(pieces)}")
+    print(f"{name}: {sum(pieces.values()) / 1e9:.0f} GB: {memory.sizes_text(pieces)}")
     assert sum(pieces.values()) < 80 * 2**30
     row = next(x for x in (ROOT / "docs" / "scale.md").read_text().splitlines() if f"[{name}]" in x)
     *_, told, mesh, remat, tokens, planned, most, _ = map(str.strip, row.split("|"))
@@ -128,7 +128,7 @@ def test_a_config_of_a_cluster_fills_its_nodes(variant, tmp_path):
     gpus = len(trainer.gpus)
     assert math.prod(mesh_axes(config.train.mesh, gpus).values()) == gpus
     pieces = memory.trainer(sizes_of(config, model), Devices("gpu", "H100", gpus, 80 * 10**9))
-    assert sum(pieces.values()) < 80 * 2**30, memory.listed(pieces)
+    assert sum(pieces.values()) < 80 * 2**30, memory.sizes_text(pieces)
     config.model.path = "rlx:arithmetic"  # nothing is downloaded
     assert scheduler.launch(config, tmp_path, [f"--config={CLUSTER}:{variant}"], dry_run=True) == 0
     script = (tmp_path / "slurm" / "dry-run" / "job.sh").read_text()

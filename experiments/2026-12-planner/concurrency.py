@@ -19,7 +19,7 @@ from rlx.model.model_config import ModelConfig
 from rlx.plan import simulate
 from rlx.plan.simulate import Lengths, Setup
 from rlx.plan.speeds import Calibration, ServerSpeed, TrainerSpeed
-from rlx.rollout.concurrency import tuned
+from rlx.rollout.concurrency import tunable_limits
 from rlx.rollout.staleness import Limits
 
 MODEL = ModelConfig("Qwen2ForCausalLM", 152064, 28, 3584, 18944, 28, 4, 128)
@@ -61,7 +61,7 @@ def simulated() -> None:
             share = (server.weights + cache * server.kv_bytes) / CARD.memory
             server = dataclasses.replace(server, memory=share)
         trainer = TrainerSpeed(MODEL, CARD, gpus, Calibration())
-        auto = tuned(Limits(PROMPTS, eta, 0), SAMPLES)
+        auto = tunable_limits(Limits(PROMPTS, eta, 0), SAMPLES)
         setup = Setup(auto, SAMPLES, 4, slots, server, trainer, lengths, 200.0)
         found = {}
         for number in (*numbers, 0):

@@ -78,7 +78,7 @@ def measure(
     begun = time.monotonic()
     lowered = next(trainer.lowered(row, accumulates=True, num_segments=16 if loss else 4))
     compiled = lowered.program.compile()
-    planned = device_programs.planned(compiled.memory_analysis()) + lowered.beside
+    planned = device_programs.planned_bytes(compiled.memory_analysis()) + lowered.beside
     text = compiled.as_text()
     chunks = -(-int(groups * asked) // CHUNK)
     reading = gpu_program.read(text, trips=(chunks, chunks))

@@ -237,7 +237,7 @@ class World:
         recovered = history.recover(found, at, read)
         executor.restore(recovered.host, recovered.groups, samples=recovered.samples)
         step, again = recovered.host["step"], executor.num_repeated
-        about = {"step": step, "order": step + again, "whole": recovered.whole}
+        about = {"step": step, "order": step + again, "whole": recovered.complete}
         records.append("start", about | {"rows": recovered.host["cursor"]["digest"]})
         if self.intact:
             taken = sum(k >= step for k in self.trained)

@@ -161,19 +161,19 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
-        made = datetime.fromtimestamp(self._created, UTC).isoformat()
-        ours = {"id": self.name, "object": "model", "created": self._created, "owned_by": "rlx"}
-        anthropics = {"type": "model", "display_name": self.name, "created_at": made}
+        date = datetime.fromtimestamp(self._created, UTC).isoformat()
+        openai = {"id": self.name, "object": "model", "created": self._created, "owned_by": "rlx"}
+        anthropic = {"type": "model", "display_name": self.name, "created_at": date}
         pages = {"has_more": False, "first_id": self.name, "last_id": self.name}
-        return web.json_response({"object": "list", "data": [{**ours, **anthropics}], **pages})
+        return web.json_response({"object": "list", "data": [{**openai, **anthropic}], **pages})
 
     async def _answer(self, dialect: type[Reply], request: web.Request) -> web.StreamResponse:
         with self._request_session(request, dialect) as session:
             p = await self._read(request, session, dialect)
             # On the event loop, because two threads could give equal prompts the same seed.
-            drawn, seed = session.seed(p.tokens), p.chat.sampling.seed
+            default, seed = session.seed(p.tokens), p.chat.sampling.seed
             sampling = replace(
-                p.chat.sampling, seed=drawn if seed is None else seed % 2**31,
+                p.chat.sampling, seed=default if seed is None else seed % 2**31,
                 return_masks=session.temperature_fixed and bool(p.chat.sampling.truncation),
             )  # fmt: skip
             retry = request.headers.get(_RETRIES, "0") != "0" and session.answered_before(p.text)
@@ -191,8 +191,8 @@ class Gateway:
     async def _reward(self, request: web.Request) -> web.Response:
         """Accept a reward sent over HTTP, for a run that returns none."""
         body = dialects.parse(await request.read())
-        if self.online and (own := online_routes.reward(self.online, request, body)):
-            return own
+        if self.online and (response := online_routes.reward(self.online, request, body)):
+            return response
         session = self._session(request)
         if session.endless:
             raise ApiError(404, "this gateway does not train, so it takes no rewards")
@@ -251,9 +251,9 @@ class Gateway:
 
         def work() -> PreparedRequest:
             data, fixed = dialect.to_chat(dialects.parse(body)), session.temperature_fixed
-            asked = chat.read(data, session.defaults, temperature_fixed=fixed)
+            chat_request = chat.read(data, session.defaults, temperature_fixed=fixed)
             try:
-                return self._prompt(session, asked)
+                return self._prompt(session, chat_request)
             except UserError as error:  # about an image
                 raise ApiError(400, str(error), "messages") from error
 
@@ -262,50 +262,50 @@ class Gateway:
         # On the event loop, a large body would stall everything else of the run.
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def _prompt(self, session: Session, asked: ChatRequest) -> PreparedRequest:
-        if asked.tools and not self._reader.opens:
+    def _prompt(self, session: Session, chat_request: ChatRequest) -> PreparedRequest:
+        if chat_request.tools and not self._reader.opens:
             problem = "the model's chat template has no supported format of tool calls"
             remedy = "(docs/agents.md); leave tools out, or give --tool-format"
             raise ApiError(400, f"{problem} {remedy}", "tools")
-        named = shielded(asked.forced or "", controls(self.tokenizer).pattern)
-        forced = "" if asked.forced is None else self._reader.beginning(named)
-        messages, place = session.recognise(asked.messages)
-        messages, images = self._named(messages)
-        text, context = self._render(asked, messages) + forced, self.fleet.context
+        tool = shielded(chat_request.forced or "", controls(self.tokenizer).pattern)
+        forced = "" if chat_request.forced is None else self._reader.beginning(tool)
+        messages, place = session.recognise(chat_request.messages)
+        messages, images = self._stored_images(messages)
+        text, context = self._render(chat_request, messages) + forced, self.fleet.context
         if context and len(text) > context * self._longest:  # cheaper than tokenising it
             raise TooLong(len(text) // self._longest, context)
         tokens, parent = session.prompt(text, self._encode, images)
         if not len(tokens):
             message = "the rendered prompt is empty; give a message with text"
             raise ApiError(400, message, "messages")
-        return PreparedRequest(session, asked, text, tokens, forced, images, parent, place)
+        return PreparedRequest(session, chat_request, text, tokens, forced, images, parent, place)
 
-    def _named(self, messages: Sequence[Any]) -> tuple[list[Any], tuple[str, ...]]:
+    def _stored_images(self, messages: Sequence[Any]) -> tuple[list[Any], tuple[str, ...]]:
         """Return messages with their images kept in the store, and these by name."""
         if not images_in(messages):
             return [*messages], ()
         if not self.images:
             raise ApiError(400, "the model takes no images; leave them out", "messages")
-        kept = [
+        copies = [
             {**message, "content": [
                 image_part(part, self.images.store) if is_image(part) else part
                 for part in message["content"]
             ]} if images_in([message]) else message
             for message in messages
         ]  # fmt: skip
-        return kept, self.images.names(kept)
+        return copies, self.images.names(copies)
 
     def _encode(self, text: str, images: tuple[str, ...]) -> list[int]:
         text = self.images.expanded(text, images) if images and self.images else text
         return workflows.encode(self.tokenizer, text)
 
-    def _render(self, asked: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> str:
-        template = dict(asked.template_kwargs)
-        if taken := self._template_own & set(template):
-            message = f"{min(taken)} is not a variable of the chat template; leave it out"
+    def _render(self, chat_request: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> str:
+        template = dict(chat_request.template_kwargs)
+        if clashes := self._template_own & set(template):
+            message = f"{min(clashes)} is not a variable of the chat template; leave it out"
             raise ApiError(400, message, "chat_template_kwargs")
-        if asked.tools:
-            template["tools"] = list(asked.tools)
+        if chat_request.tools:
+            template["tools"] = list(chat_request.tools)
         try:
             return workflows.chat(self.tokenizer, messages, **template)
         except Exception as error:  # templates raise any exception
@@ -323,8 +323,8 @@ class Gateway:
         except ValueError as error:
             if long := re.search(r"max_model_len(?: is |=)(\d+)", str(error)):
                 raise TooLong(len(p.tokens), int(long[1])) from error
-            named = _SAMPLING_FIELDS.search(str(error))
-            field = _FIELDS.get(named[0], named[0]) if named else "messages"
+            match = _SAMPLING_FIELDS.search(str(error))
+            field = _FIELDS.get(match[0], match[0]) if match else "messages"
             raise ApiError(400, str(error), field) from error
         except (UserError, Failed) as error:
             raise ApiError(503, str(error), code="no_server") from error
@@ -368,8 +368,8 @@ class Gateway:
 
     def _thoughts(self, p: PreparedRequest, text: str) -> tuple[str, str]:
         tags = self._reader.tags
-        begun = bool(tags) and p.text.rstrip().endswith(tags[0])  # type: ignore[index]
-        return self._reader.thoughts(text, begun)
+        active = bool(tags) and p.text.rstrip().endswith(tags[0])  # type: ignore[index]
+        return self._reader.thoughts(text, active)
 
     def _decode(self, ids: Any, special: bool = False) -> str:
         shown = [int(i) for i in ids if special or i not in self._hidden]
@@ -410,18 +410,18 @@ class Gateway:
         coming: asyncio.Queue[Chunk | None] = asyncio.Queue()
         work = asyncio.create_task(self._generate(p, watch=coming.put_nowait))
         work.add_done_callback(lambda _: coming.put_nowait(None))
-        begun = False
+        started = False
 
-        def events(index: int, pieces: Sequence[tuple[str, str]], own: Sequence) -> list[Event]:
-            sent[index] += len(own)
-            made = (reply.delta(index, k, text, own if k == "text" else ()) for k, text in pieces)
-            return [*chain.from_iterable(made)]
+        def events(index: int, pieces: Sequence[tuple[str, str]], tokens: Sequence) -> list[Event]:
+            sent[index] += len(tokens)
+            out = (reply.delta(index, k, text, tokens if k == "text" else ()) for k, text in pieces)
+            return [*chain.from_iterable(out)]
 
         try:
             while (chunk := await coming.get()) is not None:
-                if not begun:
+                if not started:
                     yield list(reply.begin())
-                begun, index = True, chunk.index
+                started, index = True, chunk.index
                 if p.chat.logprobs:
                     logprobs[index].add(chunk)
                 if p.forced:  # a forced call is sent when complete
@@ -468,10 +468,10 @@ async def _errors_as_json(
     except http_listener.CLIENTS as broken:
         error = ApiError(400, f"the body cannot be read: {broken}")
     except web.HTTPException as other:
-        known = ", ".join([*_DIALECTS, _COUNT, "GET /v1/models", "GET /health"])
+        endpoints = ", ".join([*_DIALECTS, _COUNT, "GET /v1/models", "GET /health"])
         allowed = ", ".join(sorted(getattr(other, "allowed_methods", ())))
         messages = {
-            404: f"unknown path {request.path}; use POST {known}",
+            404: f"unknown path {request.path}; use POST {endpoints}",
             405: f"{request.path} does not accept {request.method}; use {allowed}",
             413: f"the body is larger than {MAX_BODY >> 20} MiB; shorten it",
         }

@@ -59,44 +59,44 @@ def read(data: Any, defaults: Sampling, *, temperature_fixed: bool = False) -> C
     `defaults.max_new_tokens` is also the upper limit. With `temperature_fixed`, for training,
     another temperature than the default is refused, because losses assume it.
     """
-    given = dialects.checked(data, SCHEMA, IGNORED, _KNOWN)
-    if not (messages := given.get("messages")):
+    fields = dialects.checked_fields(data, SCHEMA, IGNORED, _KNOWN)
+    if not (messages := fields.get("messages")):
         raise invalid("messages", messages, "a list with one message or more")
-    tools = given.get("tools", [])
+    tools = fields.get("tools", [])
     tools = [{"type": "function", **t} if isinstance(t, dict) else t for t in tools]
     for i, tool in enumerate(tools):
         dialects.check_type(types.ChatCompletionFunctionToolParam, tool, f"tools[{i}]")
-    forced = _forced(given.get("tool_choice"), [tool["function"]["name"] for tool in tools])
-    if given.get("tool_choice") == "none":
+    forced = _forced_tool(fields.get("tool_choice"), [tool["function"]["name"] for tool in tools])
+    if fields.get("tool_choice") == "none":
         tools = []
-    guide = _guide(given.get("response_format")) or defaults.guide
-    logprobs = given.get("logprobs", False)
+    guide = _guide(fields.get("response_format")) or defaults.guide
+    logprobs = fields.get("logprobs", False)
     if guide and tools:
         message = "a schema excludes tool calls; leave response_format or sampling.guide out"
         raise ApiError(400, message, "response_format")
-    temperature = given.get("temperature", defaults.temperature)
+    temperature = fields.get("temperature", defaults.temperature)
     if temperature_fixed and temperature != defaults.temperature:
         problem = f"temperature={temperature:g} differs from training's {defaults.temperature:g}"
         raise ApiError(400, f"{problem}, which the losses assume; leave it out", "temperature")
-    if given.get("top_logprobs") and not logprobs:
+    if fields.get("top_logprobs") and not logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
-    asked = given.get("max_tokens", defaults.max_new_tokens)
-    most = min(defaults.max_new_tokens, given.get("max_completion_tokens", asked))
-    stops = [s for s in _stop(given.get("stop", [])) if s not in defaults.stop]
+    max_tokens = fields.get("max_tokens", defaults.max_new_tokens)
+    most = min(defaults.max_new_tokens, fields.get("max_completion_tokens", max_tokens))
+    stops = [s for s in _stop(fields.get("stop", [])) if s not in defaults.stop]
     sampling = replace(
-        defaults, temperature=temperature, top_p=given.get("top_p", defaults.top_p),
-        top_k=max(0, given.get("top_k", defaults.top_k)), max_new_tokens=most,
-        min_new_tokens=min(most, given.get("min_tokens", defaults.min_new_tokens)),
-        stop=(*defaults.stop, *stops), seed=given.get("seed"), guide=guide,
-        top_logprobs=given.get("top_logprobs", 0), unscored=defaults.unscored and not logprobs,
+        defaults, temperature=temperature, top_p=fields.get("top_p", defaults.top_p),
+        top_k=max(0, fields.get("top_k", defaults.top_k)), max_new_tokens=most,
+        min_new_tokens=min(most, fields.get("min_tokens", defaults.min_new_tokens)),
+        stop=(*defaults.stop, *stops), seed=fields.get("seed"), guide=guide,
+        top_logprobs=fields.get("top_logprobs", 0), unscored=defaults.unscored and not logprobs,
     )  # fmt: skip
     return ChatRequest(
-        given.get("model", ""),
+        fields.get("model", ""),
         tuple(_message(message, f"messages[{i}]") for i, message in enumerate(messages)),
-        sampling, n=given.get("n", 1), stream=given.get("stream", False), logprobs=logprobs,
-        include_usage=given.get("stream_options", {}).get("include_usage") is True,
-        tools=tuple(tools), forced=forced, parallel=given.get("parallel_tool_calls", True),
-        template_kwargs=given.get("chat_template_kwargs", {}),
+        sampling, n=fields.get("n", 1), stream=fields.get("stream", False), logprobs=logprobs,
+        include_usage=fields.get("stream_options", {}).get("include_usage") is True,
+        tools=tuple(tools), forced=forced, parallel=fields.get("parallel_tool_calls", True),
+        template_kwargs=fields.get("chat_template_kwargs", {}),
     )  # fmt: skip
 
 
@@ -106,18 +106,18 @@ class ChatReply(Reply):
     ID = "chatcmpl-"
 
     def full(self, choices: Sequence[Choice]) -> Event:
-        found = []
+        entries = []
         for index, choice in enumerate(choices):
             message: dict = {"role": "assistant", "content": choice.content, "refusal": None}
             if choice.calls:
                 message["tool_calls"] = choice.calls
             if choice.thoughts:
                 message["reasoning_content"] = choice.thoughts
-            found.append({
+            entries.append({
                 "index": index, "message": message, "finish_reason": choice.reason,
-                "logprobs": _wrapped(self.request.logprobs, choice.logprobs),
+                "logprobs": _logprob_content(self.request.logprobs, choice.logprobs),
             })  # fmt: skip
-        return {**self._of("chat.completion", found), "usage": self._usage(choices)}
+        return {**self._of("chat.completion", entries), "usage": self._usage(choices)}
 
     def begin(self) -> Events:
         for index in range(self.request.n):
@@ -136,7 +136,7 @@ class ChatReply(Reply):
             yield {**self._of("chat.completion.chunk", []), "usage": self._usage(choices)}
 
     def _delta(self, index: int, delta: Event, logprobs: Sequence = (), reason: str = "") -> Event:
-        choice = {"index": index, "delta": delta, "logprobs": _wrapped(logprobs, logprobs)}
+        choice = {"index": index, "delta": delta, "logprobs": _logprob_content(logprobs, logprobs)}
         empty = {"usage": None} if self.request.include_usage else {}
         chunk = self._of("chat.completion.chunk", [{**choice, "finish_reason": reason or None}])
         return {**chunk, **empty}
@@ -149,20 +149,20 @@ class ChatReply(Reply):
 
     def _usage(self, choices: Sequence[Choice]) -> dict[str, int]:
         """Return token counts: the prompt once, and the sum over choices."""
-        prompt, drawn = self.prompt_tokens, sum(choice.tokens for choice in choices)
-        return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+        prompt, new = self.prompt_tokens, sum(choice.tokens for choice in choices)
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
-def _wrapped(wanted: object, logprobs: Sequence[Mapping]) -> Event | None:
-    return {"content": list(logprobs), "refusal": None} if wanted else None
+def _logprob_content(flag: object, logprobs: Sequence[Mapping]) -> Event | None:
+    return {"content": list(logprobs), "refusal": None} if flag else None
 
 
 def _stop(stop: Any) -> list[str]:
-    found = [stop] if isinstance(stop, str) else stop
-    texts = isinstance(found, list) and all(isinstance(s, str) and s for s in found)
-    if not texts or len(found) > MAX_STOPS:
+    stops = [stop] if isinstance(stop, str) else stop
+    texts = isinstance(stops, list) and all(isinstance(s, str) and s for s in stops)
+    if not texts or len(stops) > MAX_STOPS:
         raise invalid("stop", stop, f"a string or at most {MAX_STOPS} strings, none empty")
-    return found
+    return stops
 
 
 def _guide(form: Any) -> str:
@@ -172,7 +172,7 @@ def _guide(form: Any) -> str:
     return json.dumps(form.get("json_schema", {}).get("schema") or {"type": "object"})
 
 
-def _forced(choice: Any, names: Sequence[str]) -> str | None:
+def _forced_tool(choice: Any, names: Sequence[str]) -> str | None:
     """Return the name of the tool that must be called, "" for any tool, None for no need."""
     if choice in (None, "auto", "none"):
         return None

@@ -39,8 +39,8 @@ class ApiError(Exception):
         """Return the error object, in a form that OpenAI's and Anthropic's clients both read."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = _ERRORS.get(self.status, kind)
-        own = {"param": self.param or None, "code": self.code or None}
-        return {"type": "error", "error": {"message": str(self), "type": kind, **own}}
+        details = {"param": self.param or None, "code": self.code or None}
+        return {"type": "error", "error": {"message": str(self), "type": kind, **details}}
 
 
 class TooLong(ApiError):
@@ -119,17 +119,17 @@ def parse(body: bytes) -> Any:
     try:
         # json.loads(bytes) accepts unpaired surrogates.
         text = str(body, json.detect_encoding(body))
-        found = json.loads(text, parse_constant=_no_constant)
+        data = json.loads(text, parse_constant=_no_constant)
         if "\\ud" in text.lower():
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(data, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise ApiError(400, "the body has an unpaired surrogate, which is no character") from None
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
-    return found
+    return data
 
 
-def checked(
+def checked_fields(
     data: Any, schema: Schema, ignored: Set[str] = frozenset(), known: Set[str] = frozenset()
 ) -> dict[str, Any]:
     """Return the fields of `data` that a schema has, without those that are null.
@@ -176,21 +176,21 @@ def take(data: Mapping[str, Any], name: str, kind: Any, default: Any = None) -> 
         if not isinstance(value, kind):
             raise invalid(name, value, _KINDS[kind])
         return value
-    number, good, wanted = kind
+    number, good, bounds = kind
     sound = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
-    whole = sound and (number is float or value == int(value))
-    if isinstance(value, bool) or not whole or not good(value):
-        raise invalid(name, value, f"a {'whole ' if number is int else ''}number {wanted}")
+    fits = sound and (number is float or value == int(value))
+    if isinstance(value, bool) or not fits or not good(value):
+        raise invalid(name, value, f"a {'whole ' if number is int else ''}number {bounds}")
     return number(value)
 
 
 def member(value: Any, key: str, kinds: Mapping[str, Any], name: str) -> Any:
     """Check an object by the type that its field `key` names; return that name."""
-    found = value.get(key) if isinstance(value, dict) else None
-    if not isinstance(found, str) or found not in kinds:
+    kind = value.get(key) if isinstance(value, dict) else None
+    if not isinstance(kind, str) or kind not in kinds:
         raise invalid(name, value, f"an object whose {key} is one of {', '.join(kinds)}")
-    check_type(kinds[found], value, name)
-    return found
+    check_type(kinds[kind], value, name)
+    return kind
 
 
 def invalid(name: str, got: Any, wanted: str) -> ApiError:

@@ -23,11 +23,11 @@ GIVEN = ("base_url", "api_key", "http_client")  # keyword arguments of an agent'
 
 def load_class(name: str, key: str = "workflow", table: Mapping[str, type] = _NONE) -> type:
     """Return the class `name`, see `user_code.find`; raise UserError if there is none."""
-    found = user_code.find(key, name, table)
-    if not inspect.isclass(found):
-        kind = type(found).__name__
+    cls = user_code.find(key, name, table)
+    if not inspect.isclass(cls):
+        kind = type(cls).__name__
         raise UserError(f"{key}={name!r} is a {kind}, not a class; name a class with `run`")
-    return found
+    return cls
 
 
 def kind(cls: type) -> Literal["agent", "workflow"]:
@@ -44,8 +44,8 @@ def kind(cls: type) -> Literal["agent", "workflow"]:
         return "agent"
     if _callable(run, "fleet", "task"):
         return "workflow"
-    own = f"{cls.__name__}.run{inspect.signature(run)}"
-    raise UserError(f"{own} has the wrong parameters; {_FORMS}")
+    signature = f"{cls.__name__}.run{inspect.signature(run)}"
+    raise UserError(f"{signature} has the wrong parameters; {_FORMS}")
 
 
 def instance(cls: type, kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -58,7 +58,7 @@ def instance(cls: type, kwargs: Mapping[str, Any] | None = None) -> Any:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        called = f"{cls.__name__}({_spelled(kwargs)})"
+        called = f"{cls.__name__}({_keyword_text(kwargs)})"
         raise UserError(f"{called} failed: {user_code.where(error)}") from error
 
 
@@ -70,12 +70,12 @@ def check_agent(name: str, kwargs: Mapping[str, Any]) -> None:
     instance(cls, kwargs)
 
 
-def parse_kwargs(given: Any, flag: str = "--workflow_kwargs") -> dict[str, Any]:
+def parse_kwargs(kwargs: Any, flag: str = "--workflow_kwargs") -> dict[str, Any]:
     """Return arguments given as a mapping or as the text of a JSON object, or raise UserError."""
-    given = given.to_dict() if hasattr(given, "to_dict") else given  # from a flag
-    if isinstance(given, Mapping):
-        return dict(given)
-    text = str(given or "")
+    kwargs = kwargs.to_dict() if hasattr(kwargs, "to_dict") else kwargs  # from a flag
+    if isinstance(kwargs, Mapping):
+        return dict(kwargs)
+    text = str(kwargs or "")
     try:
         return {**(json.loads(text) if text.strip() else {})}
     except (ValueError, TypeError) as error:
@@ -85,8 +85,8 @@ def parse_kwargs(given: Any, flag: str = "--workflow_kwargs") -> dict[str, Any]:
 
 def workflow_of(flags: Any, rollout: Any) -> tuple[str, dict[str, Any]]:
     """Return name and arguments of the workflow, from the flags or else from the config."""
-    given = flags if flags.workflow else rollout
-    return given.workflow, parse_kwargs(flags.workflow_kwargs or given.workflow_kwargs)
+    source = flags if flags.workflow else rollout
+    return source.workflow, parse_kwargs(flags.workflow_kwargs or source.workflow_kwargs)
 
 
 def _callable(run: Any, *positional: Any, **named: Any) -> bool:
@@ -99,16 +99,18 @@ def _callable(run: Any, *positional: Any, **named: Any) -> bool:
 
 def _check_names(cls: type, signature: inspect.Signature, kwargs: Mapping[str, Any]) -> None:
     takes = signature.parameters.values()
-    named = [p.name for p in takes if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [p.name for p in takes if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     any_name = any(p.kind == p.VAR_KEYWORD for p in takes)
-    for name in [name for name in kwargs if name not in named and not any_name]:
-        if not named:
+    for name in [name for name in kwargs if name not in names and not any_name]:
+        if not names:
             raise UserError(f"{cls.__name__}() takes no arguments; remove {name!r}")
-        raise unknown(f"argument of {cls.__name__}", name, named)
-    needed = [p.name for p in takes if p.name in named and p.default is p.empty]
+        raise unknown(f"argument of {cls.__name__}", name, names)
+    needed = [p.name for p in takes if p.name in names and p.default is p.empty]
     if absent := [name for name in needed if name not in kwargs]:
-        raise UserError(f"{cls.__name__}({_spelled(kwargs)}) lacks {', '.join(absent)}; give them")
+        raise UserError(
+            f"{cls.__name__}({_keyword_text(kwargs)}) lacks {', '.join(absent)}; give them"
+        )
 
 
-def _spelled(kwargs: Mapping[str, Any]) -> str:
+def _keyword_text(kwargs: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={value!r}"[:60] for key, value in kwargs.items())

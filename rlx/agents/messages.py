@@ -47,24 +47,24 @@ _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"
 
 def to_chat(data: Any) -> dict[str, Any]:
     """Convert a request's JSON to a chat completion's; raise ApiError naming a bad field."""
-    given = dialects.checked(data, SCHEMA, _IGNORED, _KNOWN)
-    out = {name: given[name] for name in _SAME if name in given}
-    if form := given.get("output_config", {}).get("format"):
+    fields = dialects.checked_fields(data, SCHEMA, _IGNORED, _KNOWN)
+    out = {name: fields[name] for name in _SAME if name in fields}
+    if form := fields.get("output_config", {}).get("format"):
         dialects.check_type(types.JSONOutputFormatParam, form, "output_config.format")
         schema = {"name": "output", "schema": form["schema"]}
         out["response_format"] = {"type": "json_schema", "json_schema": schema}
-    out["stop"] = stops = given.get("stop_sequences", [])
+    out["stop"] = stops = fields.get("stop_sequences", [])
     if len(stops) > MAX_STOPS or not all(isinstance(stop, str) and stop for stop in stops):
         raise invalid("stop_sequences", stops, f"at most {MAX_STOPS} strings, none empty")
-    out["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(given.get("tools", []))]
-    if (choice := given.get("tool_choice")) is not None:
+    out["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.get("tools", []))]
+    if (choice := fields.get("tool_choice")) is not None:
         kind = member(choice, "type", _CHOICES, "tool_choice")
-        named = {"type": "function", "function": {"name": choice.get("name")}}
-        out["tool_choice"] = {"any": "required", "tool": named}.get(kind, kind)
+        function = {"type": "function", "function": {"name": choice.get("name")}}
+        out["tool_choice"] = {"any": "required", "tool": function}.get(kind, kind)
         out["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
-    if not (messages := given.get("messages")):
+    if not (messages := fields.get("messages")):
         raise invalid("messages", messages, "a list with one message or more")
-    blocks = _blocks(given.get("system") or "", "system", _TEXT)
+    blocks = _blocks(fields.get("system") or "", "system", _TEXT)
     system = "\n".join(block["text"] for _, block, _ in blocks)
     out["messages"] = [{"role": "system", "content": system}] if system else []
     for i, message in enumerate(messages):
@@ -168,8 +168,8 @@ def _chat_messages(role: str, content: Any, name: str) -> list[dict[str, Any]]:
             function = {"name": block["name"], "arguments": json.dumps(block["input"])}
             calls.append({"id": block["id"], "type": "function", "function": function})
         elif kind == "tool_result":
-            found = _blocks(block.get("content") or "", f"{at}.content", _SHOWN)
-            result = _shown([part for _, part, _ in found])
+            parts = _blocks(block.get("content") or "", f"{at}.content", _SHOWN)
+            result = _chat_content([part for _, part, _ in parts])
             if block.get("is_error"):
                 error = [{"type": "text", "text": "Error:"}]
                 result = f"Error: {result}" if isinstance(result, str) else error + result
@@ -177,11 +177,11 @@ def _chat_messages(role: str, content: Any, name: str) -> list[dict[str, Any]]:
     if texts or calls or not out:
         more = {"reasoning_content": "\n".join(thoughts), "tool_calls": calls}
         more = {key: value for key, value in more.items() if value}
-        out.append({"role": role, "content": _shown(texts), **more})
+        out.append({"role": role, "content": _chat_content(texts), **more})
     return out
 
 
-def _shown(blocks: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
+def _chat_content(blocks: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
     """Return blocks as the content of a chat completion: a text, or parts if one is an image."""
     if all(block["type"] == "text" for block in blocks):
         return "\n".join(block["text"] for block in blocks)

@@ -47,12 +47,12 @@ class NamedWorkflow:
         cls, tokenizer = loading.load_class(self.name, table=_WORKFLOWS), self.prompts.tokenizer
         if loading.kind(cls) == "agent":
             shared = (tokenizer, self.sampling, self.n)
-            own: Any = {"kwargs": self.kwargs, "images": self.prompts.images}
-            return AgentWorkflow(self.name, *shared, **own, options=agents)
-        known = {**vars(self), "tokenizer": tokenizer, "reward_pool": reward_pool}
+            keywords: Any = {"kwargs": self.kwargs, "images": self.prompts.images}
+            return AgentWorkflow(self.name, *shared, **keywords, options=agents)
+        values = {**vars(self), "tokenizer": tokenizer, "reward_pool": reward_pool}
         takes = inspect.signature(cls).parameters
-        given = {key: known[key] for key in _GIVEN if key in takes}
-        return loading.instance(cls, {**given, **self.kwargs})
+        args = {key: values[key] for key in _GIVEN if key in takes}
+        return loading.instance(cls, {**args, **self.kwargs})
 
     def try_out(self, row: Mapping[str, Any]) -> None:
         """Run a user's own workflow once, without a server and with rewards of 0; or UserError."""

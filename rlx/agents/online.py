@@ -123,8 +123,8 @@ class OnlineSessions:
                 raise UserError(f"{problem}; restore a backup, or move it away") from error
             stack.pop_all()
         # Seconds since 1970, monotonic even if the system clock is set back.
-        known = (state.touched for state in self.states.values())
-        epoch = max(time.time(), *known, 0.0) - clock()
+        times = (state.touched for state in self.states.values())
+        epoch = max(time.time(), *times, 0.0) - clock()
         self._clock = lambda: epoch + clock()
         for name, state in self.states.items():  # downtime counts neither as idle nor as late
             if not state.ended or (state.reward is None and not state.taken):
@@ -137,8 +137,8 @@ class OnlineSessions:
 
     def known(self, key: str) -> tuple[str, str] | None:
         """Return (session id, task as JSON) of a key's latest session, None for an unknown key."""
-        asked = "SELECT session, task FROM keys WHERE digest = ?"
-        return self._db.execute(asked, (_digest(key),)).fetchone()
+        query = "SELECT session, task FROM keys WHERE digest = ?"
+        return self._db.execute(query, (_digest(key),)).fetchone()
 
     def current(self, key: str) -> SessionState | None:
         """Return a key's latest session, None for an unknown key; raise Denied if deleted."""
@@ -159,8 +159,8 @@ class OnlineSessions:
         if key and len(key) < _SHORTEST:
             raise Denied("short", f"api_key needs {_SHORTEST} characters or more")
         key = key or "rlx-" + secrets.token_urlsafe(24)
-        known = self.known(key)
-        before = self.states.get(known[0]) if known else None
+        latest = self.known(key)
+        before = self.states.get(latest[0]) if latest else None
         if self.is_admin(key) or (before and not before.ended):
             raise Denied("bound", "this API key is in use; end its session first, or refresh it")
         if sum(not state.ended for state in self.states.values()) >= self.options.most:
@@ -174,9 +174,9 @@ class OnlineSessions:
 
     def refresh(self, key: str) -> SessionState | None:
         """End a key's session if open, and open the next one or raise Denied; None: unknown key."""
-        if (known := self.known(key)) is None:
+        if (latest := self.known(key)) is None:
             return None
-        name, task = known
+        name, task = latest
         with suppress(Denied):
             self.end(name, "refresh")
         return self.open(json.loads(task), key)[0]
@@ -247,11 +247,11 @@ class OnlineSessions:
 
     def forget(self) -> None:
         """Delete the sessions that were taken and are covered."""
-        gone = [name for name, s in self.states.items() if s.taken and self.covered(s)]
+        names = [name for name, s in self.states.items() if s.taken and self.covered(s)]
         with self._db:
-            self._db.executemany("DELETE FROM sessions WHERE id = ?", [(n,) for n in gone])
+            self._db.executemany("DELETE FROM sessions WHERE id = ?", [(n,) for n in names])
             self._db.execute(_FORGET, (_KEYS,))
-        for name in gone:
+        for name in names:
             del self.states[name], self.live[name]
 
     def _sync(self) -> None:
@@ -268,8 +268,8 @@ class OnlineSessions:
                     row = (state.id, jsonl.encode(answer))
                     self._db.execute("INSERT INTO answers VALUES (?, ?)", row)
                 if state.id not in self.states:
-                    known = (state.key, state.id, json.dumps(state.task))
-                    self._db.execute("INSERT OR REPLACE INTO keys VALUES (?, ?, ?)", known)
+                    entry = (state.key, state.id, json.dumps(state.task))
+                    self._db.execute("INSERT OR REPLACE INTO keys VALUES (?, ?, ?)", entry)
         except sqlite3.Error as error:
             message = f"cannot write the session: {error}; free disk space"
             raise ApiError(503, message, code="no_space") from error
@@ -295,31 +295,31 @@ class OnlineSessions:
     def _read(self) -> None:
         """Lock the database, create its tables, and read all sessions."""
         self._db.executescript(_SCHEMA)
-        (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
-        if found != "ok":
-            raise ValueError(found)
-        own = "SELECT answer FROM answers WHERE session = ? ORDER BY rowid"
+        (result,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+        if result != "ok":
+            raise ValueError(result)
+        query = "SELECT answer FROM answers WHERE session = ? ORDER BY rowid"
         for (text,) in self._db.execute("SELECT state FROM sessions ORDER BY rowid"):
-            read = json.loads(text)
-            state = SessionState(**{**read, "completions": tuple(read["completions"])})
-            answers = self._db.execute(own, (state.id,))
+            data = json.loads(text)
+            state = SessionState(**{**data, "completions": tuple(data["completions"])})
+            answers = self._db.execute(query, (state.id,))
             self.states[state.id] = state
             self.live[state.id] = self._session(state.id, (answer for (answer,) in answers))
 
 
 def public_view(state: SessionState) -> dict[str, Any]:
     """Return a session's state as JSON types, without the digest of its key."""
-    found = asdict(state) | {"state": state.stage}
-    del found["key"]
-    return found
+    view = asdict(state) | {"state": state.stage}
+    del view["key"]
+    return view
 
 
-def _export(state: SessionState, made: Sequence[Interaction]) -> bytes:
+def _export(state: SessionState, interactions: Sequence[Interaction]) -> bytes:
     # Encodes row by row: one long call of `json` would block other threads.
-    rows = trajectories.of_run(made, state.reward or 0.0, state.id) if made else []
+    rows = trajectories.of_run(interactions, state.reward or 0.0, state.id) if interactions else []
     completions = (
         {"id": i.completion_id, "choice": i.choice, "parent": i.parent, "after": i.after,
-         "prompt": control_tokens.plain(i.prompt_text), "completion": i.text} for i in made
+         "prompt": control_tokens.plain(i.prompt_text), "completion": i.text} for i in interactions
     )  # fmt: skip
     plain = ({f.name: getattr(row, f.name) for f in fields(row)} for row in rows)
     lists = (b",".join(map(jsonl.encode, each)) for each in (completions, plain))
@@ -339,16 +339,16 @@ def _to_json(i: Interaction, before: Sequence[Interaction]) -> dict[str, Any]:
 
 def _from_json(data: Mapping[str, Any], before: Sequence[Interaction]) -> Interaction:
     text, tokens = _prefix(data["parent"], before)
-    drawn = data["completion"]
-    arrays = {k: np.array(drawn[k], kind) for k, kind in _ARRAYS.items() if drawn[k] is not None}
-    read = {
+    raw = data["completion"]
+    arrays = {k: np.array(raw[k], kind) for k, kind in _ARRAYS.items() if raw[k] is not None}
+    values = {
         "prompt_text": text + data["prompt_text"],
         "prompt_tokens": np.concatenate([tokens, np.array(data["prompt_tokens"], np.int32)]),
-        "completion": Completion(**{**drawn, **arrays}),
+        "completion": Completion(**{**raw, **arrays}),
         "place": TurnPlace(*data["place"]),
         "images": tuple(data.get("images", ())),
     }
-    return Interaction(**{**data, **read})
+    return Interaction(**{**data, **values})
 
 
 def _prefix(parent: int | None, before: Sequence[Interaction]) -> tuple[str, np.ndarray]:

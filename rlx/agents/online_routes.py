@@ -27,15 +27,15 @@ def add(router: web.UrlDispatcher, prefix: str, online: OnlineSessions) -> None:
 def header_key(request: web.Request) -> str:
     """Return the API key in a request's headers, or ""."""
     scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
-    given = bearer.strip() if scheme.lower() == "bearer" else ""
-    return given or request.headers.get("x-api-key", "")
+    key = bearer.strip() if scheme.lower() == "bearer" else ""
+    return key or request.headers.get("x-api-key", "")
 
 
 def reward(online: OnlineSessions, request: web.Request, body: Any) -> web.Response | None:
     """Reward the latest session of a key and answer; return None for an unknown key."""
     if (state := online.current(key_of(request))) is None:
         return None
-    data = dialects.checked(body, {"reward": None, "completion_id": str})
+    data = dialects.checked_fields(body, {"reward": None, "completion_id": str})
     value = data.get("reward")
     if name := data.get("completion_id"):
         value = {name: value}
@@ -49,7 +49,7 @@ def reward(online: OnlineSessions, request: web.Request, body: Any) -> web.Respo
 async def _make(online: OnlineSessions, request: web.Request) -> web.Response:
     _require_admin(online, request)
     body = dialects.parse(await request.read() or b"{}")
-    data = dialects.checked(body, {"task_id": str, "api_key": str})
+    data = dialects.checked_fields(body, {"task_id": str, "api_key": str})
     state, key = online.open(data.get("task_id", ""), data.get("api_key", ""))
     return web.json_response({**public_view(state), "api_key": key}, status=201)
 

@@ -99,19 +99,19 @@ class OnlineWorkflow:
             names = await full
         finally:
             self._slots.pop(task.group_id, None)
-        found: list[Trajectory] = []
+        results: list[Trajectory] = []
         for number, name in enumerate(names):
-            state, made = online.states[name], online.live[name].interactions
+            state, interactions = online.states[name], online.live[name].interactions
             assert state.reward is not None
-            found += trajectories.of_run(
-                made, state.reward, f"{task.group_id}.{number}", agent=self.name,
+            results += trajectories.of_run(
+                interactions, state.reward, f"{task.group_id}.{number}", agent=self.name,
                 turn_discount=self.agents.turn_discount, export=self.agents.export,
                 seconds=state.touched - state.opened,
             )  # fmt: skip
             online.take(name, "trained")
         # After a kill, repeated steps use tokens of versions that do not exist yet.
         now = self.context.version()
-        trained = (replace(t, versions=np.minimum(t.versions, now)) for t in found)
+        trained = (replace(t, versions=np.minimum(t.versions, now)) for t in results)
         return Group(task.group_id, tuple(trained), task.row)
 
     def drop(self, group_id: int, why: str) -> None:
@@ -129,9 +129,9 @@ class OnlineWorkflow:
         """Return the sessions of a gateway in front of `fleet`, started on the first call."""
         async with self._starting:
             if self._gateway is None:
-                where, own = self.listen, (self.context.directory, self.options, self.sampling)
+                where, args = self.listen, (self.context.directory, self.options, self.sampling)
                 try:
-                    online = OnlineSessions(*own, temperature_fixed=True)
+                    online = OnlineSessions(*args, temperature_fixed=True)
                     gateway = self._gateway_class(
                         cast(Fleet, fleet), self.tokenizer, host=where.host, port=where.port,
                         tls=self._tls, online=online, images=self.images,
@@ -141,7 +141,7 @@ class OnlineWorkflow:
                     raise Unavailable(str(error)) from error
                 self._gateway = gateway
                 online.admit, online.changed = self._admit, self._settle
-                online.covered = partial(self._covered, online)
+                online.covered = partial(self._is_settled, online)
                 for state in list(online.states.values()):
                     if not state.ended and state.slot >= self.context.first_group:
                         online.end(state.id, "restart")
@@ -149,7 +149,7 @@ class OnlineWorkflow:
                 self.context.say(f"sessions at {gateway.base_url()}{by}")
             return self._gateway.online
 
-    def _covered(self, online: OnlineSessions, state: SessionState) -> bool:
+    def _is_settled(self, online: OnlineSessions, state: SessionState) -> bool:
         if state.why:  # rewarded but not trained on: kept until exported
             return state.reward is None or state.taken == "exported"
         return _oldest(online, state.id) < self.context.needed()
@@ -172,8 +172,8 @@ class OnlineWorkflow:
             return
         online = self._gateway.online
         for state in [s for s in online.states.values() if not s.taken and s.slot in self._slots]:
-            if state.id not in (own := self._slots[state.slot].sessions):
-                own.append(state.id)
+            if state.id not in (ids := self._slots[state.slot].sessions):
+                ids.append(state.id)
         for slot in list(self._slots.values()):
             ready = []
             for name in list(slot.sessions):
@@ -196,12 +196,12 @@ class OnlineWorkflow:
 
     def _unusable(self, online: OnlineSessions, state: SessionState, version: int) -> str:
         """Return the reason why an ended session cannot be trained on, or ""."""
-        made = online.live[state.id].interactions
-        if not made or state.reward is None:
-            return _NO_REWARD if made else "it has no answer"
+        interactions = online.live[state.id].interactions
+        if not interactions or state.reward is None:
+            return _NO_REWARD if interactions else "it has no answer"
         if _oldest(online, state.id) < version:
             return "its tokens are older than its slot"
-        longest = max(len(i.prompt_tokens) + len(i.completion.tokens) for i in made)
+        longest = max(len(i.prompt_tokens) + len(i.completion.tokens) for i in interactions)
         if 0 < self.context.max_tokens < longest:
             return f"{longest} tokens exceed a training row of {self.context.max_tokens}"
         return ""
@@ -228,5 +228,5 @@ def expected_wait(admitted: Sequence[float], now: float) -> float:
 
 def _oldest(online: OnlineSessions, name: str) -> int:
     """Return the oldest version of a session's tokens, 0 without any."""
-    found = [i.completion.versions for i in online.live[name].interactions]
-    return min((int(v.min()) for v in found if len(v)), default=0)
+    versions = [i.completion.versions for i in online.live[name].interactions]
+    return min((int(v.min()) for v in versions if len(v)), default=0)

@@ -10,7 +10,16 @@ from typing import Any, ClassVar
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 
 from rlx.agents.chat import IGNORED
-from rlx.agents.dialects import ApiError, Choice, Event, Events, Reply, checked, invalid, take
+from rlx.agents.dialects import (
+    ApiError,
+    Choice,
+    Event,
+    Events,
+    Reply,
+    checked_fields,
+    invalid,
+    take,
+)
 
 _SAME = (
     "model", "temperature", "top_p", "stream", "chat_template_kwargs", "top_logprobs",
@@ -32,22 +41,22 @@ _TEXTS = ("input_text", "output_text", "text")
 
 def to_chat(data: Any) -> dict[str, Any]:
     """Convert a request's JSON to a chat completion's; raise ApiError naming a bad field."""
-    given = checked(data, SCHEMA, IGNORED | _IGNORED, _KNOWN)
-    out = {name: given[name] for name in _SAME if name in given}
-    if (form := given.get("text", {}).get("format")) is not None:
-        own = form if isinstance(form, dict) else {}
-        schema = {key: value for key, value in own.items() if key != "type"}
-        out["response_format"] = {**own, "json_schema": schema} if schema else form
-    if _LOGPROBS in given.get("include", []) or out.get("top_logprobs"):
+    fields = checked_fields(data, SCHEMA, IGNORED | _IGNORED, _KNOWN)
+    out = {name: fields[name] for name in _SAME if name in fields}
+    if (form := fields.get("text", {}).get("format")) is not None:
+        entries = form if isinstance(form, dict) else {}
+        schema = {key: value for key, value in entries.items() if key != "type"}
+        out["response_format"] = {**entries, "json_schema": schema} if schema else form
+    if _LOGPROBS in fields.get("include", []) or out.get("top_logprobs"):
         out["logprobs"] = True
-    choice, system = given.get("tool_choice"), given.get("instructions")
+    choice, system = fields.get("tool_choice"), fields.get("instructions")
     if isinstance(choice, dict):
         choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
     return out | {
-        "max_completion_tokens": given.get("max_output_tokens"), "tool_choice": choice,
-        "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(given.get("tools", []))],
+        "max_completion_tokens": fields.get("max_output_tokens"), "tool_choice": choice,
+        "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.get("tools", []))],
         "messages": [{"role": "system", "content": system}] * bool(system)
-        + _messages(given.get("input")),
+        + _messages(fields.get("input")),
     }  # fmt: skip
 
 
@@ -105,11 +114,11 @@ class ResponseReply(Reply):
         (choice,) = choices
         yield from self._close(_status(choice))
         for index, item in enumerate(map(_call, choice.calls), self._index + 1):
-            begun = {**item, "arguments": "", "status": "in_progress"}
-            at, given = {"output_index": index, "item_id": item["id"]}, item["arguments"]
-            yield self._event("output_item.added", output_index=index, item=begun)
-            yield self._event("function_call_arguments.delta", **at, delta=given)
-            done = {"name": item["name"], "arguments": given}
+            empty = {**item, "arguments": "", "status": "in_progress"}
+            at, arguments = {"output_index": index, "item_id": item["id"]}, item["arguments"]
+            yield self._event("output_item.added", output_index=index, item=empty)
+            yield self._event("function_call_arguments.delta", **at, delta=arguments)
+            done = {"name": item["name"], "arguments": arguments}
             yield self._event("function_call_arguments.done", **at, **done)
             yield self._event("output_item.done", output_index=index, item=item)
         yield self._event(_status(choice), response=self.full(choices))
@@ -161,26 +170,26 @@ def _status(choice: Choice) -> str:
     return "incomplete" if choice.reason == "length" else "completed"
 
 
-def _messages(found: Any) -> list[dict[str, Any]]:
-    if isinstance(found, str):
-        return [{"role": "user", "content": found}]
-    if not isinstance(found, list):
-        raise invalid("input", found, "a string or a list")
+def _messages(items: Any) -> list[dict[str, Any]]:
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    if not isinstance(items, list):
+        raise invalid("input", items, "a string or a list")
     out: list[dict[str, Any]] = []
     thoughts = ""  # of a reasoning item, added to the next message
-    for index, item in enumerate(found):
+    for index, item in enumerate(items):
         name = f"input[{index}]"
         if not isinstance(item, dict):
             raise invalid(name, item, "an object")
         kind = item.get("type", "message")
-        own, thoughts = {"reasoning_content": thoughts} if thoughts else {}, ""
+        more, thoughts = {"reasoning_content": thoughts} if thoughts else {}, ""
         if kind == "message":
-            out.append({"role": item.get("role"), "content": _content(item.get("content")), **own})
+            out.append({"role": item.get("role"), "content": _content(item.get("content")), **more})
         elif kind == "function_call":
             # Calls join the assistant's text before them in one message.
             if not out or out[-1]["role"] != "assistant":
                 out.append({"role": "assistant", "content": None})
-            out[-1].update(own)
+            out[-1].update(more)
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             out[-1].setdefault("tool_calls", []).append(call)

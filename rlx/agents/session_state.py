@@ -63,8 +63,8 @@ class SessionState:
         if not isinstance(value, Mapping):
             return replace(self, reward=value)
         if unknown := set(value) - set(self.completions):
-            named = min(unknown)
-            raise Denied("completion", f"no completion {named!r} in this session; use its ids")
+            name = min(unknown)
+            raise Denied("completion", f"no completion {name!r} in this session; use its ids")
         before = self.reward if isinstance(self.reward, Mapping) else {}
         return replace(self, reward={**before, **value})
 

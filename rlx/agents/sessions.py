@@ -97,13 +97,13 @@ class Session:
     ) -> tuple[np.ndarray, int | None]:
         """Return a prompt's tokens, [P] int32, and the interaction that it continues, or None."""
         parent, length = None, 0
-        for number, earlier in self._searched():
-            own, raw = earlier.prompt_text, earlier.raw
+        for number, earlier in self._candidates():
+            prompt, raw = earlier.prompt_text, earlier.raw
             # Of equal ones the latest: a lost answer comes before its retry.
-            fits = length <= len(own) + len(raw) <= len(text) and text.startswith(own)
+            fits = length <= len(prompt) + len(raw) <= len(text) and text.startswith(prompt)
             fits = fits and images[: len(earlier.images)] == earlier.images
-            if fits and text.startswith(raw, len(own)):
-                parent, length = number, len(own) + len(raw)
+            if fits and text.startswith(raw, len(prompt)):
+                parent, length = number, len(prompt) + len(raw)
         if parent is None:
             return np.array(encode(text, images), np.int32), None
         before = self.interactions[parent]
@@ -116,8 +116,8 @@ class Session:
         # So concurrent requests get the same seeds in any order.
         self.tokens += len(prompt_tokens)
         tokens = prompt_tokens.astype(np.int32).tobytes()
-        asked = self._asked[tokens] = self._asked.get(tokens, -1) + 1
-        return seed_of(f"{self.defaults.seed} {asked} ".encode() + tokens)
+        count = self._asked[tokens] = self._asked.get(tokens, -1) + 1
+        return seed_of(f"{self.defaults.seed} {count} ".encode() + tokens)
 
     def keep(self, interaction: Interaction) -> None:
         """Record an answer."""
@@ -145,45 +145,45 @@ class Session:
         """Return the messages, with answers as the model wrote them, and the request's place."""
         after, since, last, out = None, hashlib.blake2b(digest_size=16), "", list(messages)
         for at, message in enumerate(messages):
-            own, said = message_key(message), message["role"] == "assistant"
-            found = self._answer(after, since.hexdigest(), last, own) if said else None
-            if found is None:
-                since.update(own.encode())
-                last = own
+            key, is_answer = message_key(message), message["role"] == "assistant"
+            match = self._answer(after, since.hexdigest(), last, key) if is_answer else None
+            if match is None:
+                since.update(key.encode())
+                last = key
                 continue
-            after, since, earlier = found, hashlib.blake2b(digest_size=16), self.interactions[found]
-            if earlier.memory and earlier.said == own:
+            after, since, earlier = match, hashlib.blake2b(digest_size=16), self.interactions[match]
+            if earlier.memory and earlier.said == key:
                 out[at] = {"role": "assistant", "content": Own(earlier.memory)}
         after = self._within(last) if after is None else after
         return out, TurnPlace(after, since.hexdigest(), last)
 
-    def _answer(self, after: int | None, since: str, last: str, own: str) -> int | None:
+    def _answer(self, after: int | None, since: str, last: str, key: str) -> int | None:
         """Return the interaction whose answer a message repeats, exactly or roughly, or None."""
         several = self._places.get((after, since), [])[-_SEARCHED:]
-        said = {number: self.interactions[number].said for number in several}
-        same = [number for number in several if said[number] == own]
-        elsewhere = self._answers.get(_known_by(last, own))
+        answers = {number: self.interactions[number].said for number in several}
+        same = [number for number in several if answers[number] == key]
+        elsewhere = self._answers.get(_known_by(last, key))
         if same or elsewhere is not None or not several:
             return same[-1] if same else elsewhere
         # The agent changed the answer: take the most similar one, or else the latest.
-        alike = {n: len(commonprefix([said[n], own])) for n in several}  # noqa: RUF071
+        alike = {n: len(commonprefix([answers[n], key])) for n in several}  # noqa: RUF071
         return max(several, key=lambda n: (alike[n], n))
 
     def _within(self, last: str) -> int | None:
         """Return the latest interaction whose last message and answer a message contains."""
-        best, found = 0, None
-        for number, earlier in self._searched():
+        best, match = 0, None
+        for number, earlier in self._candidates():
             head = earlier.place.last[: -len(_END)]
             if best <= len(head) and earlier.said and last.startswith(head):
                 keys = last, earlier.place.last, earlier.said
-                words, asked, answer = (json.loads(key)[1] for key in keys)
-                rest = words[len(asked) :].lstrip()
+                words, question, answer = (json.loads(key)[1] for key in keys)
+                rest = words[len(question) :].lstrip()
                 ends = rest.startswith(answer) and not rest[len(answer) :][:1].strip()
-                if asked and answer and ends:
-                    best, found = len(head), number
-        return found
+                if question and answer and ends:
+                    best, match = len(head), number
+        return match
 
-    def _searched(self) -> Iterator[tuple[int, Interaction]]:
+    def _candidates(self) -> Iterator[tuple[int, Interaction]]:
         """Return (number, interaction) of all that a request may continue."""
         # An endless session may have 100,000 interactions, so only the latest are searched.
         start = max(0, len(self.interactions) - _SEARCHED) if self.endless else 0
@@ -208,10 +208,10 @@ class Sessions:
 
     def find(self, key: str) -> Session | None:
         """Return the open session of a key, or None."""
-        found = self._open.get(key) or self._open.get("")
-        if found and found.endless and found.tokens > _MOST_TOKENS:
-            return self.open(found.defaults, found.key, endless=True)
-        return found
+        session = self._open.get(key) or self._open.get("")
+        if session and session.endless and session.tokens > _MOST_TOKENS:
+            return self.open(session.defaults, session.key, endless=True)
+        return session
 
     def ended(self, key: str) -> bool:
         return key in self._ended
@@ -234,12 +234,12 @@ def message_key(message: Mapping[str, Any]) -> str:
     calls = []
     for call in message.get("tool_calls") or ():
         arguments = call["function"]["arguments"]
-        read = json.loads(arguments) if isinstance(arguments, str) else arguments
-        calls.append((call["id"], call["function"]["name"], read))
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        calls.append((call["id"], call["function"]["name"], value))
     content = message["content"] or ""
     words = content.strip() if isinstance(content, str) else json.dumps(content, sort_keys=True)
     return json.dumps([message["role"], words, calls], sort_keys=True)
 
 
-def _known_by(last: str, said: str) -> tuple[str, str]:
-    return last if said.endswith(_END) else "", said  # ids of calls are unique
+def _known_by(last: str, key: str) -> tuple[str, str]:
+    return last if key.endswith(_END) else "", key  # ids of calls are unique

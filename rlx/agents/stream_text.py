@@ -47,16 +47,16 @@ class StreamText:
     def rest(self, thoughts: str, words: str) -> Iterator[tuple[str, str]]:
         """Yield ("thinking" or "text", unsent text) of those with unsent text."""
         for place, text in enumerate((thoughts, words)):
-            said, self._said[place] = self._said[place], max(self._said[place], len(text))
-            if text[said:]:
-                yield _KINDS[place], text[said:]
+            start, self._said[place] = self._said[place], max(self._said[place], len(text))
+            if text[start:]:
+                yield _KINDS[place], text[start:]
 
     def _until(self) -> int:
         until = len(self._text)
         for end in (*self._ends, *self.tags):
-            found = self._text.find(end, max(0, self._safe - len(end)))
-            if found >= 0:
-                until = min(until, found) if end in self._ends else until
+            at = self._text.find(end, max(0, self._safe - len(end)))
+            if at >= 0:
+                until = min(until, at) if end in self._ends else until
                 continue
             lengths = range(len(end) - 1, -1, -1)
             length = next(n for n in lengths if self._text.endswith(end[:n]))
@@ -69,7 +69,7 @@ class Logprobs:
     """Logprobs of a growing text's tokens, each with the bytes that it adds."""
 
     decode: Decode
-    own: Callable[[int], bytes]  # returns a token's bytes, which may be part of a character
+    token_bytes: Callable[[int], bytes]  # returns a token's bytes, which may be part of a character
     most: int  # number of `top_logprobs`
     hidden: Set[int]  # tokens that are not in the text
 
@@ -79,20 +79,20 @@ class Logprobs:
         self._text, self._half = "", b""  # bytes of an incomplete character
         self._made: list[tuple[int, int, bytes, int, Any]] = []  # start, end, bytes, bytes before
 
-    def add(self, drawn: Any) -> None:
+    def add(self, chunk: Any) -> None:
         """Add the tokens of a Chunk or a Completion."""
-        for k, (token, value) in enumerate(zip(drawn.tokens, drawn.logprobs, strict=True)):
-            tops, own = slice(k * self.most, (k + 1) * self.most), int(token)
-            likely = zip(drawn.top_tokens[tops], drawn.top_logprobs[tops], strict=True)
-            likeliest = [_written(self._next(int(t))[0], float(v)) for t, v in likely]
-            new, text = self._next(own)
-            if own in self.hidden:
+        for k, (token, value) in enumerate(zip(chunk.tokens, chunk.logprobs, strict=True)):
+            tops, token_id = slice(k * self.most, (k + 1) * self.most), int(token)
+            likely = zip(chunk.top_tokens[tops], chunk.top_logprobs[tops], strict=True)
+            likeliest = [_logprob_entry(self._next(int(t))[0], float(v)) for t, v in likely]
+            new, text = self._next(token_id)
+            if token_id in self.hidden:
                 continue
-            self._ids.append(own)
+            self._ids.append(token_id)
             if text == "":  # SentencePiece's first blank
                 continue
-            start, written = len(self._text), (float(value), likeliest)
-            self._made.append((start, start + len(text or "?"), new, len(self._half), written))
+            start, scores = len(self._text), (float(value), likeliest)
+            self._made.append((start, start + len(text or "?"), new, len(self._half), scores))
             self._half = self._half + new if text is None else b""
             if text:
                 self._text += text
@@ -100,7 +100,7 @@ class Logprobs:
 
     def sent(self, begin: int, end: int, last: bool = False) -> list[dict]:
         """Return the JSON of a span's unsent tokens; in the last span cut the token at its end."""
-        found = []
+        tokens = []
         for start, until, new, before, (value, likeliest) in self._made[self._sent :]:
             if until > end and not last:
                 break
@@ -109,23 +109,23 @@ class Logprobs:
             if (low, high) != (start, until):
                 new = self._text[low:high].encode()[before if low == start else 0 :]
             if low < high and new:
-                found.append({**_written(new, value), "top_logprobs": likeliest})
-        return found
+                tokens.append({**_logprob_entry(new, value), "top_logprobs": likeliest})
+        return tokens
 
     def _next(self, token: int) -> tuple[bytes, str | None]:
         """Return a next token's bytes, and its text or None if it ends within a character."""
         before = self.decode(self._ids[self._from : self._read])
         text = self.decode([*self._ids[self._from :], token])[len(before) :]
-        whole = text.encode()
-        if token in self.hidden or text.endswith(_HALF) or not whole.startswith(self._half):
-            return self.own(token), None if text.endswith(_HALF) else text
-        return whole[len(self._half) :], text
+        raw = text.encode()
+        if token in self.hidden or text.endswith(_HALF) or not raw.startswith(self._half):
+            return self.token_bytes(token), None if text.endswith(_HALF) else text
+        return raw[len(self._half) :], text
 
 
-def _written(own: bytes, logprob: float) -> dict[str, Any]:
+def _logprob_entry(token: bytes, logprob: float) -> dict[str, Any]:
     """Return a token and its logprob (nats); −inf becomes −9999, as in OpenAI's API."""
     finite = logprob if math.isfinite(logprob) else -9999.0
-    return {"token": own.decode(errors="replace"), "logprob": finite, "bytes": list(own)}
+    return {"token": token.decode(errors="replace"), "logprob": finite, "bytes": list(token)}
 
 
 def token_bytes(tokenizer: Any) -> Callable[[int], bytes]:

@@ -85,8 +85,8 @@ class Reader:
     def beginning(self, name: str) -> str:
         """Return the start of a call to the tool `name`, or to any tool if `name` is ""."""
         assert self._format
-        named = self._format.begin_named.format(json.dumps(name)[1:-1])
-        return named if name else self._format.begin
+        text = self._format.begin_named.format(json.dumps(name)[1:-1])
+        return text if name else self._format.begin
 
     def calls(
         self,
@@ -99,29 +99,31 @@ class Reader:
         """Return (text before the calls or None if blank, calls in OpenAI's form)."""
         if self._format is None:
             return text, []
-        before, found = _cut(text, self._format, tools, ended)
+        before, items = _split_calls(text, self._format, tools, ended)
         try:
-            written = [(n, json.dumps(a, ensure_ascii=False, allow_nan=False)) for n, a in found]
+            pairs = [(n, json.dumps(a, ensure_ascii=False, allow_nan=False)) for n, a in items]
         except ValueError:  # NaN or infinity
             return text, []
         valid = partial(_HALF.sub, "\ufffd")
-        functions = [{"name": valid(name), "arguments": valid(a)} for name, a in written]
+        functions = [{"name": valid(name), "arguments": valid(a)} for name, a in pairs]
         calls = [{"id": new_id(), "type": "function", "function": f} for f in functions]
         return (before if before.strip() or not calls else None), calls
 
-    def thoughts(self, text: str, begun: bool) -> tuple[str, str]:
-        """Split a text or its beginning into thoughts, `begun` in the prompt or not, and words."""
+    def thoughts(self, text: str, active: bool) -> tuple[str, str]:
+        """Split a text, or its beginning, into thoughts, begun in the prompt if `active`, and words."""
         if self.tags is None:
             return "", text
         opens, closes = self.tags
         start = text.lstrip()
-        if not begun and not start.startswith(opens):
+        if not active and not start.startswith(opens):
             return "", text
         inside, _, words = start.removeprefix(opens).partition(closes)
         return inside.lstrip("\n"), words.lstrip("\n")
 
 
-def _cut(text: str, form: Format, tools: Sequence[Mapping], ended: bool) -> tuple[str, list[Call]]:
+def _split_calls(
+    text: str, form: Format, tools: Sequence[Mapping], ended: bool
+) -> tuple[str, list[Call]]:
     def opened(at: int) -> int:
         return min((k for mark in form.opens if (k := text.find(mark, at)) >= 0), default=-1)
 
@@ -133,23 +135,23 @@ def _cut(text: str, form: Format, tools: Sequence[Mapping], ended: bool) -> tupl
         name = begin.groupdict().get("name")
         try:
             if name and form.xml:
-                found, at = _parameters(name, text, begin.end(), tools, ended)
+                value, at = _parameters(name, text, begin.end(), tools, ended)
             else:
-                found, at = json.JSONDecoder().raw_decode(text, begin.end())
+                value, at = json.JSONDecoder().raw_decode(text, begin.end())
         except (ValueError, RecursionError):
             return text, []
-        end, read = after.match(text, at), _read(name, found)
-        if end is None or read is None:
+        end, more = after.match(text, at), _read(name, value)
+        if end is None or more is None:
             return text, []
-        at, calls = end.end(), calls + read
+        at, calls = end.end(), calls + more
         if not before.match(text, at):
             at = opened(at)
     return (text[:start], calls) if calls else (text, [])
 
 
-def _read(name: str | None, found: Any) -> list[Call] | None:
-    calls, found = [], {"name": name, "arguments": found} if name else found
-    for call in found if isinstance(found, list) else [found]:
+def _read(name: str | None, value: Any) -> list[Call] | None:
+    calls, value = [], {"name": name, "arguments": value} if name else value
+    for call in value if isinstance(value, list) else [value]:
         call = call if isinstance(call, dict) else {}
         name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
         if not isinstance(name, str) or not isinstance(arguments, dict):
@@ -165,9 +167,9 @@ def _parameters(
     functions = (tool["function"] for tool in tools)
     schema = next((f.get("parameters") for f in functions if f["name"] == name), None) or {}
     out = {}
-    while found := _PARAMETER.match(text, at):
-        key, at = found[1], found.end()
-        out[key] = typed(found[2], _kinds((schema.get("properties") or {}).get(key)))
+    while match := _PARAMETER.match(text, at):
+        key, at = match[1], match.end()
+        out[key] = argument_value(match[2], _kinds((schema.get("properties") or {}).get(key)))
     if end := _FUNCTION_END.match(text, at):
         return out, end.end()
     if ended and not text[at:].strip():
@@ -175,7 +177,7 @@ def _parameters(
     raise ValueError
 
 
-def typed(text: str, kinds: Set[str]) -> Any:
+def argument_value(text: str, kinds: Set[str]) -> Any:
     """Return an argument as text if that is one of its `kinds`, else as JSON of one of them.
 
     Text that is a valid array, object or null becomes that if its kind is allowed; {} allows all.
@@ -183,23 +185,23 @@ def typed(text: str, kinds: Set[str]) -> Any:
     word = text.strip().lower()
     try:
         plain = kinds and "string" not in kinds and word in _WORDS
-        found = _WORDS[word] if plain else json.loads(text)
+        value = _WORDS[word] if plain else json.loads(text)
     except (ValueError, RecursionError):
         return text
-    if isinstance(found, float) and "number" not in kinds and found.is_integer():
-        found = int(found)
-    scalar = isinstance(found, str | int | float) and "string" in kinds
-    wrong = kinds and _KINDS[type(found)] not in kinds
-    return text if scalar or wrong else found
+    if isinstance(value, float) and "number" not in kinds and value.is_integer():
+        value = int(value)
+    scalar = isinstance(value, str | int | float) and "string" in kinds
+    wrong = kinds and _KINDS[type(value)] not in kinds
+    return text if scalar or wrong else value
 
 
 def _kinds(schema: Any) -> set[str]:
     """Return the types of JSON that a property's schema allows; empty if it names none."""
-    own = schema if isinstance(schema, Mapping) else {}
-    named = own.get("type") or [_KINDS[type(v)] for v in own.get("enum") or ()]
-    found = set(map(str, named if isinstance(named, list) else [named]))
-    for other in own.get("anyOf") or own.get("oneOf") or ():
-        if not (more := _kinds(other)):  # a reference, for one
+    keywords = schema if isinstance(schema, Mapping) else {}
+    types = keywords.get("type") or [_KINDS[type(v)] for v in keywords.get("enum") or ()]
+    kinds = set(map(str, types if isinstance(types, list) else [types]))
+    for option in keywords.get("anyOf") or keywords.get("oneOf") or ():
+        if not (more := _kinds(option)):  # a reference, for one
             return set()
-        found |= more
-    return found | {"integer"} if "number" in found else found
+        kinds |= more
+    return kinds | {"integer"} if "number" in kinds else kinds

@@ -23,7 +23,7 @@ from rlx.agents.agent_options import EXPORTS
 from rlx.agents.sessions import Interaction
 from rlx.base import Group, Trajectory, UserError, with_images
 from rlx.rollout.control_tokens import plain
-from rlx.rollout.workflows import joined
+from rlx.rollout.workflows import joined_turns
 
 
 def turn_returns(
@@ -39,13 +39,13 @@ def turn_returns(
     rewards = [0.0] * len(interactions)
     if isinstance(value, Mapping):
         rewards = [float(value.get(i.completion_id, 0.0)) for i in interactions]
-    found, heights = list(rewards), [0] * len(interactions)
+    returns, heights = list(rewards), [0] * len(interactions)
     for k in reversed(range(len(interactions))):  # parents have smaller numbers
-        made, before = interactions[k], interactions[k].after
+        turn, before = interactions[k], interactions[k].after
         if before is not None:
-            found[before] += discount * (found[k] - (rewards[k] if made.choice else 0.0))
+            returns[before] += discount * (returns[k] - (rewards[k] if turn.choice else 0.0))
             heights[before] = max(heights[before], heights[k] + 1)
-    return found if isinstance(value, Mapping) else [discount**h * float(value) for h in heights]
+    return returns if isinstance(value, Mapping) else [discount**h * float(value) for h in heights]
 
 
 def delivered(interactions: Sequence[Interaction], value: float | Mapping[str, float]) -> list[int]:
@@ -67,13 +67,13 @@ def delivered(interactions: Sequence[Interaction], value: float | Mapping[str, f
 
 def _chains(interactions: Sequence[Interaction], chosen: Sequence[int]) -> list[list[int]]:
     """Return branches that contain each completion once; the first child continues its parent."""
-    found: list[list[int]] = []
+    chains: list[list[int]] = []
     for number in chosen:
-        chain = next((c for c in found if c[-1] == interactions[number].parent), None)
+        chain = next((c for c in chains if c[-1] == interactions[number].parent), None)
         if chain is None:
-            found.append(chain := [])
+            chains.append(chain := [])
         chain.append(number)
-    return found
+    return chains
 
 
 def _paths(interactions: Sequence[Interaction], chosen: Sequence[int]) -> list[list[int]]:
@@ -114,15 +114,15 @@ def of_run(
     depths: list[int] = []
     for interaction in interactions:
         depths.append(0 if interaction.after is None else depths[interaction.after] + 1)
-    found: list[Trajectory] = []
+    trajectories: list[Trajectory] = []
     for line in (lines := _LINES[export](interactions, chosen)):
-        own = tuple(returns[k] for k in (line[-1:] if export == "concat" else line))
-        name = run_id if len(lines) == 1 else f"{run_id}.{len(found)}"
-        found.append(_trajectory(
-            [interactions[k] for k in line], depths[line[0]], reward=own[0], trajectory_id=name,
-            agent=agent, info=info, turn_rewards=own if len(set(own)) > 1 else (),
+        rewards = tuple(returns[k] for k in (line[-1:] if export == "concat" else line))
+        name = run_id if len(lines) == 1 else f"{run_id}.{len(trajectories)}"
+        trajectories.append(_trajectory(
+            [interactions[k] for k in line], depths[line[0]], reward=rewards[0], trajectory_id=name,
+            agent=agent, info=info, turn_rewards=rewards if len(set(rewards)) > 1 else (),
         ))  # fmt: skip
-    return found
+    return trajectories
 
 
 def outcome(interactions: Sequence[Interaction], value: float | Mapping[str, float]) -> float:
@@ -143,41 +143,41 @@ def turns(trajectory: Trajectory) -> list[tuple[list[int], list[int]]]:
 
 def samples(group: Group, count: int) -> list[list[Trajectory]]:
     """Split a group's trajectories by sample; raise UserError unless there are `count`."""
-    found = [list(own) for _, own in groupby(group.trajectories, lambda t: t.run_id)]
-    if len(found) != count:
-        problem = f"the workflow returned {len(found)} samples, not n={count}"
+    runs = [list(run) for _, run in groupby(group.trajectories, lambda t: t.run_id)]
+    if len(runs) != count:
+        problem = f"the workflow returned {len(runs)} samples, not n={count}"
         remedy = 'its trajectory_id must be "{group_id}.{sample}", with .0, .1, … for parts of one'
         raise UserError(f"{problem}; {remedy}")
-    return found
+    return runs
 
 
 def record(parts: Sequence[Trajectory], tokenizer: Any) -> dict[str, Any]:
     """Return one sample as JSON types; an agent's has `turns`, and the last completion."""
     last = parts[-1]
-    found = {
+    fields = {
         "completion": last.completion, "reward": last.run_reward,
         "tokens": sum(part.num_trained for part in parts), "stop_reason": last.stop_reason,
     }  # fmt: skip
-    own = [turn for part in parts for turn in turns(part)]
-    if not last.agent and len(own) == 1:
-        return found
-    words = tokenizer.decode(own[-1][1], skip_special_tokens=True)
-    texts = [{"prompt": tokenizer.decode(p), "completion": tokenizer.decode(c)} for p, c in own]
-    return {**found, "completion": words, "turns": texts}
+    pairs = [turn for part in parts for turn in turns(part)]
+    if not last.agent and len(pairs) == 1:
+        return fields
+    words = tokenizer.decode(pairs[-1][1], skip_special_tokens=True)
+    texts = [{"prompt": tokenizer.decode(p), "completion": tokenizer.decode(c)} for p, c in pairs]
+    return {**fields, "completion": words, "turns": texts}
 
 
 def _trajectory(turns: Sequence[Interaction], first: int, **fields: Any) -> Trajectory:
     """Return the trajectory of a branch; `first` is its first turn's number in the conversation."""
     before = [0, *(len(t.prompt_tokens) + len(t.completion.tokens) for t in turns)]
-    seen = [0, *(len(t.images) for t in turns)]
+    counts = [0, *(len(t.images) for t in turns)]
     new = [
         (with_images(t.prompt_tokens[length:], t.images[count:]), t.completion)
-        for t, length, count in zip(turns, before, seen, strict=False)
+        for t, length, count in zip(turns, before, counts, strict=False)
     ]
-    last, begun = turns[-1], plain(turns[0].prompt_text)
+    last, prompt = turns[-1], plain(turns[0].prompt_text)
     if len(turns) == 1:
-        return joined(new, first=first, prompt=begun, completion=last.text, **fields)
-    starts = [len(plain(t.prompt_text)) - len(begun) for t in turns]
-    said = tuple((at, at + len(plain(t.raw))) for at, t in zip(starts, turns, strict=True))
-    words = plain(last.full_text)[len(begun) :]
-    return joined(new, first=first, prompt=begun, completion=words, said=said, **fields)
+        return joined_turns(new, first=first, prompt=prompt, completion=last.text, **fields)
+    starts = [len(plain(t.prompt_text)) - len(prompt) for t in turns]
+    spans = tuple((at, at + len(plain(t.raw))) for at, t in zip(starts, turns, strict=True))
+    words = plain(last.full_text)[len(prompt) :]
+    return joined_turns(new, first=first, prompt=prompt, completion=words, said=spans, **fields)

@@ -63,11 +63,11 @@ def watch_loop(late: Callable[[float, str], None]) -> None:
 
     def watch() -> None:
         while not loop.is_closed():
-            turned, asked = threading.Event(), time.monotonic()
+            turned, start = threading.Event(), time.monotonic()
             with contextlib.suppress(RuntimeError):  # closed meanwhile
                 loop.call_soon_threadsafe(turned.set)
             while not turned.wait(_LOOK) and not loop.is_closed():
-                late(time.monotonic() - asked, place_of(frames(thread)))
+                late(time.monotonic() - start, place_of(frames(thread)))
             time.sleep(_LOOK)
 
     threading.Thread(target=watch, name="rlx-loop-watch", daemon=True).start()
@@ -78,8 +78,8 @@ def _spare(host: str) -> None:
     names = (f"{kind}_proxy" for kind in ("http", "https", "all"))
     if any(os.environ.get(name) or os.environ.get(name.upper()) for name in names):
         for name in ("NO_PROXY", "no_proxy"):
-            known = os.environ.get(name, "").split(",")
-            os.environ[name] = ",".join(filter(None, [*known, *({host} - set(known))]))
+            hosts = os.environ.get(name, "").split(",")
+            os.environ[name] = ",".join(filter(None, [*hosts, *({host} - set(hosts))]))
 
 
 class Worker:
@@ -116,9 +116,9 @@ class Worker:
         number, limit = message["id"], asyncio.timeout(message["seconds"])
         try:
             data, names = json.loads(message["data"]), ("base_url", "api_key")
-            given = {name: message[name] for name in names} | {"http_client": self._new_client()}
+            options = {name: message[name] for name in names} | {"http_client": self._new_client()}
             async with limit:
-                value = await loading.instance(cls, kwargs).run(data, **given)
+                value = await loading.instance(cls, kwargs).run(data, **options)
             ids = list(value) if isinstance(value, Mapping) else []
             if value is None:  # reported over HTTP, or the gateway names the mistake
                 self._end.send(id=number, value=None)

@@ -98,8 +98,8 @@ class AgentWorkflow:
                 temperature_fixed=task.sampling is None, priority=task.priority, fleet=fleet,
             )  # fmt: skip
             runs.append(self._run_once(front, data, f"{task.group_id}.{i}", session))
-        found = await run_all(*runs)
-        return Group(task.group_id, tuple(t for run in found for t in run), task.row)
+        results = await run_all(*runs)
+        return Group(task.group_id, tuple(t for run in results for t in run), task.row)
 
     async def aclose(self) -> None:
         """End the processes and the gateway; called on the loop that `run` was on."""
@@ -113,8 +113,8 @@ class AgentWorkflow:
         async with self._starting:
             if self._front is None or self._front.fleet is not fleet:
                 await self.aclose()
-                o, own = self._options, (cast("Fleet", fleet), self._tokenizer)
-                gateway = self._gateway_class(*own, host=o.host, tls=o.tls, images=self._images)
+                o, args = self._options, (cast("Fleet", fleet), self._tokenizer)
+                gateway = self._gateway_class(*args, host=o.host, tls=o.tls, images=self._images)
                 workers = WorkerPool(self._kind, o.workers, single_job=o.process_per_run)
                 self._front = _Front(fleet, gateway, workers)
                 try:
@@ -170,8 +170,8 @@ def worker_kind(name: str, kwargs: Mapping[str, Any], options: AgentOptions) -> 
     """Return the kind of process that runs the agent class `name`, made with `kwargs`."""
     report = min(_REPORT_SECONDS, options.block_seconds / 2)
     first = {"class": name, "kwargs": dict(kwargs), "report": report, "no_proxy": options.host}
-    own = options.limits, options.start, options.block_seconds
-    return WorkerKind("rlx.agents.worker", first, *own)
+    rest = options.limits, options.start, options.block_seconds
+    return WorkerKind("rlx.agents.worker", first, *rest)
 
 
 async def run_agent(

@@ -47,7 +47,7 @@ def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Arr
     lib = ops.lib
     lengths = ops.segment_sum(lib.where(mask, 1, 0), ids, valid.shape[0])
     rewards = ops.float32(flat["rewards"])
-    given = shaped = shape_rewards(rewards, lengths, algorithm)
+    plain = shaped = shape_rewards(rewards, lengths, algorithm)
     if "baselines" in flat:
         shaped = shape_rewards(rewards - flat["baselines"], lengths, algorithm)
     peers_N, peers_F = peers(flat, algorithm)
@@ -61,19 +61,19 @@ def advantages(flat: Mapping[str, Array], algorithm: Algorithm) -> dict[str, Arr
         sequence_ids=ids, mask=mask, kl_rewards=kl_rewards, values=values, bootstrap=after_end,
         run_ids=flat.get("run_ids"),
     )  # fmt: skip
-    known = mask
+    finite = mask
     if algorithm.advantage_function is None:
         raw = choose("advantage", algorithm.advantage, ADVANTAGES)(inputs, algorithm)
     else:
         raw = signatures.own_advantage(inputs, algorithm)
-        known = mask & lib.isfinite(raw)
+        finite = mask & lib.isfinite(raw)
     out = standardise(
-        raw, peers_F, known, mean=algorithm.advantage_mean, std=algorithm.advantage_std
+        raw, peers_F, finite, mean=algorithm.advantage_mean, std=algorithm.advantage_std
     )
     return {
-        "advantages": out if known is mask else lib.where(mask & ~known, lib.nan, out),
-        "returns": lib.where(known, raw + values, 0.0),
-        "shaped_rewards": lib.where(valid, given, 0.0),
+        "advantages": out if finite is mask else lib.where(mask & ~finite, lib.nan, out),
+        "returns": lib.where(finite, raw + values, 0.0),
+        "shaped_rewards": lib.where(valid, plain, 0.0),
         "kl_rewards": kl_rewards,
         "nonfinite_kl": nonfinite_kl,
     }
@@ -174,8 +174,8 @@ def standardise(
         centred, n = _centre(x, peers[mean], weight)
         out = centred
         if leave_one_out:
-            own = centred if runs is None else _total(centred, ops.dense_ranks(runs), weight)
-            out = lib.where(n > 1, centred + own / lib.clip(n - 1, 1, None), x)
+            run_sum = centred if runs is None else _total(centred, ops.dense_ranks(runs), weight)
+            out = lib.where(n > 1, centred + run_sum / lib.clip(n - 1, 1, None), x)
     if std == "mean":
         centre = x - out
         out = lib.where(centre > EPS, out / lib.where(centre > EPS, centre, 1.0), 0.0)
@@ -288,8 +288,8 @@ def gae_advantage(inputs: AdvantageInputs[Array], algorithm: Algorithm) -> Array
         std=algorithm.reward_std, leave_one_out=algorithm.leave_one_out, run_ids=inputs.run_ids,
     )  # fmt: skip
     rewards = inputs.kl_rewards + token_rewards(normalised, inputs.mask, inputs.sequence_ids)
-    given = inputs.values, inputs.mask, inputs.sequence_ids, inputs.bootstrap
-    return gae(rewards, *given, algorithm)
+    args = inputs.values, inputs.mask, inputs.sequence_ids, inputs.bootstrap
+    return gae(rewards, *args, algorithm)
 
 
 ADVANTAGES = {"gae": gae_advantage}  # by `algorithm.advantage`
@@ -315,16 +315,16 @@ def running_baselines(
     Each agent has its own b, 0 at first, updated by runs in the order of the groups. R is the mean
     reward of a run's trajectories; `means` are those of agents, and decay is in [0, 1).
     """
-    after, found = dict(means), []
+    after, new_groups = dict(means), []
     for group in groups:
         rewards: dict[tuple[str, str], list[float]] = {}
         for t in group.trajectories:
             rewards.setdefault((t.run_id, t.agent), []).append(t.reward)
-        taken = {}
+        baselines = {}
         for (run, agent), values in rewards.items():
             mean = sum(values) / len(values)
             after[agent] = decay * after.get(agent, 0.0) + (1 - decay) * mean
-            taken[run, agent] = after[agent]
-        rows = (replace(t, baseline=taken[t.run_id, t.agent]) for t in group.trajectories)
-        found.append(replace(group, trajectories=tuple(rows)))
-    return after, found
+            baselines[run, agent] = after[agent]
+        rows = (replace(t, baseline=baselines[t.run_id, t.agent]) for t in group.trajectories)
+        new_groups.append(replace(group, trajectories=tuple(rows)))
+    return after, new_groups

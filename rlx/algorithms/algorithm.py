@@ -228,8 +228,8 @@ class Algorithm:
     @property
     def needs_reference(self) -> bool:
         """Whether the trainer must keep that policy as a reference; a teacher is served."""
-        kept = choose("kl_anchor", self.kl_anchor, {"reference": True, "teacher": False})
-        return self.needs_anchor and kept
+        local = choose("kl_anchor", self.kl_anchor, {"reference": True, "teacher": False})
+        return self.needs_anchor and local
 
     def needs_proximal_pass(self, minibatches: int) -> bool:
         """Return whether a forward pass must precede the first of `minibatches` updates."""

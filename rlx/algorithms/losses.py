@@ -88,16 +88,16 @@ def policy_loss(
     kept = kept_sequences(inputs, algorithm)
     weight, in_bounds = lib.where(kept, weight, 0.0), in_bounds & kept
     if algorithm.loss_function is None:
-        surrogate, own = choose("loss", algorithm.loss, SURROGATES)(inputs, algorithm)
+        surrogate, extra = choose("loss", algorithm.loss, SURROGATES)(inputs, algorithm)
     else:
-        surrogate, own = signatures.own_loss(inputs, algorithm)
+        surrogate, extra = signatures.own_loss(inputs, algorithm)
         finite = finite & lib.isfinite(surrogate)
         used, surrogate = mask & finite, lib.where(finite, surrogate, 0.0)
         advantage, entropy = (lib.where(used, x, 0.0) for x in (advantage, entropy))
     scale = lib.where(used, batch["loss_weights"], 0.0)
     actor_loss = lib.sum(scale * weight * surrogate)
-    drawn = weight * lib.exp(ops.frozen(log_ratio))
-    kl_loss = _kl_loss(target, batch, scale * drawn, used, algorithm)
+    kl_weight = weight * lib.exp(ops.frozen(log_ratio))
+    kl_loss = _kl_loss(target, batch, scale * kl_weight, used, algorithm)
     entropy_loss = -algorithm.entropy_coefficient * lib.sum(scale * entropy)
     stats = {
         "n_valid_tokens": used,
@@ -118,9 +118,9 @@ def policy_loss(
         }
         if "reference_logprobs" in batch:
             reference = batch["reference_logprobs"]
-            known = used & lib.isfinite(reference)
-            stats["reference_kl"] = _k3(lib.where(known, target - reference, 0.0))
-        for name, x in {"actor_clip_ratio": lib.zeros_like(used), **own}.items():
+            comparable = used & lib.isfinite(reference)
+            stats["reference_kl"] = _k3(lib.where(comparable, target - reference, 0.0))
+        for name, x in {"actor_clip_ratio": lib.zeros_like(used), **extra}.items():
             if name in stats:
                 what = f"algorithm.loss returned {name!r}, which is rlx's own"
                 raise UserError(f"{what}; use another name")
@@ -321,8 +321,8 @@ def value_loss(
     square, clipped = plain, lib.zeros_like(mask)
     if algorithm.value_clip:
         before = lib.where(mask, batch["values"], 0.0)
-        held = lib.clip(value, before - algorithm.value_clip, before + algorithm.value_clip)
-        square = lib.maximum(plain, (held - target) ** 2)
+        bounded = lib.clip(value, before - algorithm.value_clip, before + algorithm.value_clip)
+        square = lib.maximum(plain, (bounded - target) ** 2)
         clipped = square > plain
     loss = 0.5 * lib.sum(square)
     stats = {"value_loss": loss, "value": value, "value_error": plain}

@@ -106,9 +106,9 @@ def resolve(
     UserError for an unknown name, or values that cannot work together.
     """
     preset = choose("preset", str(config["preset"]), PRESETS)
-    given = {name: config[name] for name in FIELDS if config.get(name) is not None}
-    algorithm = _loaded(dataclasses.replace(preset, **given), find)
-    if not algorithm.decoupled and "proximal" not in given:
+    overrides = {name: config[name] for name in FIELDS if config.get(name) is not None}
+    algorithm = _loaded(dataclasses.replace(preset, **overrides), find)
+    if not algorithm.decoupled and "proximal" not in overrides:
         algorithm = dataclasses.replace(algorithm, proximal="behaviour")
     check_choices(algorithm)
     limit, buffer = algorithm.overlong_limit or max_new_tokens, algorithm.overlong_buffer
@@ -121,9 +121,9 @@ def resolve(
     for name, field in FIELDS.items():
         if name not in CHOICES:
             check_value(f"algorithm.{name}", getattr(algorithm, name), field.metadata["values"])
-    rules = (*_weight_rules(algorithm, given), *_rules(algorithm, given, n_samples))
+    rules = (*_weight_rules(algorithm, overrides), *_rules(algorithm, overrides, n_samples))
     refuse((broken, f"algorithm.{words}") for broken, words in rules)
-    _check_acts(algorithm, given)
+    _check_acts(algorithm, overrides)
     return algorithm
 
 
@@ -176,29 +176,29 @@ ACTS: tuple[tuple[tuple[str, ...], dict[str, tuple]], ...] = (
 
 def idle(algorithm: Algorithm) -> dict[str, str]:
     """Return the fields that change nothing in an algorithm → a setting that makes them act."""
-    found: dict[str, str] = {}
+    remedies: dict[str, str] = {}
     for fields, needs in ACTS:
         values = [
             (OWN if getattr(algorithm, f"{name}_function", None) else getattr(algorithm, name), w)
             for name, w in needs.items()
         ]
-        if any(value in wanted if wanted else value for value, wanted in values):
+        if any(value in settings if settings else value for value, settings in values):
             continue
-        words = (f"{name}={'|'.join(map(str, wanted))}" if wanted else f"{name} above 0"
-                 for name, wanted in needs.items())  # fmt: skip
+        words = (f"{name}={'|'.join(map(str, settings))}" if settings else f"{name} above 0"
+                 for name, settings in needs.items())  # fmt: skip
         remedy, begins = " or ".join(words), tuple(f for f in fields if f.endswith("_"))
         for name in FIELDS:
             if name in fields or name.startswith(begins):
-                found.setdefault(name, remedy)
-    return found
+                remedies.setdefault(name, remedy)
+    return remedies
 
 
-def _check_acts(algorithm: Algorithm, given: dict) -> None:
+def _check_acts(algorithm: Algorithm, overrides: dict) -> None:
     """Raise UserError for an override that changes nothing, unless it is 0, False or none."""
-    if given.get("kl_placement") == "none":  # a disabled KL term may keep its numbers
-        given = {k: v for k, v in given.items() if k not in _KL_NUMBERS}
+    if overrides.get("kl_placement") == "none":  # a disabled KL term may keep its numbers
+        overrides = {k: v for k, v in overrides.items() if k not in _KL_NUMBERS}
     remedies = idle(algorithm)
-    for name, value in given.items():
+    for name, value in overrides.items():
         if value not in (0, "", "none") and name in remedies:
             problem = f"algorithm.{name}={value} has no effect ({algorithm.name})"
             remedy = f"it needs algorithm.{remedies[name]}: set that, or leave {name} unset"
@@ -208,7 +208,7 @@ def _check_acts(algorithm: Algorithm, given: dict) -> None:
 Rules = tuple[tuple[bool, str], ...]  # (is broken, words after `algorithm.`)
 
 
-def _weight_rules(a: Algorithm, given: Mapping[str, Any]) -> Rules:
+def _weight_rules(a: Algorithm, overrides: Mapping[str, Any]) -> Rules:
     # The default bound is for a token's ratio; other statistics have other scales.
     if a.weight_action == "none":
         return ()
@@ -222,7 +222,7 @@ def _weight_rules(a: Algorithm, given: Mapping[str, Any]) -> Rules:
         (truncates and statistic != "ratio",
          f"weight_statistic={statistic} cannot be truncated, only a ratio can; use "
          "weight_action=mask or weight_statistic=ratio"),
-        (not plain and "weight_upper" not in given,
+        (not plain and "weight_upper" not in overrides,
          "weight_upper has a default only for weight_level=token and weight_statistic=ratio, got "
          f"{a.weight_level} and {statistic}; set algorithm.weight_upper"),
         (lower >= upper,
@@ -238,10 +238,10 @@ def _weight_rules(a: Algorithm, given: Mapping[str, Any]) -> Rules:
     )  # fmt: skip
 
 
-def _rules(a: Algorithm, given: Mapping[str, Any], n_samples: int) -> Rules:
+def _rules(a: Algorithm, overrides: Mapping[str, Any], n_samples: int) -> Rules:
     """Return the rules between other fields."""
     kl = a.kl_in_reward or a.kl_in_loss
-    no_kl = not a.kl_coefficient and ("kl_coefficient" not in given or a.kl_target > 0)
+    no_kl = not a.kl_coefficient and ("kl_coefficient" not in overrides or a.kl_target > 0)
     off = {"kl_placement": "none", "critic": False, "second_moment": 0.0,
            "second_moment_clip": 0.0, "drop_equal_rewards": False}  # fmt: skip
     single = n_samples < 2 and a.data == "rollouts"

@@ -95,8 +95,8 @@ def pair_loss(
     chosen, rejected = (_by_pair(weights * x, mask, segments, odd) for odd in (1, 0))
     z, present = chosen - rejected, _by_pair(ops.float32(mask), mask, segments, 1) > 0
     scale = algorithm.pair_beta if algorithm.kind.reference else 1.0
-    each = choose("loss", algorithm.loss, PAIR_LOSSES)(z, algorithm)
-    loss = lib.sum(lib.where(present, each, 0.0))
+    losses = choose("loss", algorithm.loss, PAIR_LOSSES)(z, algorithm)
+    loss = lib.sum(lib.where(present, losses, 0.0))
     stats = {
         "n_valid_tokens": mask,
         "n_pairs": present,
@@ -113,16 +113,16 @@ def _by_pair(x_BT: Array, mask: Array, segments: Array, odd: int) -> Array:
     """Return the sum of x over the masked tokens of every pair's odd, or even, segment."""
     rows, width = x_BT.shape
     ops = ops_of(x_BT)
-    own = mask & (segments % 2 == odd) & (segments > 0)
+    side = mask & (segments % 2 == odd) & (segments > 0)
     slots = rows * (width // 2 + 1)
     index = ops.row_index(x_BT) * (width // 2 + 1) + (segments - 1) // 2
-    index = ops.lib.where(own, index, slots).reshape(-1)  # beyond the end: dropped
+    index = ops.lib.where(side, index, slots).reshape(-1)  # beyond the end: dropped
 
     def total(x):
         return ops.segment_sum(x.reshape(-1), index, slots)
 
     # The second pass corrects the first one's rounding, because differences of pairs are small.
-    count = total(ops.float32(own))
+    count = total(ops.float32(side))
     mean = total(x_BT) / ops.lib.clip(count, 1.0, None)
     near = ops.take(mean, index, 0.0).reshape(x_BT.shape)
     return mean * count + total(x_BT - near)

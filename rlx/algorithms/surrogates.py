@@ -34,8 +34,8 @@ def clipped_surrogate(inputs: LossInputs, algorithm: Algorithm) -> LossAndStats:
         low = lib.clip(lib.exp(-inputs.clip_bound), None, low)
         high = lib.clip(lib.exp(inputs.clip_bound), high, None)
     bounded = lib.clip(ratio, low, high)
-    plain, held = -ratio * advantage, -bounded * advantage
-    loss, clipped = lib.maximum(plain, held), held > plain
+    plain, bounded_loss = -ratio * advantage, -bounded * advantage
+    loss, clipped = lib.maximum(plain, bounded_loss), bounded_loss > plain
     if algorithm.dual_clip:
         ceiling = -algorithm.dual_clip * advantage
         beyond = (advantage < 0) & (ceiling < loss)
@@ -75,9 +75,9 @@ def bounded_weight_surrogate(inputs: LossInputs, algorithm: Algorithm) -> LossAn
     """
     lib = inputs.ops.lib
     ratio = lib.exp(inputs.log_ratio)
-    held = lib.clip(ratio, 1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high)
-    loss = -inputs.ops.frozen(held) * inputs.advantage * inputs.target
-    return loss, {"actor_clip_ratio": held != ratio}
+    bounded = lib.clip(ratio, 1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high)
+    loss = -inputs.ops.frozen(bounded) * inputs.advantage * inputs.target
+    return loss, {"actor_clip_ratio": bounded != ratio}
 
 
 def geometric_surrogate(inputs: LossInputs, algorithm: Algorithm) -> LossAndStats:
@@ -91,9 +91,9 @@ def geometric_surrogate(inputs: LossInputs, algorithm: Algorithm) -> LossAndStat
     low = math.log1p(-algorithm.clip_low) if algorithm.clip_low < 1 else -math.inf
     high = math.log1p(algorithm.clip_high)
     up, down = lib.clip(log_ratio, None, high), lib.clip(log_ratio, low, None)
-    held = lib.where(inputs.advantage > 0, up, down)
-    mean = inputs.ops.aggregate(held, inputs.mask, inputs.segment_ids, "mean")
-    return -inputs.advantage * lib.exp(mean), {"actor_clip_ratio": held != log_ratio}
+    bounded = lib.where(inputs.advantage > 0, up, down)
+    mean = inputs.ops.aggregate(bounded, inputs.mask, inputs.segment_ids, "mean")
+    return -inputs.advantage * lib.exp(mean), {"actor_clip_ratio": bounded != log_ratio}
 
 
 def divergence_surrogate(inputs: LossInputs, algorithm: Algorithm) -> LossAndStats:
@@ -210,11 +210,11 @@ def control_weights(
     levels = {"token": lambda x: x, "sequence": lambda x: ops.aggregate(x, used_BT, segments, how)}
     leveled = choose("weight_level", algorithm.weight_level, levels)(measure(log_weight))
     statistic = finish(leveled)
-    held = lib.clip(statistic, algorithm.weight_lower, algorithm.weight_upper)
-    in_bounds = held == statistic
-    own = algorithm.weight_level == "sequence" and how == "max"
+    bounded = lib.clip(statistic, algorithm.weight_lower, algorithm.weight_upper)
+    in_bounds = bounded == statistic
+    per_token = algorithm.weight_level == "sequence" and how == "max"
     actions = {
         "mask": lambda: lib.where(in_bounds, weight, 0.0),
-        "truncate": lambda: lib.exp(log_weight - leveled) * held if own else held,
+        "truncate": lambda: lib.exp(log_weight - leveled) * bounded if per_token else bounded,
     }
     return choose("weight_action", algorithm.weight_action, actions)(), in_bounds

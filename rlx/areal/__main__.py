@@ -14,9 +14,9 @@ def main() -> None:
     """Print the config."""
     if len(sys.argv) < 2 or "=" in sys.argv[1] or sys.argv[1].startswith("-"):
         raise UserError("no file; python -m rlx.areal FILE.yaml [key=value …] > configs/mine.py")
-    text, lost = areal_yaml.convert(sys.argv[1], sys.argv[2:])
+    text, gaps = areal_yaml.convert(sys.argv[1], sys.argv[2:])
     command.say(text)
-    command.say("\n".join(lost), sys.stderr)
+    command.say("\n".join(gaps), sys.stderr)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def _part(text: str, notes: list[str]) -> str:
         sizes = _hybrid(text, both[1], both[2])
     else:
         sizes = _sizes(text, dims, TRAINERS[backend])
-    return f"jax{name}:{_sharded(text, backend or 'a trainer', sizes, notes)}"
+    return f"jax{name}:{_trainer_sizes(text, backend or 'a trainer', sizes, notes)}"
 
 
 def _sizes(part: str, dims: str, letters: str) -> dict[str, int]:
@@ -81,7 +81,7 @@ def _hybrid(part: str, attention: str, feed_forward: str) -> dict[str, int]:
     return sizes | {"e": experts.get("e", 1)}
 
 
-def _sharded(part: str, what: str, sizes: Mapping[str, int], notes: list[str]) -> str:
+def _trainer_sizes(part: str, what: str, sizes: Mapping[str, int], notes: list[str]) -> str:
     """Return sizes of AReaL's trainer in rlx's letters: d and p shard weights, e is inside them."""
     stages, experts = sizes.get("p", 1), sizes.get("e", 1)
     shards = sizes.get("d", 1) * stages

@@ -78,13 +78,13 @@ class ArealFile:
       notes: key → what whoever uses the config must know, found on the way.
     """
 
-    def __init__(self, given: Mapping[str, Any], names: Mapping[str, str],
+    def __init__(self, values: Mapping[str, Any], names: Mapping[str, str],
                  first: Mapping[str, Any] | None = None):  # fmt: skip
-        self.given, self.names, self._defaults = given, names, DEFAULTS | dict(first or {})
+        self.given, self.names, self._defaults = values, names, DEFAULTS | dict(first or {})
         self.notes: dict[str, str] = {}
         rl, allocated = self["train_dataset.type"] == "rl", self["allocation_mode"] or ""
         roles = (("rollout", "actor"), ("actor", "rollout"))
-        together = any(self[f"{one}.scheduling_strategy.target"] == two for one, two in roles)
+        together = any(self[f"{role}.scheduling_strategy.target"] == other for role, other in roles)
         sglang = "sglang" in f"{allocated}{self['rollout.backend']}"
         gsm8k = "gsm8k" in f"{self['train_dataset.path']}{self['valid_dataset.path']}"
         facts = {
@@ -108,8 +108,8 @@ class ArealFile:
 
     def __contains__(self, block: str) -> bool:
         """Whether a block, or a key, is there and not null."""
-        found = self.given.get(block) is not None
-        return found or any(key.startswith(f"{block}.") for key in self.given)
+        is_set = self.given.get(block) is not None
+        return is_set or any(key.startswith(f"{block}.") for key in self.given)
 
     def source(self, block: str) -> str:
         """Return a data set's name as data.train has it."""
@@ -122,8 +122,8 @@ class ArealFile:
     def rows(self) -> int:
         """Return how many rows there are to train on; UserError where they cannot be read."""
         path, split = self["train_dataset.path"], self["train_dataset.split"]
-        known = COUNTED.get(path) if split == "train" else None
-        return known or len(data.load(self.source("train_dataset"), "", ""))
+        count = COUNTED.get(path) if split == "train" else None
+        return count or len(data.load(self.source("train_dataset"), "", ""))
 
 
 def _steps(epochs: int, f: ArealFile) -> Any:
@@ -151,17 +151,17 @@ def _warmup(share: float, f: ArealFile) -> int:
 def _preset(kind: str, f: ArealFile) -> str:
     if kind not in (kinds := ("rl", "sft", "rw", "dpo")):
         raise UserError(f"train_dataset.type={kind!r} is none of {', '.join(kinds)}")
-    ours = {"rl": "ppo" if "critic" in f.facts else "grpo", "rw": "reward_model"}
-    return f["actor.loss_type"] if f["actor.loss_type"] == "ipo" else ours.get(kind, kind)
+    presets = {"rl": "ppo" if "critic" in f.facts else "grpo", "rw": "reward_model"}
+    return f["actor.loss_type"] if f["actor.loss_type"] == "ipo" else presets.get(kind, kind)
 
 
-def _decoupled(asked: bool, f: ArealFile) -> bool:
-    if asked and "filter" not in f.facts:
+def _decoupled(enabled: bool, f: ArealFile) -> bool:
+    if enabled and "filter" not in f.facts:
         f.notes[_FILTER] = "null: no filter, no weight (w = 1), as there; before, upper=5 was usual"
         if f["actor.m2_threshold"]:
             f.notes[_FILTER] += ". M2PO has the weight here all the same, without a bound"
             return True
-    return asked and "filter" in f.facts
+    return enabled and "filter" in f.facts
 
 
 def _allocation(text: str, f: ArealFile) -> Any:
@@ -177,15 +177,15 @@ def _allocation(text: str, f: ArealFile) -> Any:
     return text
 
 
-def _targets(given: list[str] | str, f: ArealFile) -> Any:
-    names = [given] if isinstance(given, str) else given
-    found = [ours for name in names for ours in TABLE["targets"].get(name, (name,))]
-    return tuple(dict.fromkeys(found)) or LORA_TARGETS
+def _targets(value: list[str] | str, f: ArealFile) -> Any:
+    names = [value] if isinstance(value, str) else value
+    targets = [target for name in names for target in TABLE["targets"].get(name, (name,))]
+    return tuple(dict.fromkeys(targets)) or LORA_TARGETS
 
 
 def _writers(path: Any, f: ArealFile) -> tuple[str, ...]:
     on = {name: f[f"stats_logger.{name}.mode"] != "disabled" for name in ("wandb", "trackio")}
-    return tuple(name for name, there in ({"tensorboard": bool(path)} | on).items() if there)
+    return tuple(name for name, enabled in ({"tensorboard": bool(path)} | on).items() if enabled)
 
 
 def _workflow(path: str, f: ArealFile) -> Any:

@@ -68,8 +68,8 @@ def load(
     def resolved(node: Any, at: tuple[str, ...], seen: tuple[Any, ...]) -> Any:
         if isinstance(node, dict | list):
             keys = node if isinstance(node, dict) else range(len(node))
-            found = {key: resolved(node[key], (*at, str(key)), seen) for key in keys}
-            return found if isinstance(node, dict) else [*found.values()]
+            children = {key: resolved(node[key], (*at, str(key)), seen) for key in keys}
+            return children if isinstance(node, dict) else [*children.values()]
         while isinstance(node, str) and (match := re.search(r"\$\{([^${}]*)\}", node)):
             value = meaning(match[1].strip(), at, seen)
             before, after = node[: match.start()], node[match.end() :]
@@ -116,35 +116,37 @@ def modern(leaves: Mapping[str, Any]) -> ArealFile:
     table = dict(TABLE["first" if first else "older"])
     if "actor" in blocks:
         table.pop("model.", None)
-    given, names = {}, {}
+    values, names = {}, {}
     for name, value in leaves.items():
         old = next((o for o in table if name == o or (o[-1] in "._" and name.startswith(o))), "")
         key = table[old] + name.removeprefix(old) if old else name
         if key.endswith("scheduling_spec") and isinstance(value, list):  # but for what it costs
             if not all(isinstance(spec, dict) for spec in value):
-                raise UserError(f"{_shown(name, value)}: want a list of blocks")
+                raise UserError(f"{_comment_line(name, value)}: want a list of blocks")
             specs = [{k: v for k, v in spec.items() if k not in _SIZES and v} for spec in value]
             value = [spec for spec in specs if spec]
         if not _alike(value, DEFAULTS.get(key)):
-            raise UserError(f"{_shown(name, value)}: want one like AReaL's own, {DEFAULTS[key]!r}")
-        given[key], names[key] = value, name
+            raise UserError(
+                f"{_comment_line(name, value)}: want one like AReaL's own, {DEFAULTS[key]!r}"
+            )
+        values[key], names[key] = value, name
     if first:
-        group, norm = given.pop("actor.group_adv_norm", 0), given.pop("actor.adv_norm", True)
+        group, norm = values.pop("actor.group_adv_norm", 0), values.pop("actor.adv_norm", True)
         levels = {"mean_level": "group", "std_level": "group"} if group else {}
-        given["actor.adv_norm"] = {} if norm else None
-        given |= {f"actor.adv_norm.{key}": value for key, value in levels.items() if norm}
-        if given.pop("actor.disable_value", False):
-            given = {key: value for key, value in given.items() if not key.startswith("critic.")}
+        values["actor.adv_norm"] = {} if norm else None
+        values |= {f"actor.adv_norm.{key}": value for key, value in levels.items() if norm}
+        if values.pop("actor.disable_value", False):
+            values = {key: value for key, value in values.items() if not key.startswith("critic.")}
         else:
-            given.setdefault("critic.path", given.get("actor.path"))
-        given.setdefault("ref.path", given.get("actor.path"))
+            values.setdefault("critic.path", values.get("actor.path"))
+        values.setdefault("ref.path", values.get("actor.path"))
     for old in ("actor.behav_imp_weight_", "actor.behave_imp_weight_"):
-        cap, mode = given.pop(f"{old}cap", NOTHING), given.pop(f"{old}mode", "token_mask")
+        cap, mode = values.pop(f"{old}cap", NOTHING), values.pop(f"{old}mode", "token_mask")
         if cap is not NOTHING and mode != "disabled":
             level, _, action = str(mode).replace("truncate", "clamp").partition("_")
             now = {"level": level, "action": action, "upper": float("inf") if cap is None else cap}
-            given |= {f"actor.rejection_sampling.{key}": value for key, value in now.items()}
-    return ArealFile(given, names, TABLE["first_defaults"] if first else None)
+            values |= {f"actor.rejection_sampling.{key}": value for key, value in now.items()}
+    return ArealFile(values, names, TABLE["first_defaults"] if first else None)
 
 
 def _alike(value: Any, usual: Any) -> bool:
@@ -170,12 +172,12 @@ def _unset(key: str, value: Any, file: ArealFile) -> str | None:
                 role, _, rest = key.partition(".")
                 actors = file.given.get(f"actor.{rest}") if role in ("ref", "critic") else None
                 asks = value not in (*_IDLE, _parsed(usual, ""), actors)
-                other = role in ("vllm", "sglang") and role not in file.facts
-                return words if asks and not other else ""
+                other_engine = role in ("vllm", "sglang") and role not in file.facts
+                return words if asks and not other_engine else ""
     return None
 
 
-def _shown(key: str, value: Any) -> str:
+def _comment_line(key: str, value: Any) -> str:
     """Return `key = value` for a comment: one line, no secret."""
     text, most = _SECRET.sub(r"\1…", f"{key} = {value!r}"), len(key) + 63
     return _line(text if len(text) <= most else text[: most - 1] + "…")
@@ -190,11 +192,11 @@ def _typed(key: str, value: Any, to: str, usual: Any) -> Any:
     field = FIELDS.get(to.removeprefix("algorithm.")) if to.startswith("algorithm.") else None
     kind = type(field.default) if field else type(usual)
     if isinstance(value, float) and not (value > -math.inf and (kind is float or value < math.inf)):
-        raise UserError(f"{_shown(key, value)}: {to} takes a number")
+        raise UserError(f"{_comment_line(key, value)}: {to} takes a number")
     if type(value) in (int, float) and kind in (int, float) and kind(value) == value:
         return kind(value)
     if not isinstance(value, kind):
-        raise UserError(f"{_shown(key, value)}: {to} takes {kind.__name__}")
+        raise UserError(f"{_comment_line(key, value)}: {to} takes {kind.__name__}")
     return value
 
 
@@ -206,35 +208,41 @@ def python(file: ArealFile, name: str) -> tuple[str, list[str]]:
     usual = dict(configs.leaves(configs.default()))
     values: dict[str, Any] = {}
     comments: dict[str, str] = {}
-    lost, same = [], []
+    gaps, same = [], []
     for row in ROWS:
         of_rl = row.to.startswith("algorithm.") and row.to != "algorithm.preset"
         if of_rl and ("rl" in file.facts) == (row.to == "algorithm.pair_beta"):
             continue  # the other trainers take nothing else
         if "data" not in file.facts and row.to.startswith(_TRAINING):
             continue  # an evaluation
-        key, given = file.names.get(row.key, row.key), file[row.key]
+        key, file_value = file.names.get(row.key, row.key), file[row.key]
         try:
             value = row(file)
         except (TypeError, ValueError, AttributeError, OverflowError):
             usual_type = type(usual[row.to]).__name__
-            raise UserError(f"{_shown(key, given)}: {row.to} takes {usual_type}") from None
+            raise UserError(
+                f"{_comment_line(key, file_value)}: {row.to} takes {usual_type}"
+            ) from None
         if value is LOST:
-            lost.append(f"{_shown(key, given)}: {row.says or 'not here'}")
+            gaps.append(f"{_comment_line(key, file_value)}: {row.says or 'not here'}")
         elif value is not NOTHING:
             values[row.to] = _typed(key, value, row.to, usual[row.to])
-            said = key if row.key in file.given else f"{key}, its default"
-            comments[row.to] = said if given == value else _shown(said, given)
+            comment = key if row.key in file.given else f"{key}, its default"
+            comments[row.to] = (
+                comment if file_value == value else _comment_line(comment, file_value)
+            )
     for key in [key for key in file.given if key not in _ROW_KEYS]:
-        written = file.names.get(key, key)
+        file_key = file.names.get(key, key)
         words = _unset(key, file.given[key], file)
         if words is None and (near := nearest(key, DEFAULTS, most=2)):
-            raise UserError(f"unknown key {written!r} in {name}; did you mean {near!r}?")
+            raise UserError(f"unknown key {file_key!r} in {name}; did you mean {near!r}?")
         if words == "":
-            same.append(_line(written))
+            same.append(_line(file_key))
             continue
-        lost.append(f"{_shown(written, file.given[key])}: {words or 'no key of AReaL, not read'}")
-    lost += [f"{key}: {text}" for key, text in file.notes.items()]
+        gaps.append(
+            f"{_comment_line(file_key, file.given[key])}: {words or 'no key of AReaL, not read'}"
+        )
+    gaps += [f"{key}: {text}" for key, text in file.notes.items()]
     algorithm = {to.removeprefix("algorithm."): value for to, value in values.items()
                  if to.startswith("algorithm.") and to != "algorithm.preset"}  # fmt: skip
     preset = PRESETS[values.get("algorithm.preset", "grpo")]
@@ -246,18 +254,18 @@ def python(file: ArealFile, name: str) -> tuple[str, list[str]]:
             and (value != usual[to] or ", its default" not in comments[to])]  # fmt: skip
     text = [f'"""{name}, of AReaL, as rlx has it."""\n', "from rlx.config import default\n\n",
             "def get_config():", '    """The run of that file."""', "    c = default()", *body,
-            "    return c\n\n", "# Not from the file, or otherwise:", *(f"#   {x}" for x in lost),
+            "    return c\n\n", "# Not from the file, or otherwise:", *(f"#   {x}" for x in gaps),
             "# By these nothing changes:", f"#   {', '.join(same)}"]  # fmt: skip
-    return "\n".join(text), lost
+    return "\n".join(text), gaps
 
 
 def convert(path: str, overrides: Iterable[str]) -> tuple[str, list[str]]:
     """Return what `python` does of a file, with overrides, here and now."""
     leaves = load(Path(path), overrides, datetime.datetime.now(), os.environ)
-    ours = leaves.keys() & dict(configs.leaves(configs.default())).keys() - _ROW_KEYS
-    if 2 * len(ours) > len(leaves):
+    keys = leaves.keys() & dict(configs.leaves(configs.default())).keys() - _ROW_KEYS
+    if 2 * len(keys) > len(leaves):
         raise UserError(
-            f"{path} has keys of rlx ({', '.join(sorted(ours)[:3])}), and YAML is read as AReaL's; "
+            f"{path} has keys of rlx ({', '.join(sorted(keys)[:3])}), and YAML is read as AReaL's; "
             "set them in a .py file with get_config(), or as --config.KEY=VALUE"
         )
     return python(modern(leaves), _line(Path(path).name))
@@ -269,12 +277,12 @@ def config_of(path: str, overrides: str = "") -> Any:
     Prints the keys that rlx has not to stderr.
     """
     try:
-        given = shlex.split(overrides)
+        args = shlex.split(overrides)
     except ValueError as error:
         hint = "quote as a shell would"
         raise UserError(f"{overrides!r} overrides nothing ({error}); {hint}") from None
-    text, lost = convert(path, given)
-    for line in lost:
+    text, gaps = convert(path, args)
+    for line in gaps:
         command.say(f"{path}: {line}", sys.stderr)
     names: dict[str, Any] = {}
     exec(text, names)

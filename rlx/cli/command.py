@@ -90,12 +90,12 @@ def run(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
     except Exception as error:
-        known = error if isinstance(error, UserError) else explain(error)
-        if trace or not known:
+        user_error = error if isinstance(error, UserError) else explain(error)
+        if trace or not user_error:
             say(traceback.format_exc().rstrip(), sys.stderr)
-        if known:
-            say(f"error: {known}", sys.stderr)
-        status = 2 if known else 1
+        if user_error:
+            say(f"error: {user_error}", sys.stderr)
+        status = 2 if user_error else 1
     signal.signal(signal.SIGTERM, before)
     try:
         leave(status, teardown)

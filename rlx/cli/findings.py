@@ -27,24 +27,24 @@ class Finding:
     area: str  # section of the table, such as machine or config, or a host
     name: str  # subject of the check
     level: str  # ok | absent (not needed) | warning (slow, may fail) | problem (cannot work)
-    found: str  # result, one sentence
+    result: str  # result, one sentence
     remedy: str = ""  # change to make; empty if none is needed
 
 
-def advised(area: str, name: str, found: str, remedy: str = "") -> Finding:
+def advised(area: str, name: str, result: str, remedy: str = "") -> Finding:
     """Return a row that is a warning if it has a remedy, else ok."""
-    return Finding(area, name, "warning" if remedy else "ok", found, remedy)
+    return Finding(area, name, "warning" if remedy else "ok", result, remedy)
 
 
 def attempt(
-    area: str, name: str, function: Callable[[], _T], found: Callable[[Any], str]
+    area: str, name: str, function: Callable[[], _T], describe: Callable[[Any], str]
 ) -> tuple[Finding, _T | None]:
     """Call `function`; return the row of its outcome, and its value or None if it raises."""
     try:
         value = function()
     except Exception as error:
         return problem(area, name, error), None
-    return Finding(area, name, "ok", found(value)), value
+    return Finding(area, name, "ok", describe(value)), value
 
 
 def problem(area: str, name: str, error: Exception) -> Finding:
@@ -91,15 +91,15 @@ def show(findings: Iterable[Finding], console: "Console | None" = None) -> list[
 
 def section(area: str, findings: Iterable[Finding], console: "Console") -> list[Finding]:
     """Print one section, a table or a line for each finding as it comes; return the findings."""
-    found, shown = list[Finding](), list[Finding]()
+    rows, shown = list[Finding](), list[Finding]()
     for finding in findings:
-        found.append(finding)
+        rows.append(finding)
         shown.append(Finding(*map(plain, astuple(finding))))
         if _plain(console):
             console.print(line(shown[-1]), markup=False, soft_wrap=True)
     if not _plain(console):
         console.print(_section(plain(area), shown, min(console.width, _WIDEST)))
-    return found
+    return rows
 
 
 def _plain(console: "Console") -> bool:
@@ -109,7 +109,7 @@ def _plain(console: "Console") -> bool:
 def line(finding: Finding) -> str:
     """Return one greppable line: level, area, name, result, remedy."""
     remedy = f" → {finding.remedy}" if finding.remedy else ""
-    return f"{finding.level:8}{finding.area}: {finding.name}: {finding.found}{remedy}"
+    return f"{finding.level:8}{finding.area}: {finding.name}: {finding.result}{remedy}"
 
 
 def _section(area: str, rows: list[Finding], width: int) -> "Table":
@@ -127,7 +127,7 @@ def _section(area: str, rows: list[Finding], width: int) -> "Table":
     for finding in rows:
         style = STYLES[finding.level]
         quiet = style if finding.level == "absent" else ""
-        text = Text(finding.found, style=quiet)
+        text = Text(finding.result, style=quiet)
         if finding.remedy:
             text.append(f"\n→ {finding.remedy}", style=quiet or "cyan")
         name = Text(finding.name, style=quiet or "bold")

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import NamedTuple, TextIO
 
 from rlx.cli.user_code import frames, place_of
-from rlx.system.threads import watched
+from rlx.system.threads import last_turn
 
 # Quiet seconds that are never late.
 SECONDS = {
@@ -56,11 +56,11 @@ def look(
     """
     after, lines = {}, []
     for name, sign in signs.items():
-        begun = sign.since or now
-        was = state.get(name, Quiet(sign.mark, begun))
+        start = sign.since or now
+        was = state.get(name, Quiet(sign.mark, start))
         if was.mark != sign.mark:
             lasted = 0.0 if was.mark is None else now - was.since
-            was = Quiet(sign.mark, begun, max(was.longest, lasted))
+            was = Quiet(sign.mark, start, max(was.longest, lasted))
         quiet = now - was.since
         late = max(least[name], _TIMES * was.longest, _AGAIN * was.reported)
         if sign.mark is not None and quiet >= late:
@@ -81,7 +81,7 @@ def reported(
     `woken` is when the process started or went on after a stop. Without a path, stderr gets the
     stacks. A directory that does not exist yet is made by the first report.
     """
-    ended, opened = threading.Event(), list[TextIO]()
+    over, opened = threading.Event(), list[TextIO]()
 
     def stacks(line: str) -> str:
         """Write a line and the stacks; return where."""
@@ -98,7 +98,7 @@ def reported(
     def watch() -> None:
         state: dict[str, Quiet] = {}
         last = woken = time.monotonic()
-        while not ended.wait(_TICK):
+        while not over.wait(_TICK):
             now = time.monotonic()
             if path and not opened and path.parent.is_dir():
                 with suppress(OSError):
@@ -109,14 +109,14 @@ def reported(
                 state, woken = {}, now
             last = now
             state, lines = look(state, now, signs(woken), SECONDS)
-            for line in lines if not ended.is_set() else ():
+            for line in lines if not over.is_set() else ():
                 say(f"{line}; {stacks(line)}")
 
     (thread := threading.Thread(target=watch, name="watchdog", daemon=True)).start()
     try:
         yield
     finally:
-        ended.set()
+        over.set()
         thread.join(_TICK)  # it may wait for a lock of the interrupted code
         if path:
             faulthandler.cancel_dump_traceback_later()
@@ -144,7 +144,7 @@ def reported_here(
     name: str, further: Callable[[float], Mapping[str, Sign]] = lambda woken: {}
 ) -> Iterator[None]:
     """Report on stderr when the running event loop is blocked, and what `further` signs say."""
-    turned, thread = watched(asyncio.get_running_loop()), threading.get_ident()
+    turned, thread = last_turn(asyncio.get_running_loop()), threading.get_ident()
 
     def signs(woken: float) -> dict[str, Sign]:
         return {"loop": loop_sign(turned(), thread, name), **further(woken)}

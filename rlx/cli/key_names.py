@@ -10,7 +10,7 @@ from pathlib import Path
 from rlx.base import UserError, nearest, unknown
 
 
-def embedded() -> Path:
+def configs_home() -> Path:
     """Return the directory that comes with rlx and has `configs/`: of a wheel, else of a clone."""
     wheel = Path(__file__).parents[1] / "embedded"
     return wheel if wheel.is_dir() else wheel.parents[1]
@@ -23,19 +23,19 @@ def elsewhere(known: Iterable[str]) -> dict[str, str]:
     """
     keys, names, prefix = set(known), dict[str, str](), ""
     ends = {key.rpartition(".")[2] for key in keys}
-    page = embedded() / "docs/coming_from.md"
+    page = configs_home() / "docs/coming_from.md"
     for line in page.read_text(encoding="utf-8").splitlines() if page.exists() else ():
         first, *cells = line.strip("|").split(" | ") if line.startswith("| ") else ("", "")
         if first.strip().startswith("rlx"):  # a heading, perhaps with the section of its keys
             prefix = "".join(_codes(first))
-        given = [key if key[:2] == "--" else prefix + key for key in _codes(first)]
-        ours = [key for key in given if key.partition("=")[0] in keys or key[:2] == "--"]
-        ours = [key for key in ours if "=" not in key] or [key.split("=")[0] for key in ours]
-        for cell in cells if ours else ():
+        row_keys = [key if key[:2] == "--" else prefix + key for key in _codes(first)]
+        valid = [key for key in row_keys if key.partition("=")[0] in keys or key[:2] == "--"]
+        valid = [key for key in valid if "=" not in key] or [key.split("=")[0] for key in valid]
+        for cell in cells if valid else ():
             foreign = _codes(cell.partition(": `")[0])  # without the values that may follow
             for n, name in enumerate(code.partition("=")[0] for code in foreign):
-                for each in {name, *{name.rpartition(".")[2]} - ends}:
-                    names.setdefault(each, ours[min(n, len(ours) - 1)])
+                for alias in {name, *{name.rpartition(".")[2]} - ends}:
+                    names.setdefault(alias, valid[min(n, len(valid) - 1)])
     return names
 
 
@@ -43,25 +43,25 @@ def _codes(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-def meant(name: str, known: Iterable[str]) -> str:
+def nearest_key(name: str, known: Iterable[str]) -> str:
     """Return the key or `--flag` that a misspelt, short or foreign name stands for; "" for none."""
     name, keys = name.replace("-", "_").lower(), sorted(known)
     names, (section, _, last) = elsewhere(keys), name.rpartition(".")
-    own = {k.removeprefix(f"{section}."): k for k in keys if k.startswith(f"{section}.")}
+    siblings = {k.removeprefix(f"{section}."): k for k in keys if k.startswith(f"{section}.")}
     ends = [key.rpartition(".")[2] for key in keys]
     alone = {end: key for end, key in zip(ends, keys, strict=True) if ends.count(end) == 1}
     if name in keys or name in names:
         return name if name in keys else names[name]
     sections = {key.rpartition(".")[0] for key in keys}
-    if section and not own and (near := nearest(section, sections)):
-        return meant(f"{near}.{last}", keys)
-    choices = own if section else names | alone
+    if section and not siblings and (near := nearest(section, sections)):
+        return nearest_key(f"{near}.{last}", keys)
+    choices = siblings if section else names | alone
     near = nearest(last, choices)
     return choices[near] if near else names.get(last, alone.get(last, ""))
 
 
 def unknown_key(name: str, known: Iterable[str]) -> UserError:
     """Return the error for a key that is none of `known`, with the one that was meant."""
-    if key := meant(name, keys := list(known)):
+    if key := nearest_key(name, keys := list(known)):
         return UserError(f"unknown config key {name!r}; did you mean {key!r}?")
     return unknown("config key", name, keys)

@@ -20,10 +20,10 @@ def duration(seconds: float | None) -> str:
         return "–"
     if seconds < 9.995:
         return f"{max(seconds, 0):.2f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    minutes, rest = divmod(total, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
@@ -108,10 +108,10 @@ def plain(text: str) -> str:
 
 def visible(text: str) -> str:
     """Return `text` with control, zero-width and direction characters written as ⟨U+202E⟩."""
-    return _HIDDEN.sub(lambda m: f"⟨{_named(m.group())}⟩", text.replace("\r\n", "\n"))
+    return _HIDDEN.sub(lambda m: f"⟨{_character_name(m.group())}⟩", text.replace("\r\n", "\n"))
 
 
-def _named(character: str) -> str:
+def _character_name(character: str) -> str:
     short = {"\x1b": "ESC", "\x07": "BEL", "\x00": "NUL", "\r": "CR"}.get(character)
     if short or unicodedata.category(character) == "Cc":
         return short or f"0x{ord(character):02x}"

@@ -51,9 +51,9 @@ def find(key: str, name: str, table: Mapping[str, Any] = _NONE) -> Any:
     except UserError as error:
         raise UserError(f"{key}={name!r}: {error}") from error
     if not hasattr(module, attribute):
-        there = names(module)
-        near = nearest(attribute, there)
-        hint = f"did you mean {near!r}?" if near else f"it has {', '.join(there) or 'none'}"
+        choices = names(module)
+        near = nearest(attribute, choices)
+        hint = f"did you mean {near!r}?" if near else f"it has {', '.join(choices) or 'none'}"
         raise UserError(f"{key}={name!r}: {place} has no {attribute!r}; {hint}")
     return getattr(module, attribute)
 
@@ -66,8 +66,8 @@ def is_own(name: str) -> bool:
 def names(module: ModuleType) -> list[str]:
     """Return the public names of callables that a module defines, or all it has if it has none."""
     every = {k: v for k, v in vars(module).items() if k[0] != "_" and callable(v)}
-    own = [k for k, v in every.items() if getattr(v, "__module__", "") == module.__name__]
-    return own or list(every)
+    local_names = [k for k, v in every.items() if getattr(v, "__module__", "") == module.__name__]
+    return local_names or list(every)
 
 
 def load(place: str) -> ModuleType:
@@ -88,15 +88,15 @@ def forget_edited() -> None:
     """Let files that were edited be loaded anew; call it between two runs, not in one."""
     for name, module in sys.modules.copy().items():  # at once: other threads import
         loaded = getattr(module, _EDITED, None) if name.startswith(_OF_FILE) else None
-        if loaded and loaded != _edited(Path(str(module.__file__))):
+        if loaded and loaded != _file_state(Path(str(module.__file__))):
             del sys.modules[name]
 
 
 def own_files() -> list[Path]:
     """Return the files of the modules in this process that are a user's, not of a library."""
     files = [str(getattr(module, "__file__", None)) for module in sys.modules.copy().values()]
-    own = (f for f in files if f.endswith(".py") and not any(part in f for part in LIBRARIES))
-    return [Path(file) for file in dict.fromkeys(own)]
+    paths = (f for f in files if f.endswith(".py") and not any(part in f for part in LIBRARIES))
+    return [Path(file) for file in dict.fromkeys(paths)]
 
 
 def frames(thread: int) -> list[FrameType]:
@@ -111,9 +111,9 @@ def of_user(frame: FrameType) -> bool:
 
 def place_of(stack: Sequence[FrameType]) -> str:
     """Return the user's innermost line, as `agent.py:14 Agent.run: time.sleep(5)`."""
-    if not (own := [*filter(of_user, stack)] or stack):
+    if not (trace := [*filter(of_user, stack)] or stack):
         return "its end"
-    code, number = own[-1].f_code, own[-1].f_lineno or 0  # None in between two lines
+    code, number = trace[-1].f_code, trace[-1].f_lineno or 0  # None in between two lines
     source = linecache.getline(code.co_filename, number).strip()[:_LINE]
     return f"{code.co_filename}:{number} {code.co_qualname}: {source}"
 
@@ -135,15 +135,15 @@ def words(error: BaseException, most: int = 300) -> str:
 def line(error: BaseException, libraries: tuple[str, ...] = LIBRARIES, most: int = 1) -> str:
     """Return `(FILE, line N)` of the last `most` lines of the user's that an exception came by."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not any(part in f.filename for part in libraries)]
-    places = "; ".join(f"{f.filename}, line {f.lineno}" for f in own[-most:])
-    return f"({places})" if own else ""
+    user_frames = [f for f in frames if not any(part in f.filename for part in libraries)]
+    places = "; ".join(f"{f.filename}, line {f.lineno}" for f in user_frames[-most:])
+    return f"({places})" if user_frames else ""
 
 
 def _near_module(name: str) -> str:
     parent, _, last = name.rpartition(".")
     path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
-    siblings = [found.name for found in pkgutil.iter_modules(path)] if path or not parent else []
+    siblings = [module.name for module in pkgutil.iter_modules(path)] if path or not parent else []
     near = nearest(last, siblings)
     return f", did you mean {'.'.join(filter(None, (parent, near)))!r}?" if near else ""
 
@@ -163,7 +163,7 @@ def _of_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    setattr(module, _EDITED, _edited(path))
+    setattr(module, _EDITED, _file_state(path))
     sys.modules[name] = module  # dataclasses and pickle look there
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
@@ -175,8 +175,8 @@ def _of_file(path: Path) -> ModuleType:
     return module
 
 
-def _edited(path: Path) -> tuple[int, int]:
+def _file_state(path: Path) -> tuple[int, int]:
     """Return when a file was last written, ns, and its bytes; zeros where it is gone."""
     with suppress(OSError):
-        return (found := path.stat()).st_mtime_ns, found.st_size
+        return (stat := path.stat()).st_mtime_ns, stat.st_size
     return 0, 0

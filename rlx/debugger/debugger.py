@@ -70,9 +70,9 @@ class Debugger:
 
     async def _run(self, steps: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
         async with self._server:
-            began, numbers = time.monotonic(), count()
+            start, numbers = time.monotonic(), count()
             models = await self._server.models()
-            answers = f"answers in {duration(time.monotonic() - began)}: {', '.join(models[:4])}"
+            answers = f"answers in {duration(time.monotonic() - start)}: {', '.join(models[:4])}"
             finding = Finding("server", "models", "ok", answers)
             section("server", [finding], Console(highlight=False))
             report: dict[str, Any] = {"models": models, "ok": True}
@@ -90,21 +90,21 @@ class Debugger:
 
     async def _step(self, runs: Sequence[AgentRun]) -> dict[str, Any]:
         """Make concurrent runs, print their results, and return them."""
-        title, began = "one run" if len(runs) == 1 else f"{len(runs)} runs", time.monotonic()
+        title, start = "one run" if len(runs) == 1 else f"{len(runs)} runs", time.monotonic()
         with ProgressBar() as bar:
-            for done, each in enumerate(asyncio.as_completed(map(self._make, runs)), 1):
-                await each
+            for done, future in enumerate(asyncio.as_completed(map(self._make, runs)), 1):
+                await future
                 bar.show(title, done, len(runs))
-        seconds = time.monotonic() - began
-        say("\n" + "\n".join(_transcript(runs[0], began) if len(runs) == 1 else [title]))
-        found = list(_findings(title, runs, seconds))
-        section(title, found, Console(highlight=False))
-        ok, failed = not problems(found), sum(bool(run.error) for run in runs)
+        seconds = time.monotonic() - start
+        say("\n" + "\n".join(_transcript(runs[0], start) if len(runs) == 1 else [title]))
+        findings = list(_findings(title, runs, seconds))
+        section(title, findings, Console(highlight=False))
+        ok, failed = not problems(findings), sum(bool(run.error) for run in runs)
         counts = {"ok": ok, "done": len(runs) - failed, "failed": failed, "seconds": seconds}
         return {**counts, **_latencies(runs), "runs": list(map(asdict, runs))}
 
     async def _make(self, run: AgentRun) -> None:
-        began, seconds = time.monotonic(), self._timeout or None
+        start, seconds = time.monotonic(), self._timeout or None
         url, key = self._server.base_url(run.number), self._server.api_key
         try:
             # The worker ends the run after `seconds`; if the run blocks it, it is killed.
@@ -115,7 +115,7 @@ class Debugger:
         except (workflow.AgentError, WorkerError, Evicted) as error:
             text = str(error) or "its process was ended because of another run"
             run.error, _, run.traceback = text.partition("\n")
-        run.seconds, run.calls = time.monotonic() - began, self._server.calls(run.number)
+        run.seconds, run.calls = time.monotonic() - start, self._server.calls(run.number)
         if not run.error:
             ids = {call.completion_id for call in run.calls if call.completion_id and call.ok}
             run.error = returns.mistake(value, ids) if ids else workflow.NO_COMPLETION
@@ -128,14 +128,14 @@ def steps(steps: str, rows: Sequence[Row], batch: int, group: int) -> dict[str, 
         raise UserError(f"--steps={steps} is invalid; give 1, 2 or 1,2")
     if min(batch, group) < 1:
         raise UserError(f"--batch={batch} and --group={group} must be 1 or more")
-    found = {"1": ("one", [rows[0]]), "2": ("many", [*islice(cycle(rows), batch)] * group)}
-    return dict(found[step] for step in steps.split(","))
+    choices = {"1": ("one", [rows[0]]), "2": ("many", [*islice(cycle(rows), batch)] * group)}
+    return dict(choices[step] for step in steps.split(","))
 
 
-def load_rows(path: str, wanted: str = "", config: Any = None) -> list[Row]:
+def load_rows(path: str, selection: str = "", config: Any = None) -> list[Row]:
     """Return rows of a file, else of a config's training data, else a sample, with `messages`.
 
-    `wanted` is `7`, `7:20` or `7:`, as in --rows, or "" for all. UserError if it is no range or
+    `selection` is `7`, `7:20` or `7:`, as in --rows, or "" for all. UserError if it is no range or
     empty, or the data cannot be read.
     """
     key, system, answer, rows = "question", "", "", [SAMPLE]
@@ -148,13 +148,13 @@ def load_rows(path: str, wanted: str = "", config: Any = None) -> list[Row]:
             rows = data.GENERATED[config.data.kind](config.seed, "train", _GENERATED)
     if names:
         rows = [row for name in names for row in data.load(name, "", answer)]
-    bounds = re.fullmatch(r"(\d*)(:?)(\d*)", wanted)
+    bounds = re.fullmatch(r"(\d*)(:?)(\d*)", selection)
     if not bounds:
-        raise UserError(f"--rows={wanted!r} is not a range; write 7, 7:20 or 7:")
+        raise UserError(f"--rows={selection!r} is not a range; write 7, 7:20 or 7:")
     first = int(bounds[1] or 0)
     last = first + 1 if bounds[1] and not bounds[2] else int(bounds[3] or len(rows))
     if not rows[first:last]:
-        raise UserError(f"--rows={wanted} selects none of {len(rows)} rows; they count from 0")
+        raise UserError(f"--rows={selection} selects none of {len(rows)} rows; they count from 0")
     return [(i, workflow.with_messages(rows[i], key, system)) for i in range(len(rows))[first:last]]
 
 
@@ -163,19 +163,19 @@ def _latencies(runs: Sequence[AgentRun]) -> dict[str, dict[str, float]]:
     good = {"run_seconds": [run.seconds for run in runs if not run.error]}
     good["call_seconds"] = [call.seconds for run in runs for call in run.calls if call.ok]
     return {
-        name: {level: float(np.quantile(own, q)) for level, q in _LEVELS.items()}
-        for name, own in good.items() if own
+        name: {level: float(np.quantile(seconds, q)) for level, q in _LEVELS.items()}
+        for name, seconds in good.items() if seconds
     }  # fmt: skip
 
 
 def _findings(area: str, runs: Sequence[AgentRun], seconds: float) -> Iterator[Finding]:
     """Yield findings: counts of runs, grouped failures, grouped refused calls, latencies."""
     rewards = [run.reward for run in runs if not run.error]
-    found = f"{len(rewards)} of {len(runs)} ok, in {duration(seconds)}"
+    summary = f"{len(rewards)} of {len(runs)} ok, in {duration(seconds)}"
     if rewards:
-        each = [np.mean([*r.values()] if isinstance(r, Mapping) else r) for r in rewards]
-        found += f", mean reward {np.mean(each):.3g}"
-    yield Finding(area, "runs", "ok" if len(rewards) == len(runs) else "problem", found)
+        means = [np.mean([*r.values()] if isinstance(r, Mapping) else r) for r in rewards]
+        summary += f", mean reward {np.mean(means):.3g}"
+    yield Finding(area, "runs", "ok" if len(rewards) == len(runs) else "problem", summary)
     for same in _alike([run for run in runs if run.error]):
         rows = sorted({run.index for run in same})
         text = f"{len(same)} × {same[0].error} (rows {', '.join(map(str, rows[:4]))})"
@@ -192,10 +192,10 @@ def _findings(area: str, runs: Sequence[AgentRun], seconds: float) -> Iterator[F
         yield Finding(area, name.replace("_", " "), "ok", text)
 
 
-def _transcript(run: AgentRun, began: float) -> Iterator[str]:
-    """Yield lines about a run's calls and its result; `began` in monotonic seconds."""
+def _transcript(run: AgentRun, start: float) -> Iterator[str]:
+    """Yield lines about a run's calls and its result; `start` in monotonic seconds."""
     for number, call in enumerate(run.calls, 1):
-        times = f"at {duration(call.begin - began)} · took {duration(call.seconds)}"
+        times = f"at {duration(call.begin - start)} · took {duration(call.seconds)}"
         yield f"call {number}  {call.path}  {call.model}  {times} · {call.stop_reason or '–'}"
         error = ("error", f"{call.status or 'no answer'}: {call.error}")
         end = ("answer", call.answer or "(empty)") if call.ok else error

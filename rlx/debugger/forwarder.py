@@ -89,12 +89,12 @@ class ModelCall:
                 choices = [c for c in event.get("choices") or [{}] if not c.get("index")]
                 choice = choices[0] if choices else {}
                 if not str(event.get("type")).endswith(".done"):  # repeats the text
-                    own = [choice.get(key) for key in ("message", "delta", "text")]
-                    self.answer += _text([*own, *map(event.get, _ANSWERS)])
+                    texts = [choice.get(key) for key in ("message", "delta", "text")]
+                    self.answer += _text([*texts, *map(event.get, _ANSWERS)])
                 for part in (head, event.get("delta"), choice):
                     if isinstance(part, Mapping):
-                        found = next(filter(None, map(part.get, _STOPS)), self.stop_reason)
-                        self.stop_reason = str(found)
+                        reason = next(filter(None, map(part.get, _STOPS)), self.stop_reason)
+                        self.stop_reason = str(reason)
         self.answer = shorten(self.answer)
 
 
@@ -131,10 +131,10 @@ class Forwarder:
 
     def calls(self, run: int) -> list[ModelCall]:
         """Return the calls of a finished run, in order."""
-        found = self._calls.pop(str(run), [])
-        for call, body in found:  # at the end, because an agent may abandon a stream
+        pairs = self._calls.pop(str(run), [])
+        for call, body in pairs:  # at the end, because an agent may abandon a stream
             call.read_answer(bytes(body))
-        return [call for call, _ in found]
+        return [call for call, _ in pairs]
 
     async def models(self, seconds: float = 30.0) -> list[str]:
         """Return the names of the server's models, if it lists them; or raise UserError."""
@@ -147,25 +147,25 @@ class Forwarder:
                 return []  # some servers have no list
             if answer.status != 200:
                 raise ValueError(f"{answer.status} {refusal(body)}")
-            found = [str(model["id"]) for model in json.loads(body)["data"]]
+            names = [str(model["id"]) for model in json.loads(body)["data"]]
         except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
             problem = f"cannot list the models of {url} ({type(error).__name__}: {error})"
             remedy = "start the server, or correct --api_key or --base_url=http://HOST:PORT/v1"
             raise UserError(f"{problem}; {remedy}") from None
-        if self._model and found and self._model not in found:
-            raise unknown("model of the server", self._model, found)
-        return found
+        if self._model and names and self._model not in names:
+            raise unknown("model of the server", self._model, names)
+        return names
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         rest = request.rel_url.raw_path_qs.split("/", 4)[4]
         if self._server.endswith("/v1"):  # Anthropic's clients add another
             rest = rest.removeprefix("v1/")
-        call, got = ModelCall(f"/{rest.partition('?')[0]}", time.monotonic()), bytearray()
+        call, content = ModelCall(f"/{rest.partition('?')[0]}", time.monotonic()), bytearray()
         body = call.read_request(await request.read(), self._model)
         if call.path.endswith(_GENERATES):
-            self._calls[request.match_info["run"]].append((call, got))
-        key, own = self._key or "none", _kept(request.headers)
-        headers = {n: t.replace(self.api_key, key) for n, t in own}
+            self._calls[request.match_info["run"]].append((call, content))
+        key, pairs = self._key or "none", _kept(request.headers)
+        headers = {n: t.replace(self.api_key, key) for n, t in pairs}
         response = web.StreamResponse()
         try:
             async with self._session.request(
@@ -177,7 +177,7 @@ class Forwarder:
                 response.headers.update(_kept(answer.headers))
                 await response.prepare(request)
                 async for chunk in answer.content.iter_any():
-                    got += chunk
+                    content += chunk
                     call.seconds = time.monotonic() - call.begin
                     with contextlib.suppress(ConnectionResetError):  # the agent left
                         await response.write(chunk)
@@ -192,12 +192,12 @@ class Forwarder:
 
 def refusal(body: bytes) -> str:
     """Return the message in an error's body, as one line."""
-    found: Any = body.decode(errors="replace")
+    value: Any = body.decode(errors="replace")
     with contextlib.suppress(*_WRONG_SHAPE):
-        found = json.loads(body)
+        value = json.loads(body)
         for key in ("error", "detail", "message"):
-            found = found[key] if isinstance(found, Mapping) and found.get(key) else found
-    return " ".join(str(found).split())[:300]
+            value = value[key] if isinstance(value, Mapping) and value.get(key) else value
+    return " ".join(str(value).split())[:300]
 
 
 def shorten(text: str) -> str:
@@ -215,9 +215,9 @@ def _text(value: Any) -> str:
         return " ".join(filter(None, map(_text, value)))
     if not isinstance(value, Mapping):
         return value if isinstance(value, str) else ""
-    for given in (value[key] for key in ("arguments", "input") if key in value):
+    for args in (value[key] for key in ("arguments", "input") if key in value):
         name = f" → {value['name']} " if value.get("name") else ""
-        return name + (given if isinstance(given, str) else json.dumps(given) if given else "")
+        return name + (args if isinstance(args, str) else json.dumps(args) if args else "")
     if not any(key in value for key in _TEXTS):
         return f"[{value['type']}]" if "type" in value else ""
     return _text([value.get(key) for key in _TEXTS])

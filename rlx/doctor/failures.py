@@ -37,8 +37,8 @@ def friendly_errors(advice: Callable[[], str] = lambda: "", doing: str = "") -> 
     except UserError:
         raise
     except Exception as error:
-        if known := explain(error, advice, doing):
-            raise known from error
+        if user_error := explain(error, advice, doing):
+            raise user_error from error
         raise
 
 
@@ -47,33 +47,33 @@ def explain(
 ) -> UserError | None:
     """Return the UserError for a failure or its cause, or None; `advice` is about memory."""
     when = f" ({doing})" if doing else ""
-    for each in _causes(error):
-        if device_is_full(each):
-            wanted = f": {amount} more wanted" if (amount := _size(str(each))) else ""
+    for cause in _causes(error):
+        if device_is_full(cause):
+            detail = f": {amount} more wanted" if (amount := _size(str(cause))) else ""
             more = advice() or "use smaller batches, fewer sequences or a smaller model"
-            return UserError(f"out of memory{when}{wanted}; {more}")
-        if isinstance(each, MemoryError) or _errno(each) == errno.ENOMEM:
-            there = available_memory.memory()
-            return UserError(f"memory is used up{when}: {there}; {advice() or there.remedy}")
-        if is_full(each):
-            return UserError(_disk(each))
-        if _errno(each) == errno.EADDRINUSE:
+            return UserError(f"out of memory{when}{detail}; {more}")
+        if isinstance(cause, MemoryError) or _errno(cause) == errno.ENOMEM:
+            memory = available_memory.memory()
+            return UserError(f"memory is used up{when}: {memory}; {advice() or memory.remedy}")
+        if is_full(cause):
+            return UserError(_disk(cause))
+        if _errno(cause) == errno.EADDRINUSE:
             remedy = "end the process that listens there, or choose another port (0: any free one)"
-            return UserError(f"a port is in use already ({each}); {remedy}")
-        if _errno(each) == errno.EMFILE:
+            return UserError(f"a port is in use already ({cause}); {remedy}")
+        if _errno(cause) == errno.EMFILE:
             remedy = "raise the limit with `ulimit -n 65536`"
-            return UserError(f"too many open files ({each}); {remedy}")
-        if (number := _errno(each)) in _PLACES and (name := getattr(each, "filename", None)):
+            return UserError(f"too many open files ({cause}); {remedy}")
+        if (number := _errno(cause)) in _PLACES and (name := getattr(cause, "filename", None)):
             return UserError(f"{os.fsdecode(name)}{when}: {os.strerror(number)}; {_PLACES[number]}")
     return None
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    found = [error]
-    for each in found:  # which grows meanwhile
-        causes = (*getattr(each, "exceptions", ()), *filter(None, [each.__cause__]))
-        found += [cause for cause in causes if cause not in found]
-        yield each
+    errors = [error]
+    for exception in errors:  # which grows meanwhile
+        causes = (*getattr(exception, "exceptions", ()), *filter(None, [exception.__cause__]))
+        errors += [cause for cause in causes if cause not in errors]
+        yield exception
 
 
 def _errno(error: BaseException) -> int | None:
@@ -82,9 +82,9 @@ def _errno(error: BaseException) -> int | None:
 
 def _size(text: str) -> str:
     """Return the size in an allocator's message; empty if it has none."""
-    if not (found := _SIZE.search(text)):
+    if not (match := _SIZE.search(text)):
         return ""
-    number, unit = float(found[1]), found[2].lower()
+    number, unit = float(match[1]), match[2].lower()
     scale = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}.get(unit[0], 1)
     return f"{number * scale / 1e9:.2f} GB"
 

@@ -13,8 +13,8 @@ _SHEETS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="
 
 def peak_flops(kind: str, dtype: str) -> float:
     """Return the FLOP/s of a GPU by its data sheet, float32 as TF32; 0: unknown."""
-    found = next((peak for name, peak in _SHEETS["peaks"].items() if name in kind), 0.0)
-    return found / 2 if dtype == "float32" else found
+    flops = next((peak for name, peak in _SHEETS["peaks"].items() if name in kind), 0.0)
+    return flops / 2 if dtype == "float32" else flops
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Card:
         """Return the card as text of XLA's GpuTargetConfigProto."""
         template = Path(__file__).with_name("gpu_target.txt").read_text(encoding="utf-8")
         major, minor = self.capability.split(".")
-        own = {"major": major, "minor": minor, "optin": self.shared - 1024}
-        return template % (vars(self) | own)
+        extra = {"major": major, "minor": minor, "optin": self.shared - 1024}
+        return template % (vars(self) | extra)
 
 
 CARDS = {name: Card(**sheet) for name, sheet in _SHEETS["cards"].items()}
@@ -52,11 +52,11 @@ CARDS = {name: Card(**sheet) for name, sheet in _SHEETS["cards"].items()}
 CPU = Card("CPU", "0.0", 1, 0, 0, 1.0, 1 << 34, 0, 1e10, 1e10, 1e10, 5e10)
 
 
-def named(kind: str) -> Card | None:
+def card_of(kind: str) -> Card | None:
     """Return the card whose name is a part of `kind`, a driver's name of a GPU; None: unknown."""
     card = next((card for name, card in CARDS.items() if name.upper() in kind), None)
-    own = re.search(r"(\d+)GB", kind)  # some cards are sold with half of the memory
-    return replace(card, memory=min(card.memory, int(own[1]) << 30)) if card and own else card
+    match = re.search(r"(\d+)GB", kind)  # some cards are sold with half of the memory
+    return replace(card, memory=min(card.memory, int(match[1]) << 30)) if card and match else card
 
 
 def parse(text: str) -> tuple[Card, int, int]:
@@ -64,11 +64,11 @@ def parse(text: str) -> tuple[Card, int, int]:
     name, _, count = text.partition(":")
     if name not in CARDS:
         raise unknown("GPU of --compile-for", name, CARDS)
-    hosts, times, each = (count or "1").partition("x")
-    if not hosts.isdigit() or (times and not each.isdigit()) or not int(hosts):
+    hosts, times, per_host = (count or "1").partition("x")
+    if not hosts.isdigit() or (times and not per_host.isdigit()) or not int(hosts):
         raise UserError(f"--compile-for={text}: not a number of GPUs; give h100:16 or h100:2x8")
     if times:
-        return CARDS[name], int(hosts), int(each)
+        return CARDS[name], int(hosts), int(per_host)
     total = int(hosts)
     if total > 8 and total % 8:
         problem = f"--compile-for={text}: {total} GPUs do not fill hosts of 8"

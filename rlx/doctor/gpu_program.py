@@ -53,8 +53,8 @@ class Instruction:
 
     def attribute(self, pattern: str) -> str:
         """Return the first group of a pattern in the line; "" if it is not there."""
-        found = re.search(pattern, self.line)
-        return found[1] if found else ""
+        match = re.search(pattern, self.line)
+        return match[1] if match else ""
 
     @property
     def called(self) -> Computation:
@@ -66,7 +66,7 @@ class Instruction:
         """The kind of a collective; "" for another instruction."""
         if self.opcode == "async-start":
             return "reduce-scatter" if self.attribute(r"calls=[%\w.\-]*(scatter)") else ""
-        return found[1] if (found := _COLLECTIVE.match(self.opcode)) else ""
+        return match[1] if (match := _COLLECTIVE.match(self.opcode)) else ""
 
     @cached_property
     def flops(self) -> float:
@@ -80,8 +80,8 @@ class Instruction:
         if "__cudnn$fmha" in self.line:
             *batch, rows, keys = _numbers(self.attribute(r'"dimensions": \[([\d", ]*)\]'))
             window = self.attribute(r'"sliding_window_length": ?"?(\d+)')
-            seen = min(int(window or 0) or keys, keys)
-            work = (2 * seen - seen**2 / rows) * rows  # twice what causal rows see
+            visible = min(int(window or 0) or keys, keys)
+            work = (2 * visible - visible**2 / rows) * rows  # twice what causal rows see
             products = 5 if "Backward" in self.line else 2
             # A causal half of 2 a product.
             return products * prod(batch) * work * _dims(self.shape)[-1]
@@ -96,20 +96,20 @@ class Instruction:
             for place, operand in enumerate(each.operands):
                 through = users.get(each.name, []) if each.opcode == "bitcast" else [(each, place)]
                 users.setdefault(operand, []).extend(through)
-        given = {
+        parameters = {
             int(each.attribute(r"parameter\((\d+)\)") or 0): each.name
             for each in inner if each.opcode == "parameter"
         }  # fmt: skip
         total = 0.0
         for index, name in enumerate(self.operands):
-            whole = size(self.home[name].shape) if name in self.home else 0
-            readers = users.get(given[index], []) if index in given else [(self, index)]
+            nbytes = size(self.home[name].shape) if name in self.home else 0
+            readers = users.get(parameters[index], []) if index in parameters else [(self, index)]
             if readers and all(not i and r.opcode in _SLICES | _UPDATES.keys() for r, i in readers):
-                whole = sum(size(r.shape) for r, _ in readers if r.opcode in _SLICES)
-            total += whole
+                nbytes = sum(size(r.shape) for r, _ in readers if r.opcode in _SLICES)
+            total += nbytes
         root = next((e for e in inner if e.line.lstrip().startswith("ROOT")), self)
-        written = [root.home[x] for x in root.operands] if root.opcode == "tuple" else [root]
-        return total + sum(each.written for each in written)
+        outputs = [root.home[x] for x in root.operands] if root.opcode == "tuple" else [root]
+        return total + sum(each.written for each in outputs)
 
     @property
     def written(self) -> int:
@@ -184,7 +184,7 @@ class Reading:
     @property
     def copied(self) -> float:
         """Bytes of asynchronous copies, which take the bandwidth that products leave."""
-        return sum(times * own for (own, _, _), times in self.copies.items())
+        return sum(times * nbytes for (nbytes, _, _), times in self.copies.items())
 
     def seconds(self, card: Card, reach: "Reach") -> float:
         """Return the roofline time of the program on a card, kernel after kernel."""
@@ -192,9 +192,9 @@ class Reading:
         computing = self.attention_flops / (card.flops * reach.attention)
         for (flops, moved), times in self.products.items():
             computing += times * max(flops / peak, moved / bandwidth)
-        for (own, flops, moved), times in self.copies.items():
+        for (nbytes, flops, moved), times in self.copies.items():
             during = max(flops / peak, moved / bandwidth)
-            computing += times * max((own + moved) / bandwidth - during, 0.0)
+            computing += times * max((nbytes + moved) / bandwidth - during, 0.0)
         return computing + self.bytes / bandwidth + self.waiting(card)
 
     def waiting(self, card: Card) -> float:
@@ -215,29 +215,29 @@ def read(text: str, per_host: int = 8, trips: Iterable[int] = ()) -> Reading:
 
     `trips` are the runs of each loop whose number depends on data, in the program's order.
     """
-    out, found = Reading(), dict[tuple, Collective]()
-    for each, times, place in _walk(parse(text), 1, "entry", iter(trips)):
-        attends = "__cudnn" in each.line
-        out.attention_flops += times * each.flops * attends
-        if target := each.attribute(r'custom_call_target="([^"]+)"'):
+    out, collectives = Reading(), dict[tuple, Collective]()
+    for op, times, place in _walk(parse(text), 1, "entry", iter(trips)):
+        attends = "__cudnn" in op.line
+        out.attention_flops += times * op.flops * attends
+        if target := op.attribute(r'custom_call_target="([^"]+)"'):
             out.calls[target] = out.calls.get(target, 0) + times
-        if each.collective:
-            one = _read_collective(each, times, place, per_host)
-            key = one.kind, one.shape, one.place, one.covered / times, one.cards
-            if old := found.get(key):
-                sums = {n: getattr(one, n) + getattr(old, n) for n in ("times", "bytes", "covered")}
-                one = replace(one, **sums)
-            found[key] = one
-        elif each.opcode not in _NO_KERNEL:
+        if op.collective:
+            new = _read_collective(op, times, place, per_host)
+            key = new.kind, new.shape, new.place, new.covered / times, new.cards
+            if old := collectives.get(key):
+                sums = {n: getattr(new, n) + getattr(old, n) for n in ("times", "bytes", "covered")}
+                new = replace(new, **sums)
+            collectives[key] = new
+        elif op.opcode not in _NO_KERNEL:
             out.kernels += times
-            if each.flops and not attends:
-                out.products[each.flops, each.moved] += times
-            elif during := each.during:
+            if op.flops and not attends:
+                out.products[op.flops, op.moved] += times
+            elif during := op.during:
                 work = sum(x.flops for x in during), sum(x.moved for x in during)
-                out.copies[each.moved, *work] += times
+                out.copies[op.moved, *work] += times
             elif not attends:
-                out.bytes += times * each.moved
-    out.collectives = sorted(found.values(), key=lambda c: -c.bytes)
+                out.bytes += times * op.moved
+    out.collectives = sorted(collectives.values(), key=lambda c: -c.bytes)
     return out
 
 
@@ -256,9 +256,9 @@ def parse(text: str) -> Computation:
             end = _closing(line, begin) if line[begin] == "(" else line.index(" ", begin)
             if rest := re.match(r"\s*([\w\-]+)\(", line[end:]):
                 start = end + rest.end() - 1
-                given = re.findall(r"%([\w.\-]+)(?=[,)]|$)", line[start : _closing(line, start)])
+                operands = re.findall(r"%([\w.\-]+)(?=[,)]|$)", line[start : _closing(line, start)])
                 module[name][head[1]] = Instruction(
-                    head[1], line[begin:end], rest[1], tuple(given), line, module[name], module
+                    head[1], line[begin:end], rest[1], tuple(operands), line, module[name], module
                 )
     return module[entry]
 
@@ -284,8 +284,8 @@ def _numbers(text: str) -> list[int]:
 
 
 def _dims(shape: str) -> list[int]:
-    found = re.search(r"\[([\d,]*)\]", shape)
-    return _numbers(found[1]) if found else []
+    match = re.search(r"\[([\d,]*)\]", shape)
+    return _numbers(match[1]) if match else []
 
 
 def _walk(
@@ -303,28 +303,28 @@ def _walk(
             yield instruction, times, place
 
 
-def _trips(loop: Instruction, given: Iterator[int]) -> int:
+def _trips(loop: Instruction, trips: Iterator[int]) -> int:
     """Return how often a loop runs; where that depends on data, the next one given, or a bound."""
-    known = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
-    if expected := known or loop.attribute(r"/trips_(\d+)/"):
+    exact = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
+    if expected := exact or loop.attribute(r"/trips_(\d+)/"):
         return int(expected)
-    if count := next(given, 0):
+    if count := next(trips, 0):
         return count
     # Loops over the chunks of a batch stop early; each array that they walk has a row a chunk.
     rows = Counter(int(n) for n in re.findall(r"\w+\[(\d+),[\d,]+\]", loop.shape))
     return rows.most_common(1)[0][0] if rows else 1
 
 
-def _read_collective(one: Instruction, times: int, place: str, per_host: int) -> Collective:
-    kind, home, results = one.collective, one.home, re.findall(r"\w+\[[\d,]*\]", one.shape)
-    operands = sum(size(home[x].shape) for x in one.operands if x in home)
-    whole = {"reduce-scatter": operands, "all-reduce": 2 * operands}.get(kind, size(results[-1]))
-    groups = _groups(one.line)
+def _read_collective(op: Instruction, times: int, place: str, per_host: int) -> Collective:
+    kind, home, results = op.collective, op.home, re.findall(r"\w+\[[\d,]*\]", op.shape)
+    operands = sum(size(home[x].shape) for x in op.operands if x in home)
+    nbytes = {"reduce-scatter": operands, "all-reduce": 2 * operands}.get(kind, size(results[-1]))
+    groups = _groups(op.line)
     members = max(map(len, groups), default=0)  # 0 for pairs, which send everything
-    moved = whole * (1.0 - 1.0 / members) if members else whole
+    moved = nbytes * (1.0 - 1.0 / members) if members else nbytes
     # Collectives run one after the other, so those that are under way together share products.
     sharing = Counter(x for each in home.values() if each.collective for x in each.during)
-    covered = sum(x.flops / sharing[x] for x in one.during)
+    covered = sum(x.flops / sharing[x] for x in op.during)
     hosts = [Counter(device // per_host for device in group) for group in groups]
     # Devices of a host that need the same bytes receive each of them once, by all of their cards.
     same = kind not in ("all-to-all", "collective-permute")

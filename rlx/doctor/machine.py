@@ -70,17 +70,17 @@ def nvidia_gpus() -> int:
     return len(listed or list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-def judge_devices(found: Devices | str, gpus: int, environment: Mapping[str, str]) -> Finding:
+def judge_devices(jax_devices: Devices | str, gpus: int, environment: Mapping[str, str]) -> Finding:
     """Return the row of the devices; `gpus` is the number that the driver lists."""
-    if isinstance(found, str):
+    if isinstance(jax_devices, str):
         remedy = "repair the driver, or set JAX_PLATFORMS=cpu"
-        return Finding("machine", "devices", "problem", f"JAX finds none: {found}", remedy)
-    memory = f", {found.memory / 1e9:.1f} GB each" if found.memory else ""
-    what = f"{found.count} × {found.platform} ({found.kind}){memory}"
-    if gpus and found.platform == "cpu":
-        given = environment.get("JAX_PLATFORMS", "")
-        why = f"JAX_PLATFORMS={given}" if given else "JAX has no CUDA"
-        remedy = "unset JAX_PLATFORMS" if given else f"{install('cuda')} (Python 3.12 or newer)"
+        return Finding("machine", "devices", "problem", f"JAX finds none: {jax_devices}", remedy)
+    memory = f", {jax_devices.memory / 1e9:.1f} GB each" if jax_devices.memory else ""
+    what = f"{jax_devices.count} × {jax_devices.platform} ({jax_devices.kind}){memory}"
+    if gpus and jax_devices.platform == "cpu":
+        platforms = environment.get("JAX_PLATFORMS", "")
+        why = f"JAX_PLATFORMS={platforms}" if platforms else "JAX has no CUDA"
+        remedy = "unset JAX_PLATFORMS" if platforms else f"{install('cuda')} (Python 3.12 or newer)"
         what += f", though there are {gpus} NVIDIA GPUs: {why}"
         return Finding("machine", "devices", "warning", what, remedy)
     return Finding("machine", "devices", "ok", what)
@@ -111,11 +111,11 @@ def judge_gpus_in_use(use: Sequence[tuple[int, int]]) -> Finding | None:
     """Return the row of GPU memory that other programs hold; None without a GPU."""
     if not use:
         return None
-    held = [f"GPU {index}: {used / 1024:.1f} of {total / 1024:.1f} GiB"
+    busy = [f"GPU {index}: {used / 1024:.1f} of {total / 1024:.1f} GiB"
             for index, (used, total) in enumerate(use) if used > 0.05 * total]  # fmt: skip
-    what = f"in use already: {', '.join(held)}" if held else f"unused on all of {len(use)} GPUs"
+    what = f"in use already: {', '.join(busy)}" if busy else f"unused on all of {len(use)} GPUs"
     remedy = "end the processes that nvidia-smi lists, or hide the GPU with CUDA_VISIBLE_DEVICES"
-    return advised("machine", "GPU memory", what, remedy if held else "")
+    return advised("machine", "GPU memory", what, remedy if busy else "")
 
 
 async def check_sandbox() -> Finding:
@@ -158,9 +158,9 @@ def judge_workdir(directory: Path, free: int, writable: bool) -> Finding:
     return advised("machine", "workdir", what, remedy if free < 1 << 30 else "")
 
 
-def check(workdir: Path, found: Devices | str) -> Iterator[Finding]:
+def check(workdir: Path, jax_devices: Devices | str) -> Iterator[Finding]:
     """Yield the rows that need no config."""
-    yield judge_devices(found, nvidia_gpus(), os.environ)
+    yield judge_devices(jax_devices, nvidia_gpus(), os.environ)
     if row := judge_gpus_in_use(gpus_in_use()):
         yield row
     usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1

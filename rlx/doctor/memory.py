@@ -83,13 +83,13 @@ def state(sizes: RunSizes) -> Bytes:
     train, numbers = sizes.train, sizes.trained
     width = 4 if train.lora else np.dtype(train.dtype).itemsize
     moments = 4 * OPTIMIZERS[train.optimizer.name]
-    held = {"parameters": numbers * width, "optimizer": numbers * moments}
+    pieces = {"parameters": numbers * width, "optimizer": numbers * moments}
     if train.algorithm.critic:
         valued = parameters.count(replace(sizes.model, value_head=True))
-        held["critic"] = valued * (np.dtype(train.dtype).itemsize + moments)
+        pieces["critic"] = valued * (np.dtype(train.dtype).itemsize + moments)
     if train.reference_moves:
-        held["reference"] = numbers * (4 if train.reference_mode == "ema" else width)
-    return {name: part for name, part in held.items() if part}
+        pieces["reference"] = numbers * (4 if train.reference_mode == "ema" else width)
+    return {name: part for name, part in pieces.items() if part}
 
 
 def whole_minibatch(sizes: RunSizes, axes: Mapping[str, int]) -> int:
@@ -112,19 +112,19 @@ def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
     train, model = sizes.train, sizes.model
     axes = mesh_axes(train.mesh, devices.count)
     part = share(model, parameters.table(model), axes)
-    own = share(model, lora_config.table(model, train.lora), axes) if train.lora else part
-    held = state(sizes)
+    train_part = share(model, lora_config.table(model, train.lora), axes) if train.lora else part
+    pieces = state(sizes)
     width = np.dtype(train.dtype).itemsize
     if train.lora:
-        held["frozen base"] = parameters.count(model) * width
+        pieces["frozen base"] = parameters.count(model) * width
     elif train.algorithm.needs_reference and not train.reference_moves:
-        held["reference"] = parameters.count(model) * width
+        pieces["reference"] = parameters.count(model) * width
     trained = ("parameters", "optimizer")
-    out = {name: size * (own if name in trained else part) for name, size in held.items()}
-    numbers = own * sizes.trained
-    whole = whole_minibatch(sizes, axes)
-    tokens = min(train.token_budget, whole)
-    out["gradients"] = numbers * (width + 4 * (whole > train.token_budget))  # accumulated
+    out = {name: size * (train_part if name in trained else part) for name, size in pieces.items()}
+    numbers = train_part * sizes.trained
+    minibatch = whole_minibatch(sizes, axes)
+    tokens = min(train.token_budget, minibatch)
+    out["gradients"] = numbers * (width + 4 * (minibatch > train.token_budget))  # accumulated
     # A CPU computes half precision in float32.
     narrow = 4 if devices.platform == "cpu" else np.dtype(train.compute_dtype).itemsize
     chunk = train.chunk or max(CHUNK, model.model_dim * (devices.platform == "gpu"))
@@ -152,11 +152,11 @@ def _floats(sizes: RunSizes, devices: Devices, axes: Mapping[str, int]) -> float
     rows = model.experts_per_token * axes["expert"]  # of a token, with those of other devices
     mlp = rows * model.expert_dim or model.mlp_dim
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    named = {"qkv": q + 2 * kv, "attention": q, "o": model.model_dim, "gate": mlp, "up": mlp}
+    widths = {"qkv": q + 2 * kv, "attention": q, "o": model.model_dim, "gate": mlp, "up": mlp}
     every = 7 * model.model_dim + 4 * q + 2 * kv + 3 * mlp + 3 * rows * model.model_dim
     kept = every
     if kind != "none":
-        kept = model.model_dim + sum(named[name] for name in remat.KEPT[kind])
+        kept = model.model_dim + sum(widths[name] for name in remat.KEPT[kind])
     working = 2 * every
     half = sizes.train.compute_dtype != "float32"
     capability = tuple(map(int, (devices.capability or "9.0").split(".")))
@@ -191,12 +191,12 @@ def remedy(sizes: RunSizes, devices: Devices = ONE_CPU) -> str:
         "model.remat=full": train.remat != "full",
         "model.compute_dtype=bfloat16": train.compute_dtype == "float32" and not on_cpu,
     }
-    found = " or ".join(setting for setting, lowers in helps.items() if lowers)
+    settings = " or ".join(setting for setting, lowers in helps.items() if lowers)
     more = "" if on_cpu else ", or give train.mesh more devices"
-    return (f"set {found}" if found else "use a smaller model or lora.rank") + more
+    return (f"set {settings}" if settings else "use a smaller model or lora.rank") + more
 
 
-def listed(pieces: Mapping[str, int]) -> str:
+def sizes_text(pieces: Mapping[str, int]) -> str:
     """Return `optimizer 4.0 GB, parameters 2.0 GB`: largest first, without those below 1 %."""
     total = sum(pieces.values())
     large = [(name, part) for name, part in pieces.items() if part >= 0.01 * total]
@@ -205,8 +205,8 @@ def listed(pieces: Mapping[str, int]) -> str:
 
 def estimate(pieces: Mapping[str, int], mesh: str = "") -> str:
     """Return a sentence about the memory of a train step on one device of a mesh."""
-    each = f" on each device of {mesh}" if mesh else ""
-    return f"a step takes at most about {size(sum(pieces.values()))}{each} ({listed(pieces)})"
+    where = f" on each device of {mesh}" if mesh else ""
+    return f"a step takes at most about {size(sum(pieces.values()))}{where} ({sizes_text(pieces)})"
 
 
 def advice(sizes: RunSizes, find: Callable[[], Devices], *, started: bool = True) -> str:
@@ -217,29 +217,29 @@ def advice(sizes: RunSizes, find: Callable[[], Devices], *, started: bool = True
     return f"{first}{estimate(trainer(sizes, devices), sizes.train.mesh)}; {remedy(sizes, devices)}"
 
 
-def low_memory_warning(sizes: RunSizes, there: MemoryLimit, *, always: bool = False) -> str:
+def low_memory_warning(sizes: RunSizes, memory: MemoryLimit, *, always: bool = False) -> str:
     """Return needed and free memory if a CPU's trainer may be OOM-killed, or `always`; else ""."""
     pieces = trainer(sizes)
-    what = f"{estimate(pieces, sizes.train.mesh)}, {there}"
-    if sum(pieces.values()) <= there.free:
+    what = f"{estimate(pieces, sizes.train.mesh)}, {memory}"
+    if sum(pieces.values()) <= memory.free:
         return what if always else ""
     return f"may run out of memory: {what}; {remedy(sizes)}"
 
 
-def full_disk_warning(sizes: RunSizes, free: int, there: int = 0) -> str:
+def full_disk_warning(sizes: RunSizes, free: int, held: int = 0) -> str:
     """Return a warning if checkpoints may not fit on the disk, else ""; DiskFull if none fits."""
     needed, what = checkpoints(sizes)
     what = f"{what}; {size(free)} free; free some"
     if sum(state(sizes).values()) + exported(sizes) > free:
         raise DiskFull(f"no disk space for a checkpoint: {what}, or give another --workdir")
-    if needed <= free + there:  # bytes of earlier checkpoints, which new ones replace
+    if needed <= free + held:  # bytes of earlier checkpoints, which new ones replace
         return ""
     return f"may run out of disk space: {what}, give another --workdir, or lower checkpoint.keep"
 
 
 def checkpoints(sizes: RunSizes) -> tuple[int, str]:
     """Return the disk bytes needed to write one more checkpoint, and a sentence about them."""
-    keep, each = sizes.keep, sum(state(sizes).values())
-    needed = (keep + 1) * each + 2 * exported(sizes)
-    what = f"{keep} + 1 checkpoints of {size(each)} and the HF directory need {size(needed)}"
+    keep, one_size = sizes.keep, sum(state(sizes).values())
+    needed = (keep + 1) * one_size + 2 * exported(sizes)
+    what = f"{keep} + 1 checkpoints of {size(one_size)} and the HF directory need {size(needed)}"
     return needed, what

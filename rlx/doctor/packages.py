@@ -33,7 +33,7 @@ for name in modules:
 """
 
 
-def declared(distribution: str, extra: str = "") -> list[Requirement]:
+def required_packages(distribution: str, extra: str = "") -> list[Requirement]:
     """Return what an installed distribution requires here, or what one of its extras adds."""
 
     def holds(requirement: Requirement, extra: str) -> bool:
@@ -52,7 +52,9 @@ def unfit(requirement: Requirement) -> str:
         return "not installed"
     if not requirement.specifier.contains(version, prereleases=True):
         return f"{version} is installed, wanted {_text(requirement)}"
-    parts = [part for extra in sorted(requirement.extras) for part in declared(name, extra)]
+    parts = [
+        part for extra in sorted(requirement.extras) for part in required_packages(name, extra)
+    ]
     return next((f"{part.name}: {why}" for part in parts if (why := unfit(part))), "")
 
 
@@ -67,13 +69,13 @@ def imports(modules: Sequence[str], seconds: float = IMPORT_SECONDS) -> dict[str
 
 def _import_error(modules: Sequence[str], seconds: float) -> str:
     """Return why a process that imports `modules` fails; "" if it does not."""
-    begun = time.monotonic()
+    start = time.monotonic()
     with tempfile.TemporaryFile("w+") as report:
         process = SupervisedProcess(  # some imports start processes
             [sys.executable, "-c", _CHILD, str(report.fileno()), *modules],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=(report.fileno(),),
         )  # fmt: skip
-        code, waited = process.end(seconds), time.monotonic() - begun
+        code, waited = process.end(seconds), time.monotonic() - start
         report.seek(0)
         words = " ".join(report.read().split())[:200]
     if code and waited >= seconds:
@@ -84,48 +86,51 @@ def _import_error(modules: Sequence[str], seconds: float) -> str:
 def check(distribution: str = "rlx", needed: Sequence[str] = ()) -> Iterator[Finding]:
     """Yield a row for each broken package (`needed` extras too), all others, and extras."""
     try:
-        own = declared(distribution)
+        dependencies = required_packages(distribution)
     except metadata.PackageNotFoundError:
         yield Finding("packages", "rlx", "warning", "not installed: dependencies are unknown",
                       "pip install -e . in its directory")  # fmt: skip
         return
     names = metadata.metadata(distribution).get_all("Provides-Extra") or []
-    extras, modules = {name: declared(distribution, name) for name in names}, modules_by_name()
+    extras, modules = (
+        {name: required_packages(distribution, name) for name in names},
+        modules_by_name(),
+    )
     every = [r for requirements in extras.values() for r in requirements]
-    own += [r for r in every if modules.get(canonicalize_name(r.name)) in needed]
-    wanted = {r.name: r for r in own}
-    wrong = {name: why for name, r in wanted.items() if (why := unfit(r))}
-    tried = {name: module for name in wanted if name not in wrong
+    dependencies += [r for r in every if modules.get(canonicalize_name(r.name)) in needed]
+    by_name = {r.name: r for r in dependencies}
+    wrong = {name: why for name, r in by_name.items() if (why := unfit(r))}
+    tried = {name: module for name in by_name if name not in wrong
              if (module := modules.get(canonicalize_name(name)))}  # fmt: skip
-    begun, failed = time.monotonic(), imports([*tried.values()])
-    seconds = time.monotonic() - begun
+    start, failed = time.monotonic(), imports([*tried.values()])
+    seconds = time.monotonic() - start
     for name, module in tried.items():
         if failed[module]:
             wrong[name] = f"{metadata.version(name)} cannot be imported: {failed[module]}"
     for name, why in wrong.items():
         again = "--force-reinstall " * (name in tried)
-        remedy = f"pip install {again}'{_text(wanted[name])}'"
+        remedy = f"pip install {again}'{_text(by_name[name])}'"
         yield Finding("packages", name, "problem", why, remedy)
-    good = [f"{name} {metadata.version(name)}" for name in wanted if name not in wrong]
-    named = ", ".join([f"Python {platform.python_version()}", *good])
-    found = f"{len(good)} of {len(wanted)} installed, in bounds and importable ({seconds:.0f} s)"
+    good = [f"{name} {metadata.version(name)}" for name in by_name if name not in wrong]
+    versions = ", ".join([f"Python {platform.python_version()}", *good])
+    summary = f"{len(good)} of {len(by_name)} installed, in bounds and importable ({seconds:.0f} s)"
     level, remedy = ("warning", "see the rows above") if wrong else ("ok", "")
-    yield Finding("packages", "dependencies", level, f"{found}: {named}", remedy)
-    there = [name for name, rs in extras.items() if rs and not any(map(unfit, rs))]
-    absent = [name for name in extras if name not in there]
-    found = f"{', '.join(there) or 'none'}; not installed: {', '.join(absent) or 'none'}"
-    yield Finding("packages", "extras", "ok", f"{found}; to install one: {install('NAME')}")
+    yield Finding("packages", "dependencies", level, f"{summary}: {versions}", remedy)
+    present = [name for name, rs in extras.items() if rs and not any(map(unfit, rs))]
+    absent = [name for name in extras if name not in present]
+    summary = f"{', '.join(present) or 'none'}; not installed: {', '.join(absent) or 'none'}"
+    yield Finding("packages", "extras", "ok", f"{summary}; to install one: {install('NAME')}")
 
 
 def modules_by_name() -> dict[str, str]:
     """Return distribution → the module to import: the one of its name, else the first."""
-    found: dict[str, str] = {}
+    modules: dict[str, str] = {}
     for module, distributions in sorted(metadata.packages_distributions().items()):
         for name in map(canonicalize_name, distributions):
             namesake = module.lower() == name.replace("-", "_")
-            if module.isidentifier() and module[0] != "_" and (namesake or name not in found):
-                found[name] = module
-    return found
+            if module.isidentifier() and module[0] != "_" and (namesake or name not in modules):
+                modules[name] = module
+    return modules
 
 
 def _text(requirement: Requirement) -> str:

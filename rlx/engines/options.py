@@ -20,8 +20,8 @@ _SHARED_MEMORY = "/dev/shm"
 def _engine(module: str, name: str, options: str, args: argparse.Namespace) -> Any:
     if args.gpu_memory:  # read when JAX first looks for devices
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{args.gpu_memory:g}"
-    given = {option: getattr(args, option) for option in f"{_COMMON} {options}".split()}
-    return getattr(import_module(module), name)(args.model, **given)
+    values = {option: getattr(args, option) for option in f"{_COMMON} {options}".split()}
+    return getattr(import_module(module), name)(args.model, **values)
 
 
 _COMMON, _VLLM = (

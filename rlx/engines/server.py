@@ -44,9 +44,9 @@ class _TokenCheck(grpc.aio.ServerInterceptor):
 
     async def intercept_service(self, continuation, handler_call_details):
         handler = await continuation(handler_call_details)
-        given = dict(handler_call_details.invocation_metadata).get("authorization", "")
-        given = given.encode() if isinstance(given, str) else given
-        if handler is None or hmac.compare_digest(given, self._wanted):
+        token = dict(handler_call_details.invocation_metadata).get("authorization", "")
+        token = token.encode() if isinstance(token, str) else token
+        if handler is None or hmac.compare_digest(token, self._wanted):
             return handler
         return grpc.unary_unary_rpc_method_handler(_unauthenticated)
 

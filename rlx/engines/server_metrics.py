@@ -41,10 +41,10 @@ class Meters:
 
     def __init__(self) -> None:
         self.port = 0  # of the listener, for callers on the hosts that reach the server; 0: none
-        self.registry = own = prometheus.CollectorRegistry()
-        prometheus.ProcessCollector(registry=own)
-        count = partial(prometheus.Counter, registry=own)
-        times = partial(prometheus.Histogram, registry=own)
+        self.registry = registry = prometheus.CollectorRegistry()
+        prometheus.ProcessCollector(registry=registry)
+        count = partial(prometheus.Counter, registry=registry)
+        times = partial(prometheus.Histogram, registry=registry)
         calls = partial(times, buckets=_CALL_SECONDS)
         self.calls = count("rlx_calls", "Ended calls.", ("method", "code"))
         self.request = calls("rlx_request_seconds", "Generate calls that ended OK.")
@@ -78,14 +78,14 @@ class CallMeter(grpc.aio.ServerInterceptor):
 
     def _metered(self, name: str, behaviour: Callable) -> Callable:
         async def call(request, context):
-            begun, left = time.monotonic(), context.time_remaining()  # by the wall clock
+            start, left = time.monotonic(), context.time_remaining()  # by the wall clock
             code = grpc.StatusCode.UNKNOWN
             try:
                 result = await behaviour(request, context)
                 code = _code(context, grpc.StatusCode.OK)
                 return result
             except asyncio.CancelledError:
-                late = left is not None and left <= time.monotonic() - begun
+                late = left is not None and left <= time.monotonic() - start
                 code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
                 raise
             except BaseException:
@@ -94,7 +94,7 @@ class CallMeter(grpc.aio.ServerInterceptor):
             finally:
                 self._meters.calls.labels(name, code.name).inc()
                 if name == "Generate" and code is grpc.StatusCode.OK:
-                    self._meters.request.observe(time.monotonic() - begun)
+                    self._meters.request.observe(time.monotonic() - start)
 
         return call
 
@@ -131,7 +131,9 @@ class _Status:
         yield CounterMetricFamily("rlx_tokens_generated", "Tokens generated.", tokens)
 
 
-def listen(own: prometheus.CollectorRegistry, host: str, port: int, tls: Tls | None) -> WSGIServer:
+def listen(
+    source: prometheus.CollectorRegistry, host: str, port: int, tls: Tls | None
+) -> WSGIServer:
     """Serve a registry over HTTP until `shutdown`, with TLS beyond loopback.
 
     UserError if the port is in use, or the address is not loopback and there is no client CA.
@@ -146,7 +148,7 @@ def listen(own: prometheus.CollectorRegistry, host: str, port: int, tls: Tls | N
         options = {"certfile": tls.cert, "keyfile": tls.key}
         options |= {"client_cafile": tls.ca, "client_auth_required": True}
     try:
-        server, _ = prometheus.start_http_server(port, host, own, **options)
+        server, _ = prometheus.start_http_server(port, host, source, **options)
     except (OSError, OverflowError) as error:
         raise UserError(
             f"cannot serve metrics on {host}:{port}: {error}; choose another port for metrics"

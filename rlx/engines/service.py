@@ -106,23 +106,23 @@ class RolloutService(rpc.RolloutServicer):
         return self.seen
 
     async def Generate(self, request, context):
-        begun = time.monotonic()
+        start = time.monotonic()
 
         def first() -> None:
-            self.meters.first_token.observe(time.monotonic() - begun)
-            if own:
-                own.add_event("first token")
+            self.meters.first_token.observe(time.monotonic() - start)
+            if span:
+                span.add_event("first token")
 
-        async with self._asked(request, context) as own:
-            wanted = wire.request_from(request)
-            if wanted.sampling.adapter:
-                self._allowed(wanted.sampling.adapter)
-            with self._place(wanted.n):
-                stream = self.engine.generate(wanted)
-                hold = _HOLD_SECONDS * (_UNWATCHED if wanted.unwatched else 1)
+        async with self._call(request, context) as span:
+            query = wire.request_from(request)
+            if query.sampling.adapter:
+                self._allowed_path(query.sampling.adapter)
+            with self._place(query.n):
+                stream = self.engine.generate(query)
+                hold = _HOLD_SECONDS * (_UNWATCHED if query.unwatched else 1)
                 async with (
                     aclosing(stream),
-                    aclosing(_gathered(stream, wanted.n, hold, first)) as batches,
+                    aclosing(_in_batches(stream, query.n, hold, first)) as batches,
                 ):
                     async for batch in batches:
                         await context.write(wire.reply_message(batch))
@@ -135,23 +135,23 @@ class RolloutService(rpc.RolloutServicer):
             return pb.AddImageReply()
 
     async def Score(self, request, context):
-        async with self._asked(request, context):
-            wanted = wire.score_from(request)
-            if wanted.adapter:
-                self._allowed(wanted.adapter)
+        async with self._call(request, context):
+            query = wire.score_from(request)
+            if query.adapter:
+                self._allowed_path(query.adapter)
             with self._place(1):
-                return wire.score_reply(await self.engine.score(wanted))
+                return wire.score_reply(await self.engine.score(query))
 
     @asynccontextmanager
-    async def _asked(self, request, context) -> AsyncIterator[Any]:
+    async def _call(self, request, context) -> AsyncIterator[Any]:
         """Refuse a Generate or Score call as `_refusing`; yield its span, or None."""
         trace = traces.caller(self.tracer, context.invocation_metadata())
         async with _refusing(context):
             # Before a restart the server may have had other weights.
             if request.instance not in ("", self._instance):
                 raise RequestError(_Code.UNAVAILABLE, "the server was restarted")
-            with traces.span("engine", *trace, running=self.here) as own:
-                yield own
+            with traces.span("engine", *trace, running=self.here) as span:
+                yield span
 
     @contextmanager
     def _place(self, count: int) -> Iterator[None]:
@@ -176,17 +176,17 @@ class RolloutService(rpc.RolloutServicer):
             _refusing(context, _Code.FAILED_PRECONDITION),
             aclosing(relay.Incoming(requests, context, self.tls)) as incoming,
         ):
-            reply = await self._published(incoming)
+            reply = await self._take_publish(incoming)
             if not reply.relayed:
                 reply.relayed.extend(await incoming.results())
             return reply
 
-    async def _published(self, requests: relay.Incoming) -> pb.PublishReply:
+    async def _take_publish(self, requests: relay.Incoming) -> pb.PublishReply:
         path: str | bytes
         file = None
         try:
             header = await _header(requests)
-            self._expected(header)
+            self._require_expected(header)
             if header.relay.kept:
                 return await self._kept.pass_on(header, requests)
             requests.begin(header)
@@ -195,7 +195,7 @@ class RolloutService(rpc.RolloutServicer):
                 way, path = header.cast.backend, header.cast.SerializeToString()
                 self._admit_cast(header.cast)
             elif header.path:
-                path = await self._verified(header)
+                path = await self._verified_path(header)
             else:
                 await self._kept.end_outdated()
                 file = self._stage_file(header.num_bytes)
@@ -231,7 +231,7 @@ class RolloutService(rpc.RolloutServicer):
         self.meters.publish_bytes.labels(way).inc(num_bytes)
         return reply
 
-    def _expected(self, header: pb.PublishHeader) -> None:
+    def _require_expected(self, header: pb.PublishHeader) -> None:
         """Raise RequestError if another server's publish is not for this one or came too late."""
         to, now = header.relay.to, (self.look().version, self._crc32)
         if to.instance and (to.instance, to.version, to.crc32) != (self._instance, *now):
@@ -242,8 +242,8 @@ class RolloutService(rpc.RolloutServicer):
         """Raise RequestError unless the engine can take part in this cast."""
         takes = getattr(self.engine, "casts", "")
         if self._casting or takes != cast.backend:
-            found = "takes part in another one" if self._casting else f"takes {takes or 'none'}"
-            raise RequestError(_Code.ABORTED, f"a cast by {cast.backend}: the server {found}")
+            state = "takes part in another one" if self._casting else f"takes {takes or 'none'}"
+            raise RequestError(_Code.ABORTED, f"a cast by {cast.backend}: the server {state}")
         self._casting = True
 
     async def Pause(self, request, context):
@@ -291,27 +291,27 @@ class RolloutService(rpc.RolloutServicer):
         reply.monotonic_ns = self.clock()
         return reply
 
-    def _allowed(self, given: str) -> str:
+    def _allowed_path(self, name: str) -> str:
         """Return the real path of a file or directory below the weight roots."""
-        path = os.path.realpath(given)
+        path = os.path.realpath(name)
         if not any(os.path.commonpath((path, root)) == root for root in self._roots):
             allowed = ", ".join(self._roots) or "none is"
             raise RequestError(
                 _Code.PERMISSION_DENIED,
-                f"{given} is outside the weight roots ({allowed} allowed); start the server "
+                f"{name} is outside the weight roots ({allowed} allowed); start the server "
                 "with --weight-root, or publish by stream",
             )
         return path
 
-    async def _verified(self, header: pb.PublishHeader) -> str:
+    async def _verified_path(self, header: pb.PublishHeader) -> str:
         """Return the real path of the named file after comparing size and checksum."""
-        path = self._allowed(header.path)
+        path = self._allowed_path(header.path)
         start_ns, cancelled = self.clock(), threading.Event()
         try:
-            found = os.stat(path)
-            if not stat.S_ISREG(found.st_mode):  # opening a pipe would block
+            info = os.stat(path)
+            if not stat.S_ISREG(info.st_mode):  # opening a pipe would block
                 raise OSError(errno.EINVAL, "it is not a regular file")
-            _compare(header, found.st_size)
+            _compare(header, info.st_size)
             crc = await asyncio.to_thread(checksum, path, cancelled.is_set)
         except OSError as error:
             raise RequestError(
@@ -322,16 +322,16 @@ class RolloutService(rpc.RolloutServicer):
         finally:
             cancelled.set()  # ends the thread's reading if this call was cancelled
         self._spans.append(("verify weights", start_ns, self.clock()))
-        _compare(header, found.st_size, crc)
+        _compare(header, info.st_size, crc)
         return path
 
     async def _apply(self, header: pb.PublishHeader, requests: relay.Incoming, path: str) -> None:
         """Receive a delta; apply it to the kept file and write the result to `path`."""
-        sent = header.delta
-        base = self._kept.require(sent.base_version, header.num_bytes, sent.base_crc32)
-        with closing(self._stage_file(sent.num_bytes)) as file:
+        patch = header.delta
+        base = self._kept.require(patch.base_version, header.num_bytes, patch.base_crc32)
+        with closing(self._stage_file(patch.num_bytes)) as file:
             try:
-                await _receive(sent, requests, file.path)
+                await _receive(patch, requests, file.path)
                 start_ns = self.clock()
                 crc = await asyncio.to_thread(delta.apply, base.path, file.path, path)
             except (ValueError, OSError) as error:
@@ -343,14 +343,14 @@ class RolloutService(rpc.RolloutServicer):
 
     async def _add(self, header: pb.PublishHeader, requests: relay.Incoming, path: str) -> None:
         """Receive an adapter; write the model directory's weights plus it to `path`."""
-        sent, start_ns = header.adapter, self.clock()
+        spec, start_ns = header.adapter, self.clock()
         if not self._model:
             raise RequestError(_Code.FAILED_PRECONDITION, "no base for adapters; publish by stream")
         with closing(self._stage_file(header.num_bytes)) as file:
             try:
-                await asyncio.to_thread(self._model.require, sent.base)
+                await asyncio.to_thread(self._model.require, spec.base)
                 await _receive(header, requests, file.path)
-                await asyncio.to_thread(self._model.write, file.path, sent.scale, sent.dtype, path)
+                await asyncio.to_thread(self._model.write, file.path, spec.scale, spec.dtype, path)
             except adapter.OtherBase as error:
                 raise RequestError(_Code.FAILED_PRECONDITION, str(error)) from error
             except ValueError as error:
@@ -373,7 +373,7 @@ class RolloutService(rpc.RolloutServicer):
         base, cast = None, header.HasField("cast")
         try:
             async with self._changing:
-                self._expected(header)
+                self._require_expected(header)
                 start_ns, reply = self.clock(), pb.PublishReply(version=header.version)
                 reply.replaced_version = self.look().version
                 reply.replaced_crc32 = self._crc32
@@ -397,7 +397,7 @@ class RolloutService(rpc.RolloutServicer):
         return reply
 
 
-async def _gathered(
+async def _in_batches(
     stream: AsyncIterator[Chunk], n: int, hold_seconds: float, first: Callable[[], None]
 ) -> AsyncGenerator[list[Chunk], None]:
     """Yield the chunks of `stream` in batches, held for `hold_seconds` at most.
@@ -408,12 +408,12 @@ async def _gathered(
     some, ended = asyncio.Event(), asyncio.Event()
 
     async def pump() -> None:
-        left, begun = n, False
+        left, started = n, False
         try:
             async for chunk in stream:
-                if not begun:
+                if not started:
                     first()
-                begun = True
+                started = True
                 pending.append(chunk)
                 some.set()
                 left -= chunk.stop_reason is not None

@@ -50,8 +50,8 @@ class StopStrings:
         text = self._decode(ids)
         if any(stop in text for stop in self._stop):
             for count in range(max(1, least), len(new) + 1):
-                own, last = (self._decode(ids[: before + k]) for k in (count, count - 1))
-                if cut(own, self._stop, last)[1]:
+                longer, shorter = (self._decode(ids[: before + k]) for k in (count, count - 1))
+                if cut(longer, self._stop, shorter)[1]:
                     return count
         return None
 
@@ -61,7 +61,7 @@ def cut(text: str, stop: Sequence[str], before: str) -> tuple[str, str]:
 
     `before` is the text without the last token.
     """
-    known = len(before.rstrip("\ufffd"))  # an incomplete character is decoded to several of these
-    places = ((text.find(s, max(0, known + 1 - len(s))), s) for s in stop)
-    at, ended = min(((at, s) for at, s in places if at >= 0), default=(len(text), ""))
-    return text[:at], ended
+    length = len(before.rstrip("\ufffd"))  # an incomplete character is decoded to several of these
+    places = ((text.find(s, max(0, length + 1 - len(s))), s) for s in stop)
+    at, match = min(((at, s) for at, s in places if at >= 0), default=(len(text), ""))
+    return text[:at], match

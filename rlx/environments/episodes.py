@@ -11,14 +11,14 @@ from rlx.environments.reasoning_tasks import SIZES, setting
 def address(scheme: str, text: str, defaults: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return name and options of `NAME?KEY=VALUE&…`; UserError for a key not in `defaults`."""
     name, _, query = text.partition("?")
-    given = {key: setting(value) for key, value in parse_qsl(query)}
-    for key in given.keys() - defaults.keys():
+    options = {key: setting(value) for key, value in parse_qsl(query)}
+    for key in options.keys() - defaults.keys():
         raise unknown(f"key of {scheme}{name}", key, defaults)
-    return name, {**defaults, **given}
+    return name, {**defaults, **options}
 
 
 def seeds(options: Mapping[str, Any], split: str) -> Iterator[int]:
     """Yield the seed of each episode; no seed of split `train` is in another split."""
     for number in range(options["size"] or SIZES[split == "train"]):
-        drawn = seed_of(f"{options['seed']} {split} {number}".encode())
-        yield drawn | 1 if split == "train" else drawn & ~1
+        seed = seed_of(f"{options['seed']} {split} {number}".encode())
+        yield seed | 1 if split == "train" else seed & ~1

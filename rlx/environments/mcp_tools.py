@@ -60,21 +60,21 @@ def tools(address: str) -> list[McpTool]:
     async def listed() -> list[Any]:
         async with _connected(address) as client:
             page = await client.list_tools()
-            found = list(page.tools)
+            items = list(page.tools)
             while page.next_cursor:
                 page = await client.list_tools(cursor=page.next_cursor)
-                found += page.tools
-        return found
+                items += page.tools
+        return items
 
     server = McpServer(address)
-    if not (found := run_alone(listed(), "tools of an MCP server", 2 * _START_SECONDS)):
+    if not (items := run_alone(listed(), "tools of an MCP server", 2 * _START_SECONDS)):
         raise UserError("the server lists no tools; give another one")
     return [
         McpTool(
             re.sub(r"\W", "_", tool.name), tool.description or "",
             {"properties": {}, **tool.input_schema}, tool.name, server,
         )
-        for tool in found
+        for tool in items
     ]  # fmt: skip
 
 
@@ -167,13 +167,13 @@ async def _connected(address: str) -> AsyncIterator[Any]:
 
 def _command(address: str) -> list[str]:
     """Return a command's words with the values of variables; UserError if one is missing."""
-    given = [os.path.expandvars(word) for word in shlex.split(address)]
-    for word in given:
+    command = [os.path.expandvars(word) for word in shlex.split(address)]
+    for word in command:
         if unset := re.search(r"\$\{?(\w+)", word):
             raise UserError(f"the variable {unset[1]} is not set; set it, or leave out {unset[0]}")
-    if not given or not shutil.which(given[0]):
-        raise UserError(f"no program {' '.join(given[:1])!r}; write mcp:COMMAND or mcp:URL")
-    return given
+    if not command or not shutil.which(command[0]):
+        raise UserError(f"no program {' '.join(command[:1])!r}; write mcp:COMMAND or mcp:URL")
+    return command
 
 
 def _reason(error: BaseException) -> str:
@@ -182,8 +182,8 @@ def _reason(error: BaseException) -> str:
         error = error.exceptions[0]
     if isinstance(error, TimeoutError):
         return f"no answer within {_START_SECONDS:g} s"
-    own = isinstance(error, UserError) or hasattr(error, "code")  # an MCPError
-    return " ".join(str(error).split())[:300] if own else words(error)
+    readable = isinstance(error, UserError) or hasattr(error, "code")  # an MCPError
+    return " ".join(str(error).split())[:300] if readable else words(error)
 
 
 def _text(block: Any) -> str:

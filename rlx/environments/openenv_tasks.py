@@ -54,7 +54,7 @@ class OpenEnvAgent:
         field, steps = _field(data["form"], options["action"]), 0
         talk, rewards = list[Any](), list[float]()
         form = {"type": "json_schema", "json_schema": {"name": "action", "schema": data["form"]}}
-        asked: Any = {} if field else {"response_format": form}
+        extra: Any = {} if field else {"response_format": form}
         model = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
         try:
             async with self._connect(base_url=url) as environment:
@@ -63,17 +63,17 @@ class OpenEnvAgent:
                     talk.append({"role": "user", "content": _text(result.observation)})
                     try:
                         answer = await model.chat.completions.create(
-                            model="default", messages=talk, **asked
+                            model="default", messages=talk, **extra
                         )
                     except BadRequestError:  # the conversation is longer than the model's context
                         if steps:
                             break
                         raise
-                    said = answer.choices[0].message.content or ""
-                    talk.append({"role": "assistant", "content": said})
+                    reply = answer.choices[0].message.content or ""
+                    talk.append({"role": "assistant", "content": reply})
                     if not field and answer.choices[0].finish_reason == "length":
                         break  # half of a JSON text is no action
-                    result = await environment.step({field: said} if field else json.loads(said))
+                    result = await environment.step({field: reply} if field else json.loads(reply))
                     steps += 1
                     if result.reward is not None:
                         rewards.append(float(result.reward))
@@ -89,13 +89,13 @@ def _address(text: str) -> tuple[str, dict[str, Any]]:
     return url.rstrip("/"), options
 
 
-def _field(form: Mapping[str, Any], asked: str) -> str:
+def _field(form: Mapping[str, Any], choice: str) -> str:
     """Return the field of actions that gets an answer's text; "": an answer is the whole action."""
     fields = {k: v for k, v in form.get("properties", {}).items() if k not in _OWN}
-    if asked and asked not in fields:
-        raise unknown("field of the environment's actions", asked, fields)
+    if choice and choice not in fields:
+        raise unknown("field of the environment's actions", choice, fields)
     texts = [name for name, value in fields.items() if value.get("type") == "string"]
-    return asked or (texts[0] if len(texts) == len(fields) == 1 else "")
+    return choice or (texts[0] if len(texts) == len(fields) == 1 else "")
 
 
 def _text(observation: Mapping[str, Any]) -> str:

@@ -58,16 +58,16 @@ def _stream(text: str, split: str) -> Iterator[dict[str, Any]]:
     settings = {key: setting(value) for key, value in parse_qsl(query)}
     size = settings.pop("size", SIZES[split == "train"])
     seed = seed_of(f"{name} {settings.pop('seed', 0)} {split}".encode())  # tasks add the index
-    data, made, misses = _data_set(name, json.dumps(settings), seed), 0, 0
+    data, count, misses = _data_set(name, json.dumps(settings), seed), 0, 0
     for index in itertools.count():
-        if made == size:
+        if count == size:
             return
         entry = data[index]
         question = str(entry["question"])
         if in_split(question, split):
             task = {"name": name, "settings": settings, "seed": seed, "index": index}
             yield {"question": question, "answer": str(entry["answer"]), "task": task}
-            made, misses = made + 1, 0
+            count, misses = count + 1, 0
         elif (misses := misses + 1) == _MOST_MISSES:
             raise UserError(f"reasoning_gym:{text} has too few different questions for two splits")
 
@@ -87,9 +87,9 @@ def setting(text: str) -> Any:
 
 @functools.lru_cache(64)  # of a batch: each grades several answers
 def _entry(task: str) -> tuple[Any, dict[str, Any]]:
-    known = json.loads(task)
-    data = _data_set(known["name"], json.dumps(known["settings"]), known["seed"])
-    return data, data[known["index"]]
+    record = json.loads(task)
+    data = _data_set(record["name"], json.dumps(record["settings"]), record["seed"])
+    return data, data[record["index"]]
 
 
 @functools.lru_cache(64)
@@ -100,11 +100,11 @@ def _data_set(name: str, settings: str, seed: int) -> Any:
         hint = f"did you mean {near!r}?" if near else "its GALLERY.md lists all of them"
         raise UserError(f"reasoning-gym has no task {name!r}; {hint}")
     data, config = known[name][:2]
-    given, fields = json.loads(settings), [field.name for field in dataclasses.fields(config)]
-    for key in given:
+    values, fields = json.loads(settings), [field.name for field in dataclasses.fields(config)]
+    for key in values:
         if key not in fields:
             raise unknown(f"setting of {name}", key, fields)
     try:
-        return data(config(**given, seed=seed))
+        return data(config(**values, seed=seed))
     except Exception as error:
         raise UserError(f"{name} refuses {settings} ({error!r:.200}); correct them") from error

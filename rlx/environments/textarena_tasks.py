@@ -63,9 +63,9 @@ def _begin(game: str, seed: int) -> Any:
     """Return a game at its beginning."""
     with packages_of("textarena", f"{SCHEME}{game} needs packages"):
         import textarena
-    known = textarena.envs.registration.ENV_REGISTRY
-    if f"{game}-raw" not in known:
-        near = nearest(game, [name.removesuffix("-raw") for name in known if "-raw" in name])
+    games = textarena.envs.registration.ENV_REGISTRY
+    if f"{game}-raw" not in games:
+        near = nearest(game, [name.removesuffix("-raw") for name in games if "-raw" in name])
         raise UserError(f"textarena has no game {game!r}; did you mean {near!r}?")
     try:
         played = textarena.make(f"{game}-raw")  # raw: each time only the news

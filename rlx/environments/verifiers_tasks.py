@@ -121,19 +121,19 @@ def _loaders() -> Any:
 
 def _settings(query: str) -> dict[str, Any]:
     """Return the mappings that `a.b=1&c=2` spells."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in parse_qsl(query):
         *sections, last = key.split(".")
-        section = found
+        section = settings
         for part in sections:
             section = section.setdefault(part, {})
         section[last] = setting(value)
-    return found
+    return settings
 
 
 def _failure(text: str, error: Any) -> str:
     """Return an episode's error in one line, with the line that raised it."""
     places = _PLACE.findall(error.traceback or "")
-    own = [p for p in places if not any(part in p for part in user_code.LIBRARIES)]
-    at = f" ({own[-1].replace(chr(34), '')})" if own else ""
+    lines = [p for p in places if not any(part in p for part in user_code.LIBRARIES)]
+    at = f" ({lines[-1].replace(chr(34), '')})" if lines else ""
     return f"{SCHEME}{text}: {error.type}: {' '.join(error.message.split())[:300]}{at}"

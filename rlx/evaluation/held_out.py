@@ -46,7 +46,9 @@ class HeldOut:
     on_skip: Callable[[dict[str, Any]], None]  # takes a failed question's record, on any thread
     say: Callable[[str], None]  # takes one line for the user
     sets: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)  # further rows
-    drawn: Sampling | None = None  # of `n_samples` answers to each question, besides the greedy one
+    random_sampling: Sampling | None = (
+        None  # of `n_samples` answers to each question, besides the greedy one
+    )
     n_samples: int = 0
 
     def __post_init__(self) -> None:
@@ -58,8 +60,8 @@ class HeldOut:
 
     def due(self, step: int) -> bool:
         """Return whether to evaluate `step`: the first, the last, or one that was added."""
-        wanted = step == 0 or step >= self.total_steps or step in self._extra
-        return wanted and bool(self.rows or self.sets) and step not in self.done
+        on_schedule = step == 0 or step >= self.total_steps or step in self._extra
+        return on_schedule and bool(self.rows or self.sets) and step not in self.done
 
     def add(self, step: int) -> None:
         """Make `step` due as well."""
@@ -73,8 +75,8 @@ class HeldOut:
     def measure(self, step: int, loss: Callable[[Sequence[Group]], Mapping[str, float]]) -> None:
         """Compute the loss on the held-out groups if `step` is due and there are groups."""
         if self.groups and self.due(step):
-            began, found = time.monotonic(), loss(self.groups)
-            means = {f"held_out_{k}": v for k, v in found.items() if not k.startswith("n_")}
+            began, losses = time.monotonic(), loss(self.groups)
+            means = {f"held_out_{k}": v for k, v in losses.items() if not k.startswith("n_")}
             self._losses[step] = means, time.monotonic() - began
 
     def begin(self, step: int, executor: Executor) -> None:
@@ -100,19 +102,19 @@ class HeldOut:
 
     async def _record(self, step: int, executor: Executor) -> dict[str, Any]:
         """Return the line of eval.jsonl; runs on the executor's loop."""
-        began, (losses, spent) = time.monotonic(), self._losses.pop(step, ({}, 0.0))
+        began, (losses, loss_seconds) = time.monotonic(), self._losses.pop(step, ({}, 0.0))
         record = {"step": step, "version": step, "num_questions": len(self.rows), **losses}
         if self.sampling:
             runner = RowRunner(
                 executor.loop, executor.fleet, concurrency=CONCURRENCY, timeout=self.timeout,
                 patience=replace(self.patience, rate=1.0), say=self.say,
             )  # fmt: skip
-            named = {"": self.rows, **self.sets}
+            sets = {"": self.rows, **self.sets}
             with self.timeline.span("evaluation", "evaluation", track="held-out", step=step):
-                scores = (self._scores(step, name, executor, runner) for name in named)
-                for found in await asyncio.gather(*scores):
-                    record |= found
-        seconds = spent + time.monotonic() - began
+                scores = (self._scores(step, name, executor, runner) for name in sets)
+                for set_scores in await asyncio.gather(*scores):
+                    record |= set_scores
+        seconds = loss_seconds + time.monotonic() - began
         return {**record, "seconds": seconds, "elapsed_seconds": self.elapsed()}
 
     async def _scores(self, step: int, name: str, executor: Executor, runner: RowRunner) -> dict:
@@ -129,25 +131,25 @@ class HeldOut:
                 try:
                     groups.append(await asyncio.wrap_future(future))
                 except Skipped as skipped:
-                    named = {"set": name} if name else {}
-                    self.on_skip({**skipped.record("eval"), **named, "step": step})
+                    label = {"set": name} if name else {}
+                    self.on_skip({**skipped.record("eval"), **label, "step": step})
             return groups
 
         assert self.sampling
         # Further sets and samples wait in line with training's prompts.
         groups = await answers(self.sampling, 1, 0 if name else PRIORITY)
-        found = [t for group in groups for t in group.trajectories]
+        trajectories = [t for group in groups for t in group.trajectories]
         scores = {
             # Training goes on meanwhile: the version of the newest token.
-            "version_end": max((int(t.versions.max()) for t in found), default=step),
+            "version_end": max((int(t.versions.max()) for t in trajectories), default=step),
             "greedy_acc": sum(g.trajectories[-1].run_reward > RIGHT for g in groups) / len(rows),
-            "mean_tokens": sum(t.num_trained for t in found) / max(1, len(groups)),
+            "mean_tokens": sum(t.num_trained for t in trajectories) / max(1, len(groups)),
             "failed": len(rows) - len(groups),
-            **info_means(found),
+            **info_means(trajectories),
         }
-        if self.drawn and (n := self.n_samples):
-            drawn = await answers(self.drawn, n, 0)
-            right = [[t.run_reward > RIGHT for t in group.trajectories] for group in drawn]
+        if self.random_sampling and (n := self.n_samples):
+            samples = await answers(self.random_sampling, n, 0)
+            right = [[t.run_reward > RIGHT for t in group.trajectories] for group in samples]
             scores["sample_acc"] = sum(sum(each) / len(each) for each in right) / len(rows)
             scores[f"pass@{n}"] = sum(map(any, right)) / len(rows)
         if not name:

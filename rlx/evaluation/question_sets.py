@@ -35,7 +35,7 @@ _TABLE = (
     Benchmark("aime24", "HuggingFaceH4/aime_2024:train", "math", "problem"),
     Benchmark("amc23", "math-ai/amc23:test", "math"),
 )
-BENCHMARKS = {found.name: found for found in _TABLE}
+BENCHMARKS = {each.name: each for each in _TABLE}
 
 
 def find(
@@ -67,14 +67,14 @@ def rows(
         most_rows = f"{data.MOST_ROWS:,}, or 0 for all questions"
         raise UserError(f"--limit={limit} is out of range; give a number up to {most_rows}")
     if not benchmark.source:
-        found = data.generated(benchmark.name, 0, "held_out", limit or 200, images)
+        raw = data.generated_rows(benchmark.name, 0, "held_out", limit or 200, images)
     else:
         graders = [] if benchmark.reward == rewards.JUDGE else [benchmark.reward]
         answer_key = rewards.answer_key(graders, benchmark.answer_key)
         most, keys = limit or None, (benchmark.question_key, answer_key)
-        found = data.load(benchmark.source, *keys, split="test", most=most, images=images)
-    named = [{**r, "question": r[benchmark.question_key]} if benchmark.source else r for r in found]
-    return named[:limit] if limit else named
+        raw = data.load(benchmark.source, *keys, split="test", most=most, images=images)
+    dataset = [{**r, "question": r[benchmark.question_key]} if benchmark.source else r for r in raw]
+    return dataset[:limit] if limit else dataset
 
 
 def load_sets(
@@ -90,9 +90,9 @@ def load_sets(
             parts[-1] += f",{part}"  # `reasoning_gym:a,b` is one set of two tasks
         else:
             parts.append(part)
-    found = [find(part, reward, question_key, answer_key) for part in parts if part]
-    if not found:
+    sets = [find(part, reward, question_key, answer_key) for part in parts if part]
+    if not sets:
         raise UserError(f"--datasets={text!r} names none; give gsm8k,math_500 or a .jsonl path")
-    if twice := [name for name, n in Counter(one.name for one in found).items() if n > 1]:
+    if twice := [name for name, n in Counter(one.name for one in sets).items() if n > 1]:
         raise UserError(f"--datasets names {twice[0]} twice; rename one of the files")
-    return [(benchmark, rows(benchmark, limit, images)) for benchmark in found]
+    return [(benchmark, rows(benchmark, limit, images)) for benchmark in sets]

@@ -26,7 +26,7 @@ from rlx.rollout import workflows
 from rlx.rollout.attempts import Patience, Skipped
 from rlx.rollout.executor import Executor, group_seed
 from rlx.rollout.staleness import Limits
-from rlx.rollout.workflow_checks import checked
+from rlx.rollout.workflow_checks import checked_group
 from rlx.rollout.workflows import Generator, Task, Workflow
 from rlx.system.threads import LoopThread
 
@@ -112,17 +112,17 @@ class RowRunner:
         return self._open[group_id].task.row
 
     def index(self, group_id: int) -> int:
-        found = self._open.get(group_id)  # None once something has stopped the executor
-        return found.task.group_id if found else group_id
+        row = self._open.get(group_id)  # None once something has stopped the executor
+        return row.task.group_id if row else group_id
 
     async def run(self, fleet: Generator, task: Task) -> Group:
         """Run the row's own workflow, with another seed after each failure."""
         row = self._open[task.group_id]
-        own, attempt = row.task, row.attempts
+        row_task, attempt = row.task, row.attempts
         row.attempts += 1
         if attempt:
-            own = replace(own, seed=group_seed(own.seed, own.group_id, attempt))
-        return replace(await checked(row.workflow, fleet, own), group_id=task.group_id)
+            row_task = replace(row_task, seed=group_seed(row_task.seed, row_task.group_id, attempt))
+        return replace(await checked_group(row.workflow, fleet, row_task), group_id=task.group_id)
 
     async def aclose(self) -> None:
         """Close the workflows that have processes or sockets."""
@@ -187,8 +187,8 @@ class Evaluator:
             raise RuntimeError("start the evaluator before submitting to it")
         number = self._count if group_id is None else group_id
         self._count += 1
-        drawn = group_seed(self.seed, number, 0) if seed is None else seed
-        task = Task(row, number, drawn, sampling, n)
+        row_seed = group_seed(self.seed, number, 0) if seed is None else seed
+        task = Task(row, number, row_seed, sampling, n)
         future = self.runner.submit(workflow or self.workflow, task)
         future.add_done_callback(self._note)
         self._waiting.append(future)
@@ -207,15 +207,15 @@ class Evaluator:
         count = len(self._waiting) if count is None else count
         if count > len(self._waiting):
             raise ValueError(f"wait({count}) with {len(self._waiting)} rows submitted; submit more")
-        wanted = [self._waiting[i] for i in range(count)]
-        done, late = wait(wanted, timeout)
+        futures = [self._waiting[i] for i in range(count)]
+        done, late = wait(futures, timeout)
         if late:
             raise TimeoutError(f"{len(done)} of {count} rows are done after {timeout:g} s")
         try:
-            groups = [future.result() for future in wanted]
+            groups = [future.result() for future in futures]
         except Skipped as skipped:
             raise skipped.reason  # noqa: B904 - its own cause is the failure
-        for _ in wanted:
+        for _ in futures:
             self._waiting.popleft()
         return groups
 
@@ -234,15 +234,15 @@ class Evaluator:
     def export_stats(self) -> dict[str, float]:
         """Return means and counts since the last call, and failures since the start."""
         groups, self._finished = self._finished, []
-        found = [t for group in groups for t in group.trajectories]
+        rollouts = [t for group in groups for t in group.trajectories]
         failed = self.runner.executor.counters()["failed"] if self.runner else 0
-        counts = {"groups": len(groups), "trajectories": len(found), "failures": failed}
+        counts = {"groups": len(groups), "trajectories": len(rollouts), "failures": failed}
         stats = {f"num_{name}": float(count) for name, count in counts.items()}
-        if found:
-            rewards, trained = [t.reward for t in found], [t.num_trained for t in found]
-            given = [len(t.tokens) - t.num_trained for t in found]
+        if rollouts:
+            rewards, trained = [t.reward for t in rollouts], [t.num_trained for t in rollouts]
+            prompts = [len(t.tokens) - t.num_trained for t in rollouts]
             means: dict[str, list] = {"reward": rewards, "completion_tokens": trained}
-            means |= {"prompt_tokens": given, "no_eos_ratio": [t.truncated for t in found]}
+            means |= {"prompt_tokens": prompts, "no_eos_ratio": [t.truncated for t in rollouts]}
             stats |= {name: float(np.mean(values)) for name, values in means.items()}
-            stats |= {"reward_std": float(np.std(rewards)), **info_means(found)}
+            stats |= {"reward_std": float(np.std(rewards)), **info_means(rollouts)}
         return stats

@@ -25,7 +25,7 @@ GREEDY = -1  # the sample number of the answer at temperature 0
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class QuestionOptions:
     """How questions are asked, and the columns of the table."""
 
     temperature: float = 0.6  # of the sampled answers
@@ -56,9 +56,9 @@ class SampleRange:
 
 def is_sample(record: Mapping[str, Any]) -> bool:
     """Return whether a line of a samples file has all values that the table needs."""
-    whole = all(isinstance(record.get(key), int) for key in ("index", "sample", "tokens"))
+    complete = all(isinstance(record.get(key), int) for key in ("index", "sample", "tokens"))
     answered = isinstance(record.get("answer", 0), str | None)
-    return whole and answered and isinstance(record.get("reward"), int | float)
+    return complete and answered and isinstance(record.get("reward"), int | float)
 
 
 def pending(path: Path, questions: int, n_samples: int) -> list[SampleRange]:
@@ -80,32 +80,32 @@ def keep(
     """Append the samples of a group, or of the failure in its place."""
     if isinstance(group, Group):
         parts = trajectories.samples(group, samples.count)
-        found = [trajectories.record(each, tokenizer) for each in parts]
-        answers = [statistics.ballot(each["completion"]) for each in found]
+        records = [trajectories.record(each, tokenizer) for each in parts]
+        answers = [statistics.ballot(each["completion"]) for each in records]
     else:
         error = f"{type(group).__name__}: {group}"
         nothing = {"completion": "", "reward": 0.0, "tokens": 0, "error": error}
-        found, answers = [nothing] * samples.count, [None] * samples.count
-    for number, (record, answer) in enumerate(zip(found, answers, strict=True), samples.first):
+        records, answers = [nothing] * samples.count, [None] * samples.count
+    for number, (record, answer) in enumerate(zip(records, answers, strict=True), samples.first):
         head = {"index": samples.index, "sample": number, "question": row["question"],
                 "answer_key": row.get("answer"), "answer": answer}  # fmt: skip
         append_jsonl(path, {**head, **record})
 
 
-def summary(name: str, path: Path, questions: int, asked: Asked) -> dict[str, Any]:
+def summary(name: str, path: Path, questions: int, how: QuestionOptions) -> dict[str, Any]:
     """Return the table's row of a samples file, and how many questions have a failed sample."""
     samples: dict[int, dict[int, dict]] = {}
     # The first record of a sample counts, a failure only without another record.
     for record in sorted(read_jsonl(path), key=lambda record: "error" in record):
-        if record["sample"] < asked.n_samples:
+        if record["sample"] < how.n_samples:
             samples.setdefault(record["index"], {}).setdefault(record["sample"], record)
-    found, failed = [], 0
+    results, failed = [], 0
     for index in range(questions):
-        own = samples.get(index, {})
-        failed += any("error" in record for record in own.values())
-        greedy, ordered = own.pop(GREEDY, None), [own[i] for i in sorted(own)]
-        found.append(statistics.per_question(greedy, ordered, asked.pass_at, asked.maj_at))
-    return {**statistics.row(name, found, asked.columns), "failed": failed}
+        by_number = samples.get(index, {})
+        failed += any("error" in record for record in by_number.values())
+        greedy, ordered = by_number.pop(GREEDY, None), [by_number[i] for i in sorted(by_number)]
+        results.append(statistics.per_question(greedy, ordered, how.pass_at, how.maj_at))
+    return {**statistics.row(name, results, how.columns), "failed": failed}
 
 
 def write_table(out: Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
@@ -125,30 +125,30 @@ def shortfall(rows: Sequence[Mapping[str, Any]], out: Path) -> list[str]:
 
 
 def settings(
-    asked: Asked,
+    how: QuestionOptions,
     models: Mapping[str, str],  # name → path
     datasets: Mapping[str, list],  # name → [source, number of rows]
     further: Mapping[str, Any],  # other settings that change the samples
     out: Path,
 ) -> dict[str, Any]:
     """Return the object of settings.json; raise UserError if OUT has samples of other settings."""
-    own = {
-        **further, "temperature": asked.temperature, "top_p": asked.top_p,
-        "workflow": None if asked.workflow == RLVR_NAME else asked.workflow,
-        "workflow_kwargs": dict(asked.workflow_kwargs) or None,
+    values = {
+        **further, "temperature": how.temperature, "top_p": how.top_p,
+        "workflow": None if how.workflow == RLVR_NAME else how.workflow,
+        "workflow_kwargs": dict(how.workflow_kwargs) or None,
     }  # fmt: skip
     before, path = {}, out / "settings.json"
     # An evaluation that failed before it wrote anything claims nothing.
     if path.exists() and any((*out.glob("*/*.jsonl"), *out.glob("*/hf"))):
         before = read_json(path)
-        for key, value in own.items():
+        for key, value in values.items():
             if before.get(key) != value:
                 problem = f"{out} holds an evaluation with {key}={before.get(key)!r}"
                 raise UserError(f"{problem}, this one has {value!r}; give another --output")
-    for key, named in (("models", models), ("datasets", datasets)):
-        own[key] = before.get(key, {})
-        for name, value in named.items():
-            if own[key].setdefault(name, value) != value:
-                problem = f"{out} holds {name} of {own[key][name]}, this one is {value}"
+    for key, entries in (("models", models), ("datasets", datasets)):
+        values[key] = before.get(key, {})
+        for name, value in entries.items():
+            if values[key].setdefault(name, value) != value:
+                problem = f"{out} holds {name} of {values[key][name]}, this one is {value}"
                 raise UserError(f"{problem}; give another --output")
-    return own
+    return values

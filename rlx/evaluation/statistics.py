@@ -44,11 +44,11 @@ def maj_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> fl
 
 def ballot(completion: str) -> str | None:
     """Return a completion's answer as text to vote with, the same for equal numbers; or None."""
-    found = final_answers(outside_thoughts("", completion))
-    for reading in map(tidy, found):  # the first that is a number counts, else the first
+    answers = final_answers(outside_thoughts("", completion))
+    for reading in map(tidy, answers):  # the first that is a number counts, else the first
         if number := numbers.read(reading):
             return f"{number.value}{'%' if number.percent else ''}"
-    return compact(tidy(found[0])) or None if found else None
+    return compact(tidy(answers[0])) or None if answers else None
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:
@@ -99,13 +99,13 @@ def per_question(
 
 def row(dataset: str, questions: Sequence[Mapping], names: Sequence[str]) -> dict[str, object]:
     """Return one row of the table: means over questions, with their intervals of 95 %."""
-    found: dict[str, object] = {"dataset": dataset, "num_questions": len(questions)}
+    cells: dict[str, object] = {"dataset": dataset, "num_questions": len(questions)}
     intervals = {}
     for name in names:
         values = [q[name] for q in questions if name in q]
-        found[name] = float(np.mean(values)) if values else None
+        cells[name] = float(np.mean(values)) if values else None
         intervals[name] = interval(values)
-    return {**found, "intervals": intervals}
+    return {**cells, "intervals": intervals}
 
 
 def text_table(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> str:
@@ -114,10 +114,10 @@ def text_table(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> st
     lead = ("model", "dataset") if several else ("dataset",)
     sets = list(dict.fromkeys(row["dataset"] for row in rows))
     lines = [[*lead, "num_questions", *names]]
-    for found in sorted(rows, key=lambda row: sets.index(row["dataset"])):
-        cells = [*(str(found[name]) for name in lead), str(found["num_questions"])]
+    for table_row in sorted(rows, key=lambda row: sets.index(row["dataset"])):
+        cells = [*(str(table_row[name]) for name in lead), str(table_row["num_questions"])]
         for name in names:
-            value, digits = found[name], 1 if name.endswith("length") else 3
+            value, digits = table_row[name], 1 if name.endswith("length") else 3
             cells.append("-" if value is None else f"{value:.{digits}f}")
         lines.append(cells)
     return "\n".join(aligned(lines, len(lead)))

@@ -46,15 +46,15 @@ class Base:
         self._directory = Path(directory)
         self._known: tuple[Any, bytes] = None, b""
 
-    def require(self, wanted: bytes) -> None:
-        """Raise OtherBase unless the directory's digest is `wanted`, UserError without weights."""
+    def require(self, goal: bytes) -> None:
+        """Raise OtherBase unless the directory's digest is `goal`, UserError without weights."""
         files = [path.stat() for path in shards(self._directory)]
         now = [(each.st_ino, each.st_size, each.st_mtime_ns) for each in files]
         if self._known[0] != now:
             self._known = now, digest(self._directory)
-        if self._known[1] != wanted:
+        if self._known[1] != goal:
             raise OtherBase(
-                f"the adapter belongs to base {wanted.hex()[:12]}, {self._directory} here is "
+                f"the adapter belongs to base {goal.hex()[:12]}, {self._directory} here is "
                 f"{self._known[1].hex()[:12]}; start the server with the trainer's model, or set "
                 "fleet.publish=stream"
             )

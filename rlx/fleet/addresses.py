@@ -25,22 +25,22 @@ _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):\d+")
 _CONNECT_SECONDS = 2.0
 
 
-def read_addresses(given: Sequence[str]) -> tuple[str, ...]:
+def read_addresses(texts: Sequence[str]) -> tuple[str, ...]:
     """Return the addresses without duplicates, each @PATH replaced by the lines of that file.
 
     Ignores blank lines, and text after a #. UserError if a file cannot be read.
     """
-    found: list[str] = []
-    for text in given:
+    addresses: list[str] = []
+    for text in texts:
         if not text.startswith(FILE):
-            found.append(text)
+            addresses.append(text)
             continue
         path = text.removeprefix(FILE)
         remedy = "make it a text file with one host:port per line"
         with explained(f"cannot read the addresses in {path}", remedy):
             lines = Path(path).read_text().splitlines()
-        found += [line.partition("#")[0].strip() for line in lines]
-    return tuple(dict.fromkeys(filter(None, found)))
+        addresses += [line.partition("#")[0].strip() for line in lines]
+    return tuple(dict.fromkeys(filter(None, addresses)))
 
 
 async def require_name(address: str) -> None:

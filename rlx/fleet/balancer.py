@@ -108,9 +108,9 @@ class Balancer:
         """Return `address (reason); …` of the servers that get no calls."""
         if not self.members:
             return "no address is known"
-        found = [(m, "not checked" if m.live else m.reason) for m in self.members
+        pairs = [(m, "not checked" if m.live else m.reason) for m in self.members
                  if not self._serves(m, True)]  # fmt: skip
-        return "; ".join(f"{m.address} ({why})" for m, why in found)
+        return "; ".join(f"{m.address} ({why})" for m, why in pairs)
 
     def raise_fatal(self) -> None:
         """Raise Unavailable if a member that was given as an address can never be live."""

@@ -53,24 +53,24 @@ def buckets(head: bytes, limit: int = BUCKET) -> tuple[Bucket, ...]:
 
     `head` is the file up to its first tensor. ValueError if it does not describe a file of weights.
     """
-    made: list[list[Entry]] = []
+    parts: list[list[Entry]] = []
     try:
         table = json.loads(head[8:])
         table.pop("__metadata__", None)
         for name, row in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
             size = math.prod(row["shape"]) * _SIZES[row["dtype"]]
-            start = made[-1][-1].end if made else 0
-            if not made or start + size > limit:
-                made.append([])
+            start = parts[-1][-1].end if parts else 0
+            if not parts or start + size > limit:
+                parts.append([])
                 start = 0
             shape = tuple(row["shape"])
-            made[-1].append(Entry(name, row["dtype"], shape, start, start + size))
-        whole = sum(bucket[-1].end for bucket in made)
-        if whole != max((row["data_offsets"][1] for row in table.values()), default=0):
+            parts[-1].append(Entry(name, row["dtype"], shape, start, start + size))
+        total = sum(bucket[-1].end for bucket in parts)
+        if total != max((row["data_offsets"][1] for row in table.values()), default=0):
             raise ValueError("its tensors do not follow each other")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the head of the weights is damaged: {error!r}") from error
-    return tuple(map(tuple, made))
+    return tuple(map(tuple, parts))
 
 
 # A receiver's way through one cast.
@@ -104,13 +104,13 @@ class CastProgress:
 
     place: int
     count: int  # of buckets
-    begun: bool = False
+    started: bool = False
     came: int = 0
     reason: str = ""  # why it failed
 
     @property
     def done(self) -> bool:
-        return self.begun and self.came == self.count and not self.reason
+        return self.started and self.came == self.count and not self.reason
 
 
 def after(state: CastProgress, event: Went | Came | Broke) -> CastProgress:
@@ -118,11 +118,11 @@ def after(state: CastProgress, event: Went | Came | Broke) -> CastProgress:
     if state.done or state.reason:
         return state
     match event:
-        case Went(places) if not state.begun:
+        case Went(places) if not state.started:
             if state.place in places:
-                return replace(state, begun=True)
+                return replace(state, started=True)
             return replace(state, reason="the sender began without this server")
-        case Came(number, good) if state.begun and number == state.came:
+        case Came(number, good) if state.started and number == state.came:
             if good:
                 return replace(state, came=number + 1)
             return replace(state, reason=f"bucket {number} was damaged")
@@ -150,21 +150,21 @@ class Sender:
         Yields what to tell each server, nothing if the process has died; and what ends the cast
         early. UserError if `backend` cannot be used here.
         """
-        ended, made = None, list[pb.PublishCast]()
+        reply, casts = None, list[pb.PublishCast]()
         try:
             try:
-                made = await self._begin(backend, path, addresses) if addresses else []
+                casts = await self._begin(backend, path, addresses) if addresses else []
             except OSError as error:  # a name that does not resolve any more, for one
                 self._say(f"no cast by {backend}: {error}; servers get the file")
-            ended = asyncio.create_task(self._said(None)) if made else None
-            yield made, self.end
-            if ended:
-                await asyncio.wait([ended], timeout=_END_SECONDS)
+            reply = asyncio.create_task(self._next_line(None)) if casts else None
+            yield casts, self.end
+            if reply:
+                await asyncio.wait([reply], timeout=_END_SECONDS)
         finally:
-            if addresses and not (ended and ended.done() and "sent" in ended.result()):
+            if addresses and not (reply and reply.done() and "sent" in reply.result()):
                 await self.end()
-                if ended:
-                    await ended
+                if reply:
+                    await reply
 
     async def _begin(
         self, backend: str, path: str, addresses: Sequence[str]
@@ -180,15 +180,15 @@ class Sender:
         with suppress(ConnectionError):
             self._process.stdin.write(json.dumps(job).encode() + b"\n")
             await self._process.stdin.drain()
-        said = await self._said(_START_SECONDS)
-        if "port" not in said:
-            if reason := said.get("refusal"):
+        reply = await self._next_line(_START_SECONDS)
+        if "port" not in reply:
+            if reason := reply.get("refusal"):
                 raise UserError(f"fleet.publish={backend}: {reason}; set it to path or stream")
             raise OSError("its process has died, see above")
         with open(path, "rb") as file:
             head = head_of(file)
-        given = {"backend": backend, "host": host, "port": said["port"], "head": head}
-        return [pb.PublishCast(**given, place=place) for place in range(len(hosts))]
+        options = {"backend": backend, "host": host, "port": reply["port"], "head": head}
+        return [pb.PublishCast(**options, place=place) for place in range(len(hosts))]
 
     async def end(self) -> None:
         """End the process; servers that still receive notice it at once."""
@@ -198,7 +198,7 @@ class Sender:
                 process.kill()
             await process.wait()
 
-    async def _said(self, seconds: float | None) -> dict[str, Any]:
+    async def _next_line(self, seconds: float | None) -> dict[str, Any]:
         """Return the process's next line; {} if there is none."""
         lines: Any = self._process and self._process.stdout
         try:

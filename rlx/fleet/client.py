@@ -97,9 +97,9 @@ class Fleet:
         self._joining, self._left_out = joining, set[str]()
 
         def member(address: str, joined: bool = False) -> Member:
-            own = joining.tls if joining and joined else tls
+            certs = joining.tls if joining and joined else tls
             return Member(
-                address, limits=self._limits, wanted=lambda: self._weights, token=token, tls=own,
+                address, limits=self._limits, wanted=lambda: self._weights, token=token, tls=certs,
                 changed=self._balancer.changed, silent=self._balancer.silent, say=self.say,
                 joined=joined, restart=restart, kv=wire.KV_NUMBERS[kv_on_update], image=image,
                 sleep=lambda: self._sleep, peer=self._peer,
@@ -190,17 +190,17 @@ class Fleet:
         before, message = None, ""
         while True:
             await asyncio.sleep(self._limits.probe_seconds)
-            found = None
+            current = None
             try:
-                found = await in_thread(self._find)
-                if found == before:  # read twice: no file is half written
-                    await self._replace(found)
+                current = await in_thread(self._find)
+                if current == before:  # read twice: no file is half written
+                    await self._replace(current)
                     message = ""
             except UserError as error:
                 if str(error) != message:
                     message = str(error)
                     self.say(f"rollout servers are unchanged: {message}")
-            before = found
+            before = current
 
     def _find(self) -> dict[str, bool]:
         """Return address → whether the server joined, of all servers now."""
@@ -261,15 +261,15 @@ class Fleet:
 
     def _completions(self, samples: list[PartialSample], sampling: Sampling) -> list[Completion]:
         """Return the finished samples; report once that a server has no masks."""
-        found = [sample.completion() for sample in samples]
-        if sampling.return_masks and not self._warned and any(c.kept is None for c in found):
+        completions = [sample.completion() for sample in samples]
+        if sampling.return_masks and not self._warned and any(c.kept is None for c in completions):
             self._warned, cut = True, sampling.truncation
             self.say(
                 f"a rollout server reports no sampling masks, so losses use logprobs over all "
                 f"tokens, which biases importance weights; {cut}; update the server's rlx, or "
                 "leave it out of config.sampling"
             )
-        return found
+        return completions
 
     async def score(
         self, tokens: Any, first: int, *, temperature: float = 1.0, values: bool = False,
@@ -324,9 +324,9 @@ class Fleet:
         ]
         while True:
             live = await self._balancer.alive()
-            found = await asyncio.gather(*(self._answers(member, calls) for member in live))
-            if any(found):
-                return {m.address: a for m, a in zip(live, found, strict=True) if a}
+            answers = await asyncio.gather(*(self._answers(member, calls) for member in live))
+            if any(answers):
+                return {m.address: a for m, a in zip(live, answers, strict=True) if a}
 
     async def set_sleep(self, level: int) -> None:
         """Let every server sleep, as Engine.pause does at this level, or wake at 0.
@@ -351,8 +351,8 @@ class Fleet:
         """
         async with self._publishing:
             start = time.monotonic()
-            had = self._weights
-            base = had if had and any(m.has(had) for m in self._members) else None
+            old = self._weights
+            base = old if old and any(m.has(old) for m in self._members) else None
             staging = asyncio.create_task(
                 in_thread(stage, version, source, method, self._publish_dir, base)
             )
@@ -363,7 +363,7 @@ class Fleet:
                 raise
             previous, self._weights = self._weights, weights
             try:
-                took = await self._deliver(weights)
+                members = await self._deliver(weights)
             except BaseException:
                 self._weights = previous
                 weights.close()
@@ -371,8 +371,8 @@ class Fleet:
             if previous:
                 previous.close()
             return PublishReport(
-                acks=tuple(m.address for m in took),
-                deliveries=tuple(m.delivery for m in took if m.delivery),
+                acks=tuple(m.address for m in members),
+                deliveries=tuple(m.delivery for m in members if m.delivery),
                 num_bytes=weights.num_bytes,
                 seconds=time.monotonic() - start,
                 sums=weights.sums,
@@ -490,41 +490,41 @@ class Fleet:
                 if isinstance(result, BaseException) and not isinstance(result, Lost | Refused):
                     raise result
             self._balancer.raise_foreign()
-            took = [m for m in self._members if m.live and m.has(weights)]
-            if not took:
+            members = [m for m in self._members if m.live and m.has(weights)]
+            if not members:
                 self._raise_refused(weights)
                 continue
             for member, result in zip(live, results, strict=True):
                 if isinstance(result, Refused):
                     member.fail(f"did not take version {weights.version}: {result}")
-            return took
+            return members
 
     async def _update(self, live: Sequence[Member], weights: Weights) -> list[Any]:
         """Publish to `live`, through each other where that works; return what each raised."""
         groups: dict[Any, list[tuple[Member, Any]]] = {}
         for member in live:
-            if found := member.relays(weights):
-                groups.setdefault(found[0], []).append((member, found[1]))
+            if relay := member.relays(weights):
+                groups.setdefault(relay[0], []).append((member, relay[1]))
         ways, hurries, fanout = dict[Member, Route](), [], self._limits.relay_fanout
         for (tls, *_), pairs in groups.items():
             if 0 < fanout < len(pairs):
                 ca = Path(tls.ca).read_bytes() if tls else b""
                 goal = weights.version, weights.crc32
-                made = routes([server for _, server in pairs], fanout, goal, ca)
-                ways |= {member: way for (member, _), way in zip(pairs, made, strict=True)}
-                hurries.append(asyncio.create_task(hurry(made)))
+                plan = routes([server for _, server in pairs], fanout, goal, ca)
+                ways |= {member: way for (member, _), way in zip(pairs, plan, strict=True)}
+                hurries.append(asyncio.create_task(hurry(plan)))
         try:
             todo = [m for m in live if weights.method in cast.BACKENDS and not m.has(weights)]
             where = weights.method, weights.path, [m.address for m in todo]
-            async with self._sender.offers(*where) as (begun, lost):
-                offers = dict(zip(todo, begun, strict=bool(begun)))
+            async with self._sender.offers(*where) as (casts, end_cast):
+                offers = dict(zip(todo, casts, strict=bool(casts)))
 
                 async def update(member: Member) -> None:
                     try:
                         await member.update(ways.get(member), offers.get(member))
                     except Lost:
                         if member in offers:
-                            await lost()
+                            await end_cast()
                         raise
 
                 return await asyncio.gather(*map(update, live), return_exceptions=True)

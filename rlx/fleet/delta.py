@@ -81,10 +81,10 @@ def _words(file: BinaryIO, count: int, buffer: bytearray) -> np.ndarray:
     buffer[count : words * _WORD] = bytes(words * _WORD - count)
     view, filled = memoryview(buffer)[:count], 0
     while filled < count:
-        got = file.readinto(view[filled:])  # type: ignore[attr-defined]
-        if not got:
+        num_bytes = file.readinto(view[filled:])  # type: ignore[attr-defined]
+        if not num_bytes:
             raise ValueError("the file is shorter than it was")
-        filled += got
+        filled += num_bytes
     return np.frombuffer(buffer, "<u2", words)
 
 
@@ -189,11 +189,11 @@ class _Reader:
 
 def _applied(delta: _Reader, old: BinaryIO, size: int) -> Iterator[memoryview]:
     """Yield the new file's bytes in order; each part overwrites the one before."""
-    magic, number, block, wanted = delta.unpack(_HEAD)
+    magic, number, block, new_size = delta.unpack(_HEAD)
     if (magic, number) != (_MAGIC, _FORMAT) or not 0 < block <= MAX_BLOCK:
         raise ValueError("not a delta, or another format")
-    if wanted != size:
-        raise ValueError(f"the delta is for a file of {wanted} bytes, not {size}")
+    if new_size != size:
+        raise ValueError(f"the delta is for a file of {new_size} bytes, not {size}")
     buffer = bytearray(min(_WORD * block, size + 1))
     for start in range(0, size, _WORD * block):
         count = min(_WORD * block, size - start)

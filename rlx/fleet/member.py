@@ -130,12 +130,12 @@ class Member:
         """Keep the server connected until cancelled or a fatal error."""
         delay = 0.05
         while not self.fatal:
-            begun = time.monotonic()
+            start = time.monotonic()
             was_live = await self._live_once()
             delay = 0.05 if was_live else min(2 * delay, self._limits.backoff)
             await asyncio.sleep(delay)
             # Any longer, the server was live or this process was stopped.
-            self._unanswered += min(time.monotonic() - begun, self._limits.hang_seconds + delay)
+            self._unanswered += min(time.monotonic() - start, self._limits.hang_seconds + delay)
             self._restart(self.address, self._unanswered)
 
     def fail(self, reason: str) -> None:
@@ -177,29 +177,29 @@ class Member:
         Refused (see `refusal`) if it serves its old ones; Lost if it may serve either.
         """
         async with self._updating:
-            weights = had = served = None
+            weights = old = served = None
             self._route, self._offer = route, offer
             try:
                 while (weights := self._wanted()) is not None and self._has is not weights:
-                    had, self._has = self._has, None  # until it answers
+                    old, self._has = self._has, None  # until it answers
                     served, self._serves = self._serves, None
                     before = self.status.instance
-                    self.delivery, replaced = await self._publish(weights, had)
+                    self.delivery, replaced = await self._publish(weights, old)
                     # Before its first token, an update by this run's killed process may end.
                     # So may one that came from another server.
                     again = replaced == (weights.version, weights.crc32)
-                    other = served != replaced and not again and self.waits.last > -math.inf
-                    if other:
+                    differs = served != replaced and not again and self.waits.last > -math.inf
+                    if differs:
                         await self.probe()
                     if self.status.instance != before:  # it may have its first weights
                         raise Lost("restarted")
-                    if other:
+                    if differs:
                         self._compare(served, replaced)
                     self._has, self._serves = weights, (weights.version, weights.crc32)
             except grpc.aio.AioRpcError as error:
                 reason = wire.describe(error)
                 if error.code() in _REFUSED:
-                    self._has, self._serves, self.refusal = had, served, (weights, reason)
+                    self._has, self._serves, self.refusal = old, served, (weights, reason)
                     raise Refused(reason) from error
                 self.fail(f"did not take the new weights ({reason})")
                 raise Lost(reason) from error
@@ -241,7 +241,7 @@ class Member:
         """
         message = wire.request_message(request)
         message.instance, call = self.status.instance, None
-        how = {"timeout": self._limits.request, "metadata": self._named()}
+        how = {"timeout": self._limits.request, "metadata": self._call_metadata()}
         try:
             with self._in_flight(request.n) as progress:
                 await self._add_images(request.images)
@@ -273,12 +273,12 @@ class Member:
         with self._in_flight(1):
             await self._add_images(request.images)
             reply = await self._stub.Score(
-                message, timeout=self._limits.request, metadata=self._named()
+                message, timeout=self._limits.request, metadata=self._call_metadata()
             )
             self.waits = self.waits.token(time.monotonic())
             return wire.scores_from(reply, request)
 
-    def _named(self) -> tuple[tuple[str, str], ...]:
+    def _call_metadata(self) -> tuple[tuple[str, str], ...]:
         """Return the metadata of a call that a rollout makes."""
         return (*self._metadata, *traces.metadata())
 
@@ -293,7 +293,7 @@ class Member:
         try:
             yield progress
         except grpc.aio.AioRpcError as error:
-            raise self._translated(error, progress.replied) from error
+            raise self._call_error(error, progress.replied) from error
         except asyncio.CancelledError:
             if _cancelled_by_caller():
                 raise
@@ -301,7 +301,7 @@ class Member:
         finally:
             self.load, self.waits = self.load - samples, self.waits.ended()
 
-    def _translated(self, error: grpc.aio.AioRpcError, replied: bool) -> Exception:
+    def _call_error(self, error: grpc.aio.AioRpcError, replied: bool) -> Exception:
         code, text = error.code(), wire.describe(error)
         if code in _BAD_REQUEST:
             return ValueError(error.details())
@@ -317,13 +317,13 @@ class Member:
             return Busy(f"{self.address}: {text}")
         return Failed(f"{self.address}: {text}")
 
-    def _compare(self, wanted: tuple[int, int] | None, found: tuple[int, int]) -> None:
+    def _compare(self, expected: tuple[int, int] | None, actual: tuple[int, int]) -> None:
         """Fail the server if it had other weights (version, checksum) than ours."""
-        if wanted and wanted != found:
-            version, crc = found
+        if expected and expected != actual:
+            version, crc = actual
             self.foreign = UserError(
                 f"{self.address} served version {version} (checksum {crc:08x}), which is not "
-                f"this run's version {wanted[0]} (checksum {wanted[1]:08x}): something else "
+                f"this run's version {expected[0]} (checksum {expected[1]:08x}): something else "
                 "publishes to it; give every run its own servers or its own token"
             )
             self.fail("something else publishes to it")
@@ -425,11 +425,11 @@ class Member:
 
     async def _watch(self) -> None:
         while True:
-            begun = time.monotonic()
+            start = time.monotonic()
             await asyncio.sleep(self._limits.probe_seconds)
             await self.probe()
             longest = self._limits.probe_seconds + self._limits.hang_seconds
-            if (now := time.monotonic()) - begun > longest:
+            if (now := time.monotonic()) - start > longest:
                 self.waits = self.waits.updated(now)  # this process was stopped meanwhile
             if not self._updating.locked() and (late := self._silent(self)):
                 self._mute = self.status.instance
@@ -449,20 +449,20 @@ class Member:
         raise Lost(_MUTE)
 
     async def _publish(
-        self, weights: Weights, had: Weights | None
+        self, weights: Weights, old: Weights | None
     ) -> tuple[Delivery, tuple[int, int]]:
-        """Publish `weights`, by delta if it fits `had`; send damaged bytes again, once.
+        """Publish `weights`, by delta if it fits `old`; send damaged bytes again, once.
 
         Returns the delivery, and the version and checksum that the server had before.
         """
-        delta = weights.delta if weights.delta and weights.delta.fits(had) else None
+        delta = weights.delta if weights.delta and weights.delta.fits(old) else None
         self._sent, again, route = 0, False, self._route
         if route and route.goal != (weights.version, weights.crc32):
             route = None
         offer, self._offer = self._offer, None
-        reply = await self._relayed(route) if route and not route.relay else None
+        reply = await self._wait_for_relay(route) if route and not route.relay else None
         if self._peer and not (self.live or delta):
-            reply = await self._passed(weights, await self._peer(self, weights))
+            reply = await self._get_from_peer(weights, await self._peer(self, weights))
             if not reply and self._wanted() is not weights:  # its file may be gone
                 raise Lost(f"version {weights.version} is outdated")
         while True:
@@ -474,20 +474,22 @@ class Member:
                     route = None
                 if (delta or offer) and error.code() is _Code.ABORTED:
                     if offer:
-                        given = f"{self.address} gets version {weights.version} as a file"
-                        self._say(f"{given}: {wire.describe(error)}")
+                        text = f"{self.address} gets version {weights.version} as a file"
+                        self._say(f"{text}: {wire.describe(error)}")
                     delta = offer = None
                 elif not again and error.code() is _Code.DATA_LOSS:
                     again = True
                 else:
                     raise
             else:
-                whole = weights.method == "delta" or (weights.method in cast.BACKENDS and not offer)
-                full = "stream" if whole else weights.method
+                is_file = weights.method == "delta" or (
+                    weights.method in cast.BACKENDS and not offer
+                )
+                full = "stream" if is_file else weights.method
                 way = Delivery("delta" if delta else full, self._sent, reply.paused_ns)
                 return way, (reply.replaced_version, reply.replaced_crc32)
 
-    async def _relayed(self, route: Route) -> pb.PublishReply | None:
+    async def _wait_for_relay(self, route: Route) -> pb.PublishReply | None:
         """Wait for the weights from another server; None: it needs them from here."""
         result = await route.result
         if not self.live or self.status.instance != route.server.instance:
@@ -500,7 +502,9 @@ class Member:
         self._say(f"{self.address} gets version {route.goal[0]} from the trainer: {result}")
         return None
 
-    async def _passed(self, weights: Weights, peer: "Member | None") -> pb.PublishReply | None:
+    async def _get_from_peer(
+        self, weights: Weights, peer: "Member | None"
+    ) -> pb.PublishReply | None:
         """Get the weights from `peer`; None: it needs them from here."""
         if not peer:
             return None
@@ -510,10 +514,10 @@ class Member:
         way.relay = pb.PublishRelay(below=[to], fanout=1, ca=ca, kept=True)
         peer.passing += 1
         try:
-            (one,) = (await peer._call(weights, None, way, None)).relayed
-            if not one.error:
-                return one.reply
-            error = one.error
+            (result,) = (await peer._call(weights, None, way, None)).relayed
+            if not result.error:
+                return result.reply
+            error = result.error
             self._apart = to.instance, weights.version + APART
         except grpc.aio.AioRpcError as caught:
             error = wire.describe(caught)
@@ -572,14 +576,14 @@ class Member:
         if by_path or offer or (relay and relay.kept):
             return
         parts = chunks(delta.path if delta else weights.path, wire.PUBLISH_CHUNK_BYTES)
-        summed = _summed(parts, bool(relay and relay.below))
+        summed = _with_checksums(parts, bool(relay and relay.below))
         while part := await in_thread(next, summed, None):
             offset, data, crc32 = part
             self._sent += len(data)
             yield pb.PublishRequest(chunk=pb.PublishChunk(offset=offset, data=data, crc32=crc32))
 
 
-def _summed(parts: Iterator, needed: bool) -> Iterator[tuple[int, bytes, int | None]]:
+def _with_checksums(parts: Iterator, needed: bool) -> Iterator[tuple[int, bytes, int | None]]:
     """Yield the parts of a file, each with the checksum of all bytes up to its end if `needed`."""
     crc = 0
     for offset, data in parts:

@@ -149,8 +149,8 @@ class Delta:
 
     def fits(self, base: "Weights | None") -> bool:
         """Return whether the patch can be applied to `base`."""
-        own = self.base_version, self.base_crc32
-        return base is not None and (base.version, base.crc32) == own
+        identity = self.base_version, self.base_crc32
+        return base is not None and (base.version, base.crc32) == identity
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +207,7 @@ def stage(
         raise UserError(f"publish method {method!r} is unknown; use one of {', '.join(METHODS)}")
     if isinstance(source, Adapter) != (method == "adapter"):
         raise ValueError(f"{type(source).__name__} cannot be published by {method}")
-    weights = _staged(version, source, method, directory)
+    weights = _whole_file(version, source, method, directory)
     if not (method == "delta" and weights.owned and base and base.method == method and base.owned):
         return weights
     try:
@@ -235,7 +235,7 @@ def _delta(base: Weights, weights: Weights, directory: str | os.PathLike) -> Del
     return patch and Delta(base.version, base.crc32, file.path, *patch, file)
 
 
-def _staged(version: int, source: Any, method: str, directory: str | os.PathLike) -> Weights:
+def _whole_file(version: int, source: Any, method: str, directory: str | os.PathLike) -> Weights:
     if isinstance(source, str | os.PathLike):
         path = Path(source)
         path = path / "model.safetensors" if path.is_dir() else path

@@ -61,15 +61,15 @@ class Route:
 
     def settle(self, reply: pb.PublishReply | str) -> None:
         """Take the server's reply, or the reason for none, for it and for the servers below."""
-        named = {} if isinstance(reply, str) else {each.address: each for each in reply.relayed}
+        replies = {} if isinstance(reply, str) else {each.address: each for each in reply.relayed}
         if not self.result.done() and not (self.relay and isinstance(reply, str)):
             self.result.set_result(reply)
         for route in self.below:
             if not route.result.done():
-                one = named.get(route.server.address)
-                route.blamed = one is not None and bool(one.error)
-                lost = reply if isinstance(reply, str) else "it was not passed on"
-                route.result.set_result((one.error or one.reply) if one else lost)
+                result = replies.get(route.server.address)
+                route.blamed = result is not None and bool(result.error)
+                reason = reply if isinstance(reply, str) else "it was not passed on"
+                route.result.set_result((result.error or result.reply) if result else reason)
 
     def expire(self) -> None:
         """Do not wait for a reply any more, except for one that servers below still need."""
@@ -84,26 +84,26 @@ def routes(
     servers: Sequence[pb.RelayServer], fanout: int, goal: tuple[int, int], ca: bytes = b""
 ) -> list[Route]:
     """Return a route for each of `servers`, in order; a server stands before those below it."""
-    made = [Route(server, goal) for server in servers]
-    spans = [range(len(made))]
+    plan = [Route(server, goal) for server in servers]
+    spans = [range(len(plan))]
     for span in spans:  # which grows
         for head, *below in parts(span, fanout):
-            made[head].below = made[head + 1 : head + 1 + len(below)]
+            plan[head].below = plan[head + 1 : head + 1 + len(below)]
             if span is spans[0]:
-                given = [servers[k] for k in below]
-                made[head].relay = pb.PublishRelay(below=given, fanout=fanout, ca=ca)
+                receivers = [servers[k] for k in below]
+                plan[head].relay = pb.PublishRelay(below=receivers, fanout=fanout, ca=ca)
             spans.append(range(head + 1, head + 1 + len(below)))
-    return made
+    return plan
 
 
-async def hurry(made: Sequence[Route]) -> None:
+async def hurry(plan: Sequence[Route]) -> None:
     """Let nobody wait for a server that takes over twice as long as the first one."""
-    begun = time.monotonic()
-    while not any(route.here or route.result.done() for route in made):
+    start = time.monotonic()
+    while not any(route.here or route.result.done() for route in plan):
         await asyncio.sleep(_POLL_SECONDS)
-    await asyncio.sleep(time.monotonic() - begun + _SLACK_SECONDS)
+    await asyncio.sleep(time.monotonic() - start + _SLACK_SECONDS)
     while True:  # until cancelled
-        for route in made:  # a server before those below it
+        for route in plan:  # a server before those below it
             if not route.result.done():
                 route.expire()
         await asyncio.sleep(_POLL_SECONDS)
@@ -125,11 +125,11 @@ class Incoming:
         """Connect to the servers below."""
         relay = header.relay
         for to, *below in parts(relay.below, relay.fanout):
-            own = pb.PublishHeader()
-            own.CopyFrom(header)
+            copy = pb.PublishHeader()
+            copy.CopyFrom(header)
             place = pb.PublishRelay(to=to, below=below, fanout=relay.fanout, ca=relay.ca)
-            own.relay.CopyFrom(place)
-            self.calls.append(asyncio.create_task(self._send(own)))
+            copy.relay.CopyFrom(place)
+            self.calls.append(asyncio.create_task(self._send(copy)))
 
     def verified(self, path: str, end: int, crc32: int) -> None:
         """Send the bytes of `path` up to `end`, which have this checksum, as one more chunk."""
@@ -153,8 +153,8 @@ class Incoming:
         """Return the results of all servers below that are known about."""
         if self.calls:
             await asyncio.wait(self.calls)
-        ended = [task for task in self.calls if not task.cancelled() and not task.exception()]
-        return [result for task in ended for result in task.result()]
+        tasks = [task for task in self.calls if not task.cancelled() and not task.exception()]
+        return [result for task in tasks for result in task.result()]
 
     async def aclose(self) -> None:
         """End the calls that are left."""
@@ -167,13 +167,13 @@ class Incoming:
 
     async def _send(self, header: pb.PublishHeader) -> list[pb.Relayed]:
         address, ca = header.relay.to.address, header.relay.ca
-        given = tuple(each for each in self._call.invocation_metadata() if each[0] == _TOKEN)
+        metadata = tuple(pair for pair in self._call.invocation_metadata() if pair[0] == _TOKEN)
         tls = (self._tls or transport.Tls()) if ca else None
         try:
-            transport.check_address(address, given[0][1] if given else None, tls)
+            transport.check_address(address, metadata[0][1] if metadata else None, tls)
             async with transport.channel(address, tls, ca) as channel:
                 reply = await rpc.RolloutStub(channel).Publish(
-                    self._chunks(header), timeout=self._call.time_remaining(), metadata=given
+                    self._chunks(header), timeout=self._call.time_remaining(), metadata=metadata
                 )
         except (grpc.aio.AioRpcError, UserError) as error:
             call = isinstance(error, grpc.aio.AioRpcError)
@@ -228,22 +228,22 @@ class KeptFile:
             self.weights.close()
         self.weights = weights
 
-    def require(self, *wanted: int) -> Weights:
+    def require(self, *key: int) -> Weights:
         """Return the weights; RequestError if their version, size and checksum are others."""
-        if (own := self.weights) and (own.version, own.num_bytes, own.crc32) == wanted:
-            return own
-        message = f"this server does not have version {wanted[0]}"
+        if (weights := self.weights) and (weights.version, weights.num_bytes, weights.crc32) == key:
+            return weights
+        message = f"this server does not have version {key[0]}"
         raise wire.RequestError(grpc.StatusCode.ABORTED, message)
 
     async def pass_on(self, header: pb.PublishHeader, requests: Incoming) -> pb.PublishReply:
         """Send the file to the servers below."""
-        own = self.require(header.version, header.num_bytes, header.crc32)
+        weights = self.require(header.version, header.num_bytes, header.crc32)
         message = f"version {header.version} is not kept any more"
-        async with ended_early(self.passing, own, message), aclosing(requests):
-            return await requests.pass_on(header, own.path)
+        async with ended_early(self.passing, weights, message), aclosing(requests):
+            return await requests.pass_on(header, weights.path)
 
     async def end_outdated(self) -> None:
         """End the sending of removed files, so that no more than two are in memory."""
-        while old := [limit for limit, sent in self.passing.items() if sent is not self.weights]:
+        while old := [limit for limit, what in self.passing.items() if what is not self.weights]:
             end(old)
             await asyncio.sleep(_END_SECONDS)

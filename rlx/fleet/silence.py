@@ -38,12 +38,12 @@ class TokenWaits:
 
 
 def silent_seconds(
-    own: TokenWaits, others: Iterable[TokenWaits], now: float, least: float
+    server: TokenWaits, others: Iterable[TokenWaits], now: float, least: float
 ) -> float:
     """Return how long a server's next token is overdue, or 0.0; each has `least` seconds."""
-    working = [other for other in others if other.last > own.since]
-    if not own.calls or not working:
+    working = [other for other in others if other.last > server.since]
+    if not server.calls or not working:
         return 0.0
-    late = now - own.since
-    limit = least + FACTOR * max(each.longest for each in (own, *working))
+    late = now - server.since
+    limit = least + FACTOR * max(each.longest for each in (server, *working))
     return late if late > limit else 0.0

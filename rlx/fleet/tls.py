@@ -101,8 +101,8 @@ def channel(address: str, tls: Tls | None, ca: bytes = b"") -> grpc.aio.Channel:
     """Return an unconnected channel, with `ca` for that of `tls`; UserError for unusable files."""
     if tls is None:
         return grpc.aio.insecure_channel(address, options=wire.CHANNEL_OPTIONS)
-    cert, key, own = _contents(tls)
-    credentials = grpc.ssl_channel_credentials(ca or own, key, cert)
+    cert, key, tls_ca = _contents(tls)
+    credentials = grpc.ssl_channel_credentials(ca or tls_ca, key, cert)
     return grpc.aio.secure_channel(address, credentials, options=wire.CHANNEL_OPTIONS)
 
 
@@ -116,10 +116,10 @@ def refusal(address: str, details: str) -> UserError | None:
 
 def _contents(tls: Tls) -> list[bytes | None]:
     """Return certificate, key and CA, None for ""; raise UserError for unusable files."""
-    found: list[bytes | None] = []
+    contents: list[bytes | None] = []
     for path in (tls.cert, tls.key, tls.ca):
         with explained(f"cannot read {path}", "give a PEM file"):
-            found.append(Path(path).read_bytes() if path else None)
+            contents.append(Path(path).read_bytes() if path else None)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     wrong, remedy = f"{tls.ca} has no certificate", "give the CA's in PEM"
     try:
@@ -131,4 +131,4 @@ def _contents(tls: Tls) -> list[bytes | None]:
             context.load_cert_chain(tls.cert, tls.key, password="")
     except (ssl.SSLError, ValueError) as error:
         raise UserError(f"{wrong} ({getattr(error, 'reason', '') or error}); {remedy}") from None
-    return found
+    return contents

@@ -31,7 +31,7 @@ class Recovered(NamedTuple):
     host: dict[str, Any]  # in the form of `Executor.state`, with the events since
     groups: list[Group]  # the finished groups that `host` names
     samples: dict[int, Samples]  # group_id → unfinished samples
-    whole: bool  # whether the records follow the position of `host` without a gap
+    complete: bool  # whether the records follow the position of `host` without a gap
 
 
 def position(host: Mapping[str, Any] | None) -> tuple[int, int] | None:
@@ -45,9 +45,9 @@ def recover(
     host: Mapping[str, Any], at: tuple[int, int] | None, records: Iterable[Record]
 ) -> Recovered:
     """Return the state `host` after the events in `records`, from the first that `at` names."""
-    state, kept = _State(host), set(host.get("buffered", ())) | set().union(*host.get("order", ()))
+    state, prior = _State(host), set(host.get("buffered", ())) | set().union(*host.get("order", ()))
     # `at` is the result of `position`; None if `host` was written without a journal.
-    whole, due, last = at is not None, at[1] + 1 if at else 0, -1
+    complete, due, last = at is not None, at[1] + 1 if at else 0, -1
     packed: dict[int, Record] = {}
     samples: dict[int, Samples] = {}
     for record in records if at else ():
@@ -56,25 +56,25 @@ def recover(
             _extend(samples, record)
         elif record.kind in _ENDS or (record.kind == "admit" and not fields.get("kept")):
             samples.pop(fields["group_id"], None)
-        if record.kind == "group" and (record.number >= due or fields["group_id"] in kept):
+        if record.kind == "group" and (record.number >= due or fields["group_id"] in prior):
             packed[fields["group_id"]] = record
         if record.number < due:
             continue
-        whole = whole and record.number == due
+        complete = complete and record.number == due
         due = record.number + 1
         if record.kind == "start" and not fields["whole"]:
             # It follows another checkpoint if that was damaged since.
-            state, whole = _State(host), fields.get("step", host["step"]) == host["step"]
+            state, complete = _State(host), fields.get("step", host["step"]) == host["step"]
         if record.kind == "start" and at == _STARTS_AT_ZERO:  # no checkpoint refuses other rows
-            whole = whole and fields["rows"] == host["cursor"]["digest"]
-        if whole:
+            complete = complete and fields["rows"] == host["cursor"]["digest"]
+        if complete:
             state.after(record.kind, fields)
-    whole = whole and last + 1 >= due  # a power cut may have lost records of the checkpoint
-    made = {**(state if whole else _State(host)).host(), "journal": at}
-    wanted = {*made["buffered"], *(g for ids in made["order"] for g in ids)}
-    samples = {g: samples[g] for g, _ in made["pending"] if g in samples}
-    groups = [packed[g].group() for g in sorted(wanted & packed.keys())]
-    return Recovered(made, groups, samples, whole)
+    complete = complete and last + 1 >= due  # a power cut may have lost records of the checkpoint
+    new_host = {**(state if complete else _State(host)).host(), "journal": at}
+    group_ids = {*new_host["buffered"], *(g for ids in new_host["order"] for g in ids)}
+    samples = {g: samples[g] for g, _ in new_host["pending"] if g in samples}
+    groups = [packed[g].group() for g in sorted(group_ids & packed.keys())]
+    return Recovered(new_host, groups, samples, complete)
 
 
 def _extend(samples: dict[int, Samples], record: Record) -> None:
@@ -93,10 +93,10 @@ def _extend(samples: dict[int, Samples], record: Record) -> None:
             columns |= {"kept_sizes": sizes[part], "kept": masks}
         begin = end
         reason = None if stop_reason == "abort" else stop_reason  # it ends a request only
-        own = samples.setdefault(group_id, {})
-        before = own.get((call, index), []) if at else []
+        pieces = samples.setdefault(group_id, {})
+        before = pieces.get((call, index), []) if at else []
         if at == (before[-1].end if before else 0):
-            own[call, index] = [*before, Piece(columns, reason, at + count)]
+            pieces[call, index] = [*before, Piece(columns, reason, at + count)]
 
 
 class _State:
@@ -140,14 +140,14 @@ class _State:
             if "pool" in fields:
                 row, pool = fields["pool"]
                 pools = {**dict(self._host["cursor"].get("pools", ())), row: pool}
-                self._host["cursor"]["pools"] = [[r, found] for r, found in pools.items() if found]
+                self._host["cursor"]["pools"] = [[r, p] for r, p in pools.items() if p]
             self._host["failed"] += kind in ("fail", "skip")
             self._best = fields.get("best", self._best)
 
     def host(self) -> dict[str, Any]:
         """Return the state in the form of `Executor.state`."""
-        known = itertools.takewhile(self._order.__contains__, itertools.count(self._step))
-        order = [list(self._order[step]) for step in known]
+        steps = itertools.takewhile(self._order.__contains__, itertools.count(self._step))
+        order = [list(self._order[step]) for step in steps]
         taken = {g for ids in order for g in ids}
         return {
             **self._host, "order": order, "best_reward": self._best,
@@ -168,22 +168,22 @@ class Batches(NamedTuple):
 def batches(records: Iterable[tuple[Record, Place]]) -> Batches:
     """Return the batches that the last process to do a step trained on; incomplete ones go."""
     places: dict[int, Place] = {}
-    found = Batches({}, {}, {})
+    result = Batches({}, {}, {})
     for record, place in records:
         fields = record.fields
         if record.kind == "admit":
-            found.attempts[fields["group_id"]] = fields["attempt"]
+            result.attempts[fields["group_id"]] = fields["attempt"]
         elif record.kind == "group":
             places[fields["group_id"]] = place
         elif record.kind == "take":
-            found.groups.pop(fields["step"], None)
+            result.groups.pop(fields["step"], None)
             if all(g in places for g in fields["groups"]):
-                found.groups[fields["step"]] = [places[g] for g in fields["groups"]]
+                result.groups[fields["step"]] = [places[g] for g in fields["groups"]]
         elif record.kind == "weights":
-            found.weights[fields["version"]] = fields
+            result.weights[fields["version"]] = fields
         elif record.kind == "start":
-            for step in [k for k in found.groups if k >= fields["order"]]:
-                del found.groups[step]
-            for version in [v for v in found.weights if v > fields["order"]]:
-                del found.weights[version]
-    return found
+            for step in [k for k in result.groups if k >= fields["order"]]:
+                del result.groups[step]
+            for version in [v for v in result.weights if v > fields["order"]]:
+                del result.weights[version]
+    return result

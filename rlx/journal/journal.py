@@ -139,8 +139,8 @@ class Journal:
 
 def read(directory: Path, first: int = 0) -> Iterator[tuple[Record, Place]]:
     """Yield the records of a journal from number `first` on, up to the first damage."""
-    for path, found, _ in _intact(directory, first):
-        for record in found:
+    for path, entries, _ in _intact(directory, first):
+        for record in entries:
             if record.number >= first:
                 yield record, Place(path, record.begin, record.end)
 
@@ -148,9 +148,9 @@ def read(directory: Path, first: int = 0) -> Iterator[tuple[Record, Place]]:
 def cut(directory: Path, first: int = 0) -> tuple[int, int]:
     """Remove what follows the first damage; return bytes removed, and the next record's number."""
     removed, number, intact = 0, first, set()
-    for path, found, damaged in _intact(directory, first):
+    for path, entries, damaged in _intact(directory, first):
         intact.add(path)
-        number = found[-1].number + 1 if found else int(path.stem)
+        number = entries[-1].number + 1 if entries else int(path.stem)
         if damaged:
             os.truncate(path, path.stat().st_size - damaged)
             removed = damaged
@@ -166,18 +166,18 @@ def _intact(directory: Path, first: int) -> Iterator[tuple[Path, list[Record], i
     due: int | None = None  # number of the next record
     for path in _files(directory, first):
         data, due = path.read_bytes(), int(path.stem) if due is None else due
-        found = list(records.scan(data))
+        entries = list(records.scan(data))
         # A start that could not use the records before it may leave a gap.
-        if found and due != found[0].number and found[0].fields.get("whole", True):
+        if entries and due != entries[0].number and entries[0].fields.get("whole", True):
             return
-        damaged = len(data) - (found[-1].end if found else 0)
-        yield path, found, damaged
+        damaged = len(data) - (entries[-1].end if entries else 0)
+        yield path, entries, damaged
         if damaged:
             return
-        due = found[-1].number + 1 if found else due
+        due = entries[-1].number + 1 if entries else due
 
 
 def _files(directory: Path, first: int = 0) -> list[Path]:
     """Return the files with records from number `first` on, oldest first."""
-    found = sorted(directory.glob(f"*{_SUFFIX}"))
-    return found[sum(int(path.stem) <= first for path in found[1:]) :]
+    paths = sorted(directory.glob(f"*{_SUFFIX}"))
+    return paths[sum(int(path.stem) <= first for path in paths[1:]) :]

@@ -94,7 +94,7 @@ def loads(data: bytes) -> list[Group]:
     """Return the groups in bytes of `dumps`, bit for bit; their arrays are read-only."""
     arrays, groups = io.BytesIO(data), []
     for group in json.loads(arrays.readline()):
-        trajectories = tuple(_trajectory(own, arrays) for own in group["trajectories"])
+        trajectories = tuple(_trajectory(entry, arrays) for entry in group["trajectories"])
         groups.append(Group(group["group_id"], trajectories, group["row"]))
     return groups
 
@@ -102,21 +102,21 @@ def loads(data: bytes) -> list[Group]:
 def _describe(group: Group) -> dict[str, Any]:
     trajectories = []
     for t in group.trajectories:
-        own = {name: getattr(t, name) for name in _OTHERS}
-        own |= {"reward": float(t.reward), "baseline": float(t.baseline), "size": len(t.tokens)}
-        own["info"] = {key: float(value) for key, value in t.info.items()}
-        own["arrays"] = [name for name in _ARRAYS if getattr(t, name) is not None]
-        trajectories.append(own)
+        entry = {name: getattr(t, name) for name in _OTHERS}
+        entry |= {"reward": float(t.reward), "baseline": float(t.baseline), "size": len(t.tokens)}
+        entry["info"] = {key: float(value) for key, value in t.info.items()}
+        entry["arrays"] = [name for name in _ARRAYS if getattr(t, name) is not None]
+        trajectories.append(entry)
     return {"group_id": int(group.group_id), "row": {**group.row}, "trajectories": trajectories}
 
 
-def _trajectory(own: Mapping[str, Any], arrays: io.BytesIO) -> Trajectory:
-    found = {name: own[name] for name in _OTHERS if name in own}  # older rlx had fewer
-    for name in own["arrays"]:
-        count = int(found["kept_sizes"].sum()) if name == "kept" else own["size"]
+def _trajectory(entry: Mapping[str, Any], arrays: io.BytesIO) -> Trajectory:
+    values = {name: entry[name] for name in _OTHERS if name in entry}  # older rlx had fewer
+    for name in entry["arrays"]:
+        count = int(values["kept_sizes"].sum()) if name == "kept" else entry["size"]
         data = arrays.read(count * np.dtype(_ARRAYS[name]).itemsize)
-        found[name] = np.frombuffer(data, _ARRAYS[name], count)
-    found["turn_rewards"] = tuple(own["turn_rewards"])
-    found["said"] = tuple(map(tuple, own["said"]))
-    found["images"] = tuple(own.get("images", ()))
-    return Trajectory(**found)
+        values[name] = np.frombuffer(data, _ARRAYS[name], count)
+    values["turn_rewards"] = tuple(entry["turn_rewards"])
+    values["said"] = tuple(map(tuple, entry["said"]))
+    values["images"] = tuple(entry.get("images", ()))
+    return Trajectory(**values)

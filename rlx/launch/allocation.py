@@ -100,29 +100,29 @@ def _part(text: str, served: bool) -> Part:
 
 def read_sizes(part: str, dims: str, letters: str) -> dict[str, int]:
     """Return the sizes above 1 in `dims`, such as d4t2; UserError, with `part`, if invalid."""
-    found = dict(re.findall(r"([a-z])([1-9]\d*)", dims))
-    complete = "".join(letter + number for letter, number in found.items()) == dims
-    if not found or not complete or not found.keys() <= set(letters):
+    sizes = dict(re.findall(r"([a-z])([1-9]\d*)", dims))
+    complete = "".join(letter + number for letter, number in sizes.items()) == dims
+    if not sizes or not complete or not sizes.keys() <= set(letters):
         remedy = f"give each of {', '.join(letters)} at most once, with a number from 1"
         problem = f"allocation_mode: cannot read the sizes {dims!r} of {part!r}"
         raise UserError(f"{problem}; {remedy}, such as d4t2")
-    return {letter: int(number) for letter, number in found.items() if number != "1"}
+    return {letter: int(number) for letter, number in sizes.items() if number != "1"}
 
 
 def settings(allocation: Allocation) -> dict[str, str | int]:
     """Return the config keys that an allocation sets, and their values."""
-    found: dict[str, str | int] = {"fleet.num_servers": 0}
+    values: dict[str, str | int] = {"fleet.num_servers": 0}
     for part in allocation.parts:
         if not part.trains:
-            found |= {"fleet.engine": part.backend, "fleet.num_servers": part.sizes.get("d", 1)}
-            found |= {"fleet.tensor_parallel": part.each}
+            values |= {"fleet.engine": part.backend, "fleet.num_servers": part.sizes.get("d", 1)}
+            values |= {"fleet.tensor_parallel": part.each}
             continue
         mesh = {**part.sizes, "f": part.sizes.get("f", 1) // part.sizes.get("e", 1)}
         axes = [f"{MEANINGS[x]}:{mesh[x]}" for x in "dfetc" if x in part.sizes and mesh[x] > 1]
-        found |= {"trainer": part.backend, "train.mesh": ",".join(axes) or "fsdp:1"}
+        values |= {"trainer": part.backend, "train.mesh": ",".join(axes) or "fsdp:1"}
         if part.backend == "torch" and part.gpus > 1:  # one process per GPU
-            found["cluster.processes"] = part.gpus
-    return found
+            values["cluster.processes"] = part.gpus
+    return values
 
 
 def place(allocation: Allocation, hosts: Mapping[str, Sequence[int]]) -> list[tuple[Part, Gpus]]:
@@ -132,21 +132,21 @@ def place(allocation: Allocation, hosts: Mapping[str, Sequence[int]]) -> list[tu
     """
     free = {host: list(ids) for host, ids in hosts.items()}
     largest = max(map(len, free.values()), default=0)  # larger parts get whole hosts
-    placed, taken = list[tuple[Part, Gpus]](), list[tuple[str, int]]()
+    placed, gpus = list[tuple[Part, Gpus]](), list[tuple[str, int]]()
 
     def too_few(part: Part, each: int, index: int) -> UserError:
-        there = ", ".join(f"{h}: {len(ids)}" for h, ids in hosts.items()) or "none"
+        counts = ", ".join(f"{h}: {len(ids)}" for h, ids in hosts.items()) or "none"
         return UserError(
             f"allocation_mode={allocation} needs {allocation.gpus} GPUs; {part} has "
             f"{part.gpus // each} × {each}, of which {index} found {each} together, and there are "
-            f"{there}; use fewer, or more hosts"
+            f"{counts}; use fewer, or more hosts"
         )
 
     for part in allocation.parts:
         sharing = allocation.parts if allocation.shared else (part,)
         each = lcm(*(p.each for p in sharing))  # parts on the same GPUs group them differently
         if part is sharing[0]:
-            taken = []
+            gpus = []
             for index in range(part.gpus // each):
                 need = each
                 while need:
@@ -154,13 +154,13 @@ def place(allocation: Allocation, hosts: Mapping[str, Sequence[int]]) -> list[tu
                     host = next((h for h, ids in free.items() if len(ids) >= max(least, 1)), "")
                     if not host or (need > largest and need % largest):
                         raise too_few(part, each, index)
-                    taken += [(host, gpu) for gpu in free[host][:least]]
+                    gpus += [(host, gpu) for gpu in free[host][:least]]
                     free[host] = free[host][least:]
                     need -= least
-        cut = [tuple(taken[i : i + part.each]) for i in range(0, part.gpus, part.each)]
+        cut = [tuple(gpus[i : i + part.each]) for i in range(0, part.gpus, part.each)]
         fits = [len({host for host, _ in group}) == 1 for group in cut]
         if part.each <= largest and not all(fits):
             raise too_few(part, part.each, sum(fits))
-        groups = [tuple(taken)] if part.trains else cut
+        groups = [tuple(gpus)] if part.trains else cut
         placed += [(part, group) for group in groups]
     return placed

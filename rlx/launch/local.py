@@ -67,12 +67,12 @@ def cpu_plan(
     few = sharing and not threads and len(cores) <= num_servers + 1
     if num_servers == 0 or len(cores) == 1 or few:
         return CpuPlan(cores, (cores,) * num_servers)
-    each = min(threads or max(1, len(cores) // (num_servers + trains)), len(cores) - trains)
+    per_server = min(threads or max(1, len(cores) // (num_servers + trains)), len(cores) - trains)
     # 1: too few, so servers share the others.
-    own = max(1, len(cores) - each * num_servers) if trains else 0
-    pool = itertools.cycle(cores[own:])
-    servers = [tuple(sorted(itertools.islice(pool, each))) for _ in range(num_servers)]
-    return CpuPlan(cores[:own], tuple(servers))
+    rest = max(1, len(cores) - per_server * num_servers) if trains else 0
+    pool = itertools.cycle(cores[rest:])
+    servers = [tuple(sorted(itertools.islice(pool, per_server))) for _ in range(num_servers)]
+    return CpuPlan(cores[:rest], tuple(servers))
 
 
 class LocalServers:
@@ -219,12 +219,12 @@ class LocalServers:
             if now - server.started > _STEADY_SECONDS:
                 server.restarts = 0
             server.restarts += 1
-            ended = f"{server} ended {status}"
+            text = f"{server} ended {status}"
             if server.restarts > self._max_restarts:
-                self._say(f"{ended} after {self._max_restarts} restarts: {server.message}")
+                self._say(f"{text} after {self._max_restarts} restarts: {server.message}")
                 return
             server.retry_at = now + 0.25 * 4 ** (server.restarts - 1)  # five last over a minute
-            self._say(f"{ended} ({server.message}); starting it again")
+            self._say(f"{text} ({server.message}); starting it again")
         if now >= server.retry_at:
             server.spawn()
 
@@ -313,8 +313,8 @@ class _Server:
         if self.pid:
             ask_for_stacks([self.pid, *descendants(self.pid)])
             time.sleep(_STACKS_SECONDS)
-        written = self.log.stat().st_size > size
-        return f"; the stacks of its threads are in {self.log}" if written else ""
+        grew = self.log.stat().st_size > size
+        return f"; the stacks of its threads are in {self.log}" if grew else ""
 
     def _lines(self) -> list[str]:
         with open(self.log, "rb") as log:
@@ -337,22 +337,22 @@ def _end(servers: Sequence[_Server]) -> None:
 def start_on(command: Sequence[str], cpus: Sequence[int], **options: Any) -> subprocess.Popen:
     """Start a process on its cores, in its own session, so Ctrl-C does not reach it."""
     options |= {"stderr": subprocess.STDOUT, "start_new_session": True}
-    ours = os.sched_getaffinity(0)
+    affinity = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cpus)  # this thread's, which the child inherits
     try:
         return subprocess.Popen(command, **options)
     finally:
-        os.sched_setaffinity(0, ours)
+        os.sched_setaffinity(0, affinity)
 
 
 def start_early(
     model: str | os.PathLike, cpus: Sequence[int], seed: int, options: Mapping[str, Any]
 ) -> subprocess.Popen:
     """Start a JAX server that compiles, then waits for flags; it ends with this thread."""
-    own = [f"--{name.replace('_', '-')}={options[name]}" for name in _EARLY]
-    own += [f"--seed={seed}", f"--model={os.fspath(model)}", f"--parent-pid={os.getpid()}"]
+    flags = [f"--{name.replace('_', '-')}={options[name]}" for name in _EARLY]
+    flags += [f"--seed={seed}", f"--model={os.fspath(model)}", f"--parent-pid={os.getpid()}"]
     return start_on(
-        (*COMMAND, *own, "--early"), cpus, env=_environ(len(cpus), "cpu", ""),
+        (*COMMAND, *flags, "--early"), cpus, env=_environ(len(cpus), "cpu", ""),
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
     )  # fmt: skip
 
@@ -363,8 +363,8 @@ def _hand_over(early: subprocess.Popen, command: Sequence[str], server: "_Server
     with contextlib.suppress(OSError), early.stdin as pipe:  # OSError: it has ended
         same = {*early.args} - {"--early"} <= {*command}  # type: ignore[misc]
         if same and os.sched_getaffinity(early.pid) == {*server.cpus}:
-            given = str(server.log.absolute()), server.env[wire.TOKEN_VARIABLE], *command[3:]
-            pipe.write(json.dumps(given).encode())
+            message = str(server.log.absolute()), server.env[wire.TOKEN_VARIABLE], *command[3:]
+            pipe.write(json.dumps(message).encode())
             pipe.close()  # raises OSError too
             return True
     early.kill()
@@ -384,14 +384,14 @@ def _environ(threads: int, platform: str, token: str, gpus: Sequence[str] = ()) 
 
 
 class RunningServers(contextlib.ExitStack):
-    """Running servers at known addresses; `own` are options of Fleet."""
+    """Running servers at known addresses; `options` are those of Fleet."""
 
     # `publish_dir` is the parent of a private directory; "": nothing is published.
-    def __init__(self, addresses: Sequence[str], *, publish_dir: str = "", **own: Any):
+    def __init__(self, addresses: Sequence[str], *, publish_dir: str = "", **options: Any):
         super().__init__()
         if publish_dir:
-            own["publish_dir"] = self.enter_context(Scratch(publish_dir)).directory
-        self.fleet = partial(Fleet, tuple(addresses), **own)  # takes further ones
+            options["publish_dir"] = self.enter_context(Scratch(publish_dir)).directory
+        self.fleet = partial(Fleet, tuple(addresses), **options)  # takes further ones
 
 
 def servers_of(

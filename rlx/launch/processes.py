@@ -50,30 +50,30 @@ def processes(
     if any(hosts.values()):
         if allocation is None:
             first = sum(len(gpus) for gpus in list(hosts.values())[:trainers])
-            whole = Part(library, True, {"f": trainers if library == "torch" else first})
-            parts = whole, Part("vllm", False, {"d": servers})
+            trains = Part(library, True, {"f": trainers if library == "torch" else first})
+            parts = trains, Part("vllm", False, {"d": servers})
             allocation = Allocation(tuple(part for part in parts if part.gpus))
         seats = _by_gpu(allocation, hosts)
     else:
         seats = _by_count(servers, trainers, tuple(hosts))
     own_seats = [(host, gpus) for role, host, gpus in seats if role == "trainer"]
-    found = []
+    plan = []
     for index, (host, gpus) in enumerate(own_seats):
         argv = (*trainer, f"--config.cluster.processes={len(own_seats)}")
         if len(own_seats) > 1:
             argv += (f"--config.cluster.coordinator={bracketed(own_seats[0][0], port)}",
                      f"--config.cluster.process={index}")  # fmt: skip
         env = _sees(gpus, hosts[host])
-        found.append(Process("trainer", index, host, gpus, 0 if index else port, argv, env))
+        plan.append(Process("trainer", index, host, gpus, 0 if index else port, argv, env))
     others = ((host, gpus) for role, host, gpus in seats if role == "server")
     for index, (host, gpus) in enumerate(others):
-        own = port + 1 + index
-        argv = (*server, f"--host={host}", f"--port={own}", f"--seed={seed + index}")
+        server_port = port + 1 + index
+        argv = (*server, f"--host={host}", f"--port={server_port}", f"--seed={seed + index}")
         if metrics_port:
             argv += (f"--metrics-host={host}", f"--metrics-port={metrics_port + 1 + index}")
         env = {"JAX_PLATFORMS": "cuda" if gpus else "cpu", **_sees(gpus, hosts[host])}
-        found.append(Process("server", index, host, gpus, own, argv, env))
-    return tuple(found)
+        plan.append(Process("server", index, host, gpus, server_port, argv, env))
+    return tuple(plan)
 
 
 def addresses(plan: Sequence[Process]) -> tuple[str, ...]:
@@ -83,10 +83,10 @@ def addresses(plan: Sequence[Process]) -> tuple[str, ...]:
 
 def table(plan: Sequence[Process]) -> str:
     """Return a line for each host with its processes."""
-    found: dict[str, list[str]] = {}
+    by_host: dict[str, list[str]] = {}
     for process in plan:
-        found.setdefault(process.host, []).append(str(process).replace(f" on {process.host}", ""))
-    return "\n".join(f"{host}: {'; '.join(here)}" for host, here in found.items())
+        by_host.setdefault(process.host, []).append(str(process).replace(f" on {process.host}", ""))
+    return "\n".join(f"{host}: {'; '.join(here)}" for host, here in by_host.items())
 
 
 def _by_gpu(allocation: Allocation, hosts: Mapping[str, Sequence[str]]) -> list:
@@ -118,6 +118,6 @@ def _by_count(servers: int, trainers: int, hosts: Sequence[str]) -> list:
     return seats + [("server", rest[i % len(rest)], ()) for i in range(servers)]
 
 
-def _sees(gpus: Sequence[str], there: Sequence[str]) -> dict[str, str]:
+def _sees(gpus: Sequence[str], host_gpus: Sequence[str]) -> dict[str, str]:
     """Return the variable that limits a process to its GPUs, on a host with GPUs."""
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if there else {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if host_gpus else {}

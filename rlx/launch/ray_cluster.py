@@ -52,9 +52,9 @@ class Keeper:
             argv += (f"--host={host}", f"--port={port}")
             if any(a.startswith("--metrics-port=") for a in argv):
                 argv += (f"--metrics-host={host}",)  # the last one counts
-        own = {k: v for k, v in os.environ.items() if not k.startswith("OMP_NUM")}
-        gpus = {k: v for k, v in own.items() if k == "CUDA_VISIBLE_DEVICES" and process.gpus}
-        environment = {**own, **process.env, **env, **gpus, "PYTHONUNBUFFERED": "1"}
+        base = {k: v for k, v in os.environ.items() if not k.startswith("OMP_NUM")}
+        gpus = {k: v for k, v in base.items() if k == "CUDA_VISIBLE_DEVICES" and process.gpus}
+        environment = {**base, **process.env, **env, **gpus, "PYTHONUNBUFFERED": "1"}
         Path(log).parent.mkdir(parents=True, exist_ok=True)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks Ctrl-C, for children too
         with open(log, "ab") as file:
@@ -74,9 +74,9 @@ class Keeper:
         with open(self._log, "rb") as file:
             file.seek(self._read)
             new = file.read()
-        whole = new[: new.rfind(b"\n") + 1] if code is None else new
-        self._read += len(whole)
-        return code, whole.decode(errors="replace").splitlines()
+        data = new[: new.rfind(b"\n") + 1] if code is None else new
+        self._read += len(data)
+        return code, data.decode(errors="replace").splitlines()
 
     def signal(self, number: int) -> None:
         if self._process.running:
@@ -94,8 +94,8 @@ class Running:
     process: Process
     keeper: Any  # the actor
     group: Any
-    asked: Any = None  # Ray's reference of the actor's next answer
-    begun: bool = False  # whether its command has been started
+    reply: Any = None  # Ray's reference of the actor's next answer
+    started: bool = False  # whether its command has been started
     code: int | None = None  # exit code; None while it runs
     lost: str = ""  # why its end is unknown
     lines: list[str] = field(default_factory=list)  # written between the last two looks
@@ -138,9 +138,9 @@ class RayCluster:
         """Raise UserError if a host has fewer cores than processes."""
         cores = {n["NodeManagerAddress"]: n["Resources"].get("CPU", 0) for n in self._ray.nodes()}
         for host in dict.fromkeys(process.host for process in plan):
-            asked, there = sum(process.host == host for process in plan), cores.get(host, 0)
-            if asked > there:
-                problem = f"{asked} processes on {host} need a core each, and Ray has {there:g}"
+            demand, supply = sum(process.host == host for process in plan), cores.get(host, 0)
+            if demand > supply:
+                problem = f"{demand} processes on {host} need a core each, and Ray has {supply:g}"
                 raise UserError(f"{problem} there; use fewer servers, or more nodes")
 
     def place(self, plan: Sequence[Process], seconds: float) -> list[Running]:
@@ -152,16 +152,16 @@ class RayCluster:
         groups = [self._ray.util.placement_group(each) for each in bundles]
         ready, end = [group.ready() for group in groups], time.monotonic() + seconds
         while self._ray.wait(ready, num_returns=len(ready), timeout=1.0)[1]:
-            gone = {process.host for process in plan} - set(self.hosts())
-            if not gone and time.monotonic() < end:
+            missing = {process.host for process in plan} - set(self.hosts())
+            if not missing and time.monotonic() < end:
                 continue
             for group in groups:
                 self._ray.util.remove_placement_group(group)
-            if gone:
-                raise UserError(f"{', '.join(sorted(gone))} has left the Ray cluster")
-            asked, has = len(plan), self._ray.cluster_resources()
+            if missing:
+                raise UserError(f"{', '.join(sorted(missing))} has left the Ray cluster")
+            count, has = len(plan), self._ray.cluster_resources()
             raise UserError(
-                f"{asked} processes need {asked} cores and {sum(len(p.gpus) for p in plan)} GPUs; "
+                f"{count} processes need {count} cores and {sum(len(p.gpus) for p in plan)} GPUs; "
                 f"the Ray cluster has {has.get('CPU', 0):g} and {has.get('GPU', 0):g}, too few of "
                 f"them free for {seconds:g} s; end other jobs, or raise scheduler.wait_seconds"
             )
@@ -179,18 +179,18 @@ class RayCluster:
     def start(self, running: Running, env: Mapping[str, str], log: Path) -> None:
         """Let an actor start its process; `look` updates `begun`."""
         env = {k: v for k, v in os.environ.items() if k.startswith(_OURS)} | dict(env)
-        running.asked = running.keeper.begin.remote(
+        running.reply = running.keeper.begin.remote(
             running.process, {**env, ADDRESS: self.address}, os.getcwd(), str(log)
         )
 
     def look(self, running: Sequence[Running], seconds: float) -> None:
         """Update processes after `seconds`; raise UserError if one cannot be started."""
         time.sleep(seconds)
-        asked = {one.asked: one for one in running if one.asked and not one.over}
+        by_ref = {one.reply: one for one in running if one.reply and not one.over}
         for one in running:
             one.lines = []
-        for ref in self._answered([*asked], seconds):
-            one = asked[ref]
+        for ref in self._ready([*by_ref], seconds):
+            one = by_ref[ref]
             try:
                 answer = self._ray.get(ref)
             except self._ray.exceptions.RayActorError:
@@ -200,11 +200,11 @@ class RayCluster:
                 problem = f"{one.name} cannot be started on {one.process.host}: {error.__cause__}"
                 raise UserError(f"{problem}; use directories that all hosts share") from None
             if isinstance(answer, Process):
-                one.process, one.begun = answer, True
+                one.process, one.started = answer, True
             else:
                 one.code, one.lines = answer
                 one.last_lines = [*one.last_lines, *one.lines][-_LAST_LINES:]
-            one.asked = one.keeper.look.remote()
+            one.reply = one.keeper.look.remote()
 
     def interrupt(self, running: Running) -> None:
         """Send a process SIGINT, as Ctrl-C does."""
@@ -212,17 +212,17 @@ class RayCluster:
 
     def end(self, running: Sequence[Running]) -> None:
         """End processes with their children, and release their resources."""
-        answered = self._answered([one.asked for one in running if one.asked], 0)
-        begun = [one for one in running if one.begun or one.asked in answered]
+        answered = self._ready([one.reply for one in running if one.reply], 0)
+        active = [one for one in running if one.started or one.reply in answered]
         # The others may not have a node yet.
-        self._answered([one.keeper.end.remote() for one in begun], _END_SECONDS)
+        self._ready([one.keeper.end.remote() for one in active], _END_SECONDS)
         for one in running:
             self._ray.kill(one.keeper)
             self._ray.util.remove_placement_group(one.group)
 
-    def _answered(self, asked: list, seconds: float) -> Sequence[Any]:
+    def _ready(self, refs: list, seconds: float) -> Sequence[Any]:
         """Return Ray's references that have a value within `seconds`."""
-        return self._ray.wait(asked, num_returns=len(asked), timeout=seconds)[0] if asked else ()
+        return self._ray.wait(refs, num_returns=len(refs), timeout=seconds)[0] if refs else ()
 
     def _keep(self, process: Process, group: Any, bundle: int) -> Running:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -235,16 +235,16 @@ class RayCluster:
 
 def _bundle(process: Process, host: str = "") -> dict[str, float]:
     """Return the resources of a process; a tiny share of `node:…` pins it to its host."""
-    asked = {"CPU": 1.0, "GPU": float(len(process.gpus)), f"node:{host}": 0.001 if host else 0.0}
-    return {kind: amount for kind, amount in asked.items() if amount}
+    amounts = {"CPU": 1.0, "GPU": float(len(process.gpus)), f"node:{host}": 0.001 if host else 0.0}
+    return {kind: amount for kind, amount in amounts.items() if amount}
 
 
 def _free_port(host: str, port: int) -> int:
     """Return the first free port of `host` in steps from `port`."""
-    for each in range(port, 1 << 16, _NEXT_PORT):
+    for candidate in range(port, 1 << 16, _NEXT_PORT):
         with contextlib.suppress(OSError):
-            socket.create_server((host, each)).close()
-            return each
+            socket.create_server((host, candidate)).close()
+            return candidate
     return port
 
 

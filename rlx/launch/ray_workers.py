@@ -29,22 +29,22 @@ def starter(key: str, config: Any) -> StartWorker:  # key: reward | agents
     section, count, certificate = config[key], config.reward.workers, config.online.tls_cert
     if not section.resources:
         return start_worker
-    named = f"{key}.resources={section.resources}"
+    setting = f"{key}.resources={section.resources}"
     try:
         pairs = (part.split(":") for part in section.resources.split(","))
-        each = {kind.strip(): float(amount) for kind, amount in pairs}
+        amounts = {kind.strip(): float(amount) for kind, amount in pairs}
     except ValueError:
-        raise UserError(f"{named}: give Ray resources, such as CPU:1 or CPU:2,big:1") from None
+        raise UserError(f"{setting}: give Ray resources, such as CPU:1 or CPU:2,big:1") from None
     ray = ray_cluster.join()
-    for kind, amount in each.items():
-        if (there := ray.cluster_resources().get(kind, 0)) < amount * count:
-            need = f"{count} workers with {named} need {count * amount:g} {kind}"
-            raise UserError(f"{need}, and the Ray cluster has {there:g}; lower reward.workers")
+    for kind, amount in amounts.items():
+        if (total := ray.cluster_resources().get(kind, 0)) < amount * count:
+            need = f"{count} workers with {setting} need {count * amount:g} {kind}"
+            raise UserError(f"{need}, and the Ray cluster has {total:g}; lower reward.workers")
     env = {name: os.environ[name] for name in section.environment if name in os.environ}
     if certificate and (bundle := Path(certificate).with_name(run_secrets.BUNDLE)).exists():
         env |= dict.fromkeys(("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"), str(bundle.absolute()))
     options = {
-        "num_cpus": each.pop("CPU", 0), "num_gpus": each.pop("GPU", 0), "resources": each,
+        "num_cpus": amounts.pop("CPU", 0), "num_gpus": amounts.pop("GPU", 0), "resources": amounts,
         "max_concurrency": 4, "runtime_env": {"env_vars": env}, "max_restarts": 0,
     }  # fmt: skip
     return partial(_start, ray, options)
@@ -76,9 +76,9 @@ class KeptWorker:
 def _start(
     ray: Any, options: Mapping[str, Any], module: str, limits: WorkerLimits
 ) -> tuple[WorkerHandle, socket.socket]:
-    ours, theirs = socket.socketpair()
+    pool_end, actor_end = socket.socketpair()
     actor = ray.remote(KeptWorker).options(**options).remote(module, limits, os.getcwd())
-    return _RemoteWorker(ray, actor, theirs), ours
+    return _RemoteWorker(ray, actor, actor_end), pool_end
 
 
 class _RemoteWorker:
@@ -101,8 +101,8 @@ class _RemoteWorker:
             self._code = -signal.SIGKILL
             if patience:
                 with suppress(self._ray.exceptions.RayError):
-                    asked = self._actor.end.remote(patience)
-                    self._code = self._ray.get(asked, timeout=patience + _ANSWER_SECONDS)
+                    ref = self._actor.end.remote(patience)
+                    self._code = self._ray.get(ref, timeout=patience + _ANSWER_SECONDS)
             self.stop()
         return self._code
 

@@ -54,8 +54,8 @@ class Machines:
         if not names and (job := environ.get("SLURM_JOB_NODELIST")):
             names, ssh = tuple(_run("scontrol", "show", "hostnames", job).split()), "srun"
         if not names or len(set(names)) < len(names):
-            wanted = "give each host once, as --hosts=a,b,c, by a name that ssh knows"
-            raise UserError(f"--hosts={hosts}: {wanted}; inside a Slurm job none is needed")
+            remedy = "give each host once, as --hosts=a,b,c, by a name that ssh knows"
+            raise UserError(f"--hosts={hosts}: {remedy}; inside a Slurm job none is needed")
         return Machines(names, ssh, python)
 
     def address(self, host: str) -> str:
@@ -66,8 +66,8 @@ class Machines:
     def ask(self, action: str, requests: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Call a host_agent function with each host's arguments; return host → result or error."""
         with ThreadPoolExecutor(max(1, len(requests))) as pool:
-            asked = {h: pool.submit(self._ask, h, action, r) for h, r in requests.items()}
-            return {host: answer.result() for host, answer in asked.items()}
+            futures = {h: pool.submit(self._ask, h, action, r) for h, r in requests.items()}
+            return {host: answer.result() for host, answer in futures.items()}
 
     def _ask(self, host: str, action: str, request: Mapping[str, Any]) -> Any:
         answer = f"{action}(**json.loads({json.dumps(request)!r}))"
@@ -102,36 +102,36 @@ class Machines:
             (shared / ".rlx-mark").write_text(mark)
         request: dict[str, Any] = {"path": HOME, "packages": PACKAGES, "mark": mark,
                                    "shared": str(shared.absolute())}  # fmt: skip
-        sent, here = time.time(), host_agent.look(**request, ports=[])
+        start, here = time.time(), host_agent.look(**request, ports=[])
         try:
-            found = self.ask("look", {h: {**request, "ports": [*ports]} for h in self.hosts})
+            reports = self.ask("look", {h: {**request, "ports": [*ports]} for h in self.hosts})
         finally:
             (shared / ".rlx-mark").unlink(missing_ok=True)
-        span = (sent, time.time())
-        return [c for h in self.hosts for c in checks_of(h, found[h], here, span)], found
+        span = (start, time.time())
+        return [c for h in self.hosts for c in checks_of(h, reports[h], here, span)], reports
 
 
-def checks_of(host: str, found: Any, here: Mapping, span: tuple[float, float]) -> list[Finding]:
-    """Return the rows of a host with the result `found` of `look`, against the one `here`."""
-    if isinstance(found, UserError):
-        return [problem(host, "reach", found)]
-    versions, ours = found["versions"], here["versions"]
-    other = [f"{name} {versions[name] or 'missing'} (here {ours[name]})"
-             for name in ours if ours[name] and versions[name] != ours[name]]  # fmt: skip
-    gpus = f"{len(found['gpus'])} x {found['gpus'][0]}" if found["gpus"] else "none"
+def checks_of(host: str, report: Any, here: Mapping, span: tuple[float, float]) -> list[Finding]:
+    """Return the rows of a host with the `report` of `look`, against the one `here`."""
+    if isinstance(report, UserError):
+        return [problem(host, "reach", report)]
+    versions, local = report["versions"], here["versions"]
+    wrong = [f"{name} {versions[name] or 'missing'} (here {local[name]})"
+             for name in local if local[name] and versions[name] != local[name]]  # fmt: skip
+    gpus = f"{len(report['gpus'])} x {report['gpus'][0]}" if report["gpus"] else "none"
     # `span` is this machine's clock before and after, in seconds.
-    off = max(span[0] - found["clock"], found["clock"] - span[1], 0.0)
-    python = found["python"].split(".")[:2] == here["python"].split(".")[:2]
+    off = max(span[0] - report["clock"], report["clock"] - span[1], 0.0)
+    python = report["python"].split(".")[:2] == here["python"].split(".")[:2]
     results: tuple[tuple[str, bool, str, str], ...] = (
         ("reach", True, "yes", ""),
-        ("python", python, found["python"], f"give one as here ({here['python']}) by --python"),
-        ("packages", not other, ", ".join(other) or f"rlx {versions['rlx']}",
+        ("python", python, report["python"], f"give one as here ({here['python']}) by --python"),
+        ("packages", not wrong, ", ".join(wrong) or f"rlx {versions['rlx']}",
          "install the same versions on all hosts"),
-        ("GPUs", not found["gpus_wrong"], found["gpus_wrong"] or gpus, "repair nvidia-smi there"),
+        ("GPUs", not report["gpus_wrong"], report["gpus_wrong"] or gpus, "repair nvidia-smi there"),
         ("clock", off <= CLOCK_SECONDS, f"{off:.1f} s off", "set it by NTP (chrony)"),
-        ("shared", not found["shared"], found["shared"] or "yes",
+        ("shared", not report["shared"], report["shared"] or "yes",
          "give a directory that all hosts see and may write to by --shared"),
-        ("ports", not found["ports"], found["ports"] or "free", "give another --port, or 0: any"),
+        ("ports", not report["ports"], report["ports"] or "free", "give another --port, or 0: any"),
     )  # fmt: skip
     return [
         Finding(host, name, "ok" if ok else "problem", text, "" if ok else remedy)
@@ -141,10 +141,10 @@ def checks_of(host: str, found: Any, here: Mapping, span: tuple[float, float]) -
 
 def table(checks: Sequence[Finding]) -> str:
     """Return a line per host with ✓ or ✗ for each check, and a line per ✗ with its remedy."""
-    cells = {(c.area, c.name): f"✓ {c.found}" if c.level == "ok" else "✗" for c in checks}
+    cells = {(c.area, c.name): f"✓ {c.result}" if c.level == "ok" else "✗" for c in checks}
     hosts = dict.fromkeys(check.area for check in checks)
     rows = [[host, *(cells.get((host, name), "–") for name in CHECKS)] for host in hosts]
-    wrong = [f"✗ {c.area}: {c.name}: {c.found} → {c.remedy}" for c in problems(checks)]
+    wrong = [f"✗ {c.area}: {c.name}: {c.result} → {c.remedy}" for c in problems(checks)]
     return "\n".join([*aligned([["host", *CHECKS], *rows]), *wrong])
 
 
@@ -158,15 +158,15 @@ def _run(*command: str) -> str:
 def servers(
     machines: Machines,
     shared: Path,
-    found: Mapping[str, Any],  # host → result of `look`
-    each: int,  # servers per host; 0: one per GPU, at least one
+    reports: Mapping[str, Any],  # host → result of `look`
+    per_host: int,  # servers per host; 0: one per GPU, at least one
     ports: tuple[int, int],  # of a host's first server, 0: any; of its metrics, 0: none
     serve: Sequence[str],  # arguments of Python, such as -m rlx.serve --model=DIR
 ) -> Processes:
     """Return the servers to start, with new secrets; UserError if `shared` has some already."""
     if (shared / STATE).exists():
         raise UserError(f"{shared} has servers already; end them by python -m rlx.cluster down")
-    made, secret, (port, metrics) = Processes(), shared / "secrets", ports
+    processes, secret, (port, metrics) = Processes(), shared / "secrets", ports
     addresses = {host: machines.address(host) for host in machines.hosts}
     run_secrets.make_secrets(secret, tuple(addresses.values()))
     token = (secret / run_secrets.TOKEN).read_text()
@@ -176,31 +176,31 @@ def servers(
         common += (f"--tls-client-ca={secret / run_secrets.CERTIFICATE}",)
     env = {"PYTHONPATH": HOME, wire.TOKEN_VARIABLE: token}
     for host, address in addresses.items():
-        gpus = len(found[host]["gpus"])
-        made[host] = [
+        gpus = len(reports[host]["gpus"])
+        processes[host] = [
             {"name": f"server {i}", "log": str(shared / "logs" / f"{host}-{i}.log"),
              "argv": [machines.python, *common, f"--host={address}", f"--port={port and port + i}",
                       f"--metrics-host={address}", f"--metrics-port={metrics and metrics + i}"],
              "env": {**env, **({"CUDA_VISIBLE_DEVICES": str(i % gpus)} if gpus else {})}}
-            for i in range(each or gpus or 1)
+            for i in range(per_host or gpus or 1)
         ]  # fmt: skip
-    return made
+    return processes
 
 
-def up(machines: Machines, shared: Path, wanted: Processes) -> None:
+def up(machines: Machines, shared: Path, processes: Processes) -> None:
     """Start processes, and return when all run and servers have joined; else end all of them."""
     if machines.ssh == "srun":
         problem = "--hosts is missing, and processes of srun end with its step"
         remedy = "name hosts that ssh knows, or start runs by --config.scheduler.type=slurm"
         raise UserError(f"{problem}; {remedy}")
-    wanted_joined = _remove_dead_addresses(shared) + sum(map(len, wanted.values()))
+    wanted_joined = _remove_dead_addresses(shared) + sum(map(len, processes.values()))
     stop, end = Event(), time.monotonic() + READY_SECONDS
     with interrupts(stop.set):  # so that cluster.json lists every started process
-        answers = machines.ask("start", {host: {"commands": c} for host, c in wanted.items()})
+        answers = machines.ask("start", {host: {"commands": c} for host, c in processes.items()})
         failed = {host: a for host, a in answers.items() if isinstance(a, UserError)}
         _write(machines, shared, {
-            host: [{"name": one["name"], "log": one["log"], **began}
-                   for one, began in zip(wanted[host], answer, strict=True)]
+            host: [{"name": process["name"], "log": process["log"], **began}
+                   for process, began in zip(processes[host], answer, strict=True)]
             for host, answer in answers.items() if host not in failed
         })  # fmt: skip
         try:
@@ -210,12 +210,12 @@ def up(machines: Machines, shared: Path, wanted: Processes) -> None:
             while joined < wanted_joined:
                 if stop.wait(LOOK_SECONDS):
                     raise KeyboardInterrupt
-                joined = len(_joined(shared))
-                for host, one, runs in _alive(*read(shared)):
+                joined = len(_joined_servers(shared))
+                for host, process, runs in _alive(*read(shared)):
                     if runs is False or time.monotonic() > end:
-                        lines = Path(one["log"]).read_text(errors="replace").splitlines()
-                        why = last_words(lines) or f"its log is {one['log']}"
-                        raise UserError(f"{host}: {one['name']} ended or is not ready ({why})")
+                        lines = Path(process["log"]).read_text(errors="replace").splitlines()
+                        why = last_words(lines) or f"its log is {process['log']}"
+                        raise UserError(f"{host}: {process['name']} ended or is not ready ({why})")
         except BaseException:
             down(shared)
             raise
@@ -223,37 +223,37 @@ def up(machines: Machines, shared: Path, wanted: Processes) -> None:
 
 def read(shared: Path) -> tuple[Machines, Processes]:
     """Return the machines and processes that `up` has started; UserError if there are none."""
-    if not (found := read_json(shared / STATE)):
+    if not (state := read_json(shared / STATE)):
         raise UserError(f"nothing was started in --shared={shared}; use python -m rlx.cluster up")
-    return Machines(tuple(found["hosts"]), found["ssh"], found["python"]), found["processes"]
+    return Machines(tuple(state["hosts"]), state["ssh"], state["python"]), state["processes"]
 
 
 def status(shared: Path) -> tuple[str, bool]:
     """Return a line for each process and the command of a run there, and whether all run."""
     states = {True: "✓ runs", False: "✗ ended: {log}", None: "✗ its host does not answer"}
-    found = [
-        (host, one["name"], str(one["pid"]), states[runs].format(**one))
-        for host, one, runs in _alive(*read(shared))
+    rows = [
+        (host, process["name"], str(process["pid"]), states[runs].format(**process))
+        for host, process, runs in _alive(*read(shared))
     ]
-    shown = aligned([("host", "what", "process", "state"), *found])
-    if joined := _joined(shared):
+    shown = aligned([("host", "what", "process", "state"), *rows])
+    if joined := _joined_servers(shared):
         secret = shared / "secrets"
         token = f'"$(cat {shlex.quote(str(secret / run_secrets.TOKEN))})"'
         cert = secret / run_secrets.CERTIFICATE
         flags = {"join": shared / "servers", "num_servers": 0, "publish": "stream",
                  "tls.ca": cert, "tls.cert": cert, "tls.key": secret / run_secrets.KEY}  # fmt: skip
-        given = [shlex.quote(f"--config.fleet.{key}={value}") for key, value in flags.items()]
-        command = f"python -m rlx.main --config=FILE {' '.join(given)}"
+        args = [shlex.quote(f"--config.fleet.{key}={value}") for key, value in flags.items()]
+        command = f"python -m rlx.main --config=FILE {' '.join(args)}"
         shown += [f"joined: {', '.join(joined)}; a run with them:",
                   f"{wire.TOKEN_VARIABLE}={token} {command}"]  # fmt: skip
-    return "\n".join(shown), all(row[-1].startswith("✓") for row in found)
+    return "\n".join(shown), all(row[-1].startswith("✓") for row in rows)
 
 
 def down(shared: Path) -> int:
     """End all processes of `up`, whose servers first finish requests for a while; return 0."""
     machines, started = read(shared)
-    asked = {h: {"processes": some, "seconds": STOP_SECONDS} for h, some in started.items()}
-    answers = machines.ask("stop", asked)
+    requests = {h: {"processes": some, "seconds": STOP_SECONDS} for h, some in started.items()}
+    answers = machines.ask("stop", requests)
     failed = {h: a for h, a in answers.items() if isinstance(a, UserError) or any(a)}
     if failed:
         _write(machines, shared, {host: started[host] for host in failed})
@@ -269,18 +269,18 @@ def _alive(machines: Machines, started: Processes) -> list[tuple[str, dict[str, 
     """Return host, process and whether it runs; None if the host does not answer."""
     answers = machines.ask("alive", {h: {"processes": some} for h, some in started.items()})
     return [
-        (host, one, None if isinstance(answers[host], UserError) else answers[host][i])
-        for host, some in started.items() for i, one in enumerate(some)
+        (host, process, None if isinstance(answers[host], UserError) else answers[host][i])
+        for host, some in started.items() for i, process in enumerate(some)
     ]  # fmt: skip
 
 
-def _joined(shared: Path) -> tuple[str, ...]:
+def _joined_servers(shared: Path) -> tuple[str, ...]:
     return Joining(str(shared / "servers")).look() if (shared / "servers").is_dir() else ()
 
 
 def _remove_dead_addresses(shared: Path) -> int:
     """Remove addresses of servers that do not listen; return the number of others."""
-    names = _joined(shared)
+    names = _joined_servers(shared)
     dead = [name for name in names if refusal(name, REACH_SECONDS)]
     for name in dead:
         (shared / "servers" / name).unlink(missing_ok=True)

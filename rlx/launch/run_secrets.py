@@ -48,8 +48,8 @@ def make_secrets(directory: Path, hosts: Sequence[str]) -> None:
         lines = (error.stderr or "").strip().splitlines() or ["no message"]
         problem = f"openssl made no certificate for {names}: {lines[-1]}"
         raise UserError(f"{problem}; give hosts' names or addresses") from None
-    known = ssl.get_default_verify_paths().cafile
-    trusted = Path(known).read_bytes() if known else b""
+    path = ssl.get_default_verify_paths().cafile
+    trusted = Path(path).read_bytes() if path else b""
     (directory / BUNDLE).touch(0o600)
     (directory / BUNDLE).write_bytes(trusted + b"\n" + (directory / CERTIFICATE).read_bytes())
 

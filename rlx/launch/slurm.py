@@ -89,23 +89,23 @@ def job(number: str) -> Job | None:
 def lives(number: str) -> bool:
     """Return whether a job has not ended; UserError if Slurm does not answer now."""
     try:
-        found = job(number)
+        answer = job(number)
     except UserError:  # Slurm has forgotten the job
         return False
-    if found is None:
+    if answer is None:
         problem = f"Slurm does not answer about job {number}, which was started here before"
         raise UserError(f"{problem}; try again when `scontrol ping` shows that it is UP")
-    return not found.ended
+    return not answer.ended
 
 
 def parse_job(line: str) -> Job:
     """Return the job that a line of `scontrol show job --oneliner` describes."""
-    found = dict(pair.split("=", 1) for pair in line.split() if "=" in pair)
-    reason, nodes = found.get("Reason", "None"), found.get("NodeList", "(null)")
+    fields = dict(pair.split("=", 1) for pair in line.split() if "=" in pair)
+    reason, nodes = fields.get("Reason", "None"), fields.get("NodeList", "(null)")
     reason = "" if reason == "None" else reason.replace("_", " ")
-    status = int(found.get("ExitCode", "0:0").partition(":")[0])
+    status = int(fields.get("ExitCode", "0:0").partition(":")[0])
     nodes = "" if nodes == "(null)" else nodes
-    return Job(found["JobState"], reason, nodes, int(found.get("Restarts", 0)), status)
+    return Job(fields["JobState"], reason, nodes, int(fields.get("Restarts", 0)), status)
 
 
 def failed_nodes(nodes: str) -> tuple[str, ...]:
@@ -113,9 +113,9 @@ def failed_nodes(nodes: str) -> tuple[str, ...]:
     if not nodes:
         return ()
     lines = _run("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %T").stdout
-    found = (line.split() for line in lines.splitlines())
+    pairs = (line.split() for line in lines.splitlines())
     bad = re.compile(r"down|drain|fail|error|\*")
-    return tuple(dict.fromkeys(node for node, state in found if bad.search(state)))
+    return tuple(dict.fromkeys(node for node, state in pairs if bad.search(state)))
 
 
 def start_now(number: str) -> None:
@@ -138,12 +138,12 @@ def cancel(number: str) -> None:
 
 def quoted(words: Sequence[str], places: Mapping[str, str]) -> str:
     """Return words quoted for a shell, with each key of `places` replaced by its expansion."""
-    found = []
+    result = []
     for word in words:
         parts = re.split(f"({'|'.join(map(re.escape, places))})", word)
-        known = (places.get(part) or (shlex.quote(part) if part else "") for part in parts)
-        found.append("".join(known) or "''")
-    return " ".join(found)
+        pieces = (places.get(part) or (shlex.quote(part) if part else "") for part in parts)
+        result.append("".join(pieces) or "''")
+    return " ".join(result)
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:

@@ -71,13 +71,13 @@ def check(
     read: Callable[[Path], ModelConfig] = directory.load_config,  # or directory.check, for tensors
 ) -> None:
     """Raise UserError unless a run has a fitting teacher exactly if its algorithm needs one."""
-    wanted = algorithm.kl_anchor == "teacher"
+    uses_teacher = algorithm.kl_anchor == "teacher"
     preset = f"algorithm.preset={options.preset} (kl_anchor={algorithm.kl_anchor})"
     local_vllm = options.engine == "vllm" and options.num_local
     refuse((
-        (wanted and not options,
+        (uses_teacher and not options,
          f"{preset} needs a teacher; set teacher.path or teacher.addresses"),
-        (options and not wanted,
+        (options and not uses_teacher,
          f"teacher.path={options.path!r} is unused, because {preset} has no teacher; leave "
          "teacher.path and teacher.addresses empty, or use preset distill"),
         (options and algorithm.data != "rollouts",
@@ -102,15 +102,15 @@ def _check_fit(options: ScorerOptions, student: Path, read: Callable[[Path], Mod
          f"data.max_prompt_tokens + sampling.max_new_tokens = {options.longest} exceeds the "
          f"teacher's context of {model.max_position} tokens; lower one of them"),
     ))  # fmt: skip
-    ours, theirs, found = vocabulary(student), vocabulary(path), ""
-    if ours and theirs:
-        if other := [token for token, index in ours.items() if theirs.get(token) != index]:
-            there = theirs.get(token := other[0], "nothing")
-            found = f"token {token!r} is {ours[token]} in {student} and {there} there"
+    ids, teacher_ids, mismatch = vocabulary(student), vocabulary(path), ""
+    if ids and teacher_ids:
+        if tokens := [token for token, index in ids.items() if teacher_ids.get(token) != index]:
+            teacher_id = teacher_ids.get(token := tokens[0], "nothing")
+            mismatch = f"token {token!r} is {ids[token]} in {student} and {teacher_id} there"
     elif model.vocab_size != (size := directory.load_config(student).vocab_size):
-        found = f"{model.vocab_size} tokens, the student has {size}"
-    if found:
-        problem = f"teacher.path={options.path} has another vocabulary ({found})"
+        mismatch = f"{model.vocab_size} tokens, the student has {size}"
+    if mismatch:
+        problem = f"teacher.path={options.path} has another vocabulary ({mismatch})"
         raise UserError(f"{problem}; choose a teacher with the student's tokenizer")
 
 
@@ -140,12 +140,12 @@ def servers(
         return RunningServers(options.addresses, token=token, tls=tls)
     model = directory.resolve(options.path, options.name)
     longest = min(options.longest, directory.load_config(model).max_position)
-    own = {"engine": options.engine, "slots": options.slots, "max_model_len": longest}
+    flags = {"engine": options.engine, "slots": options.slots, "max_model_len": longest}
     if options.engine != "vllm":
-        own["engine_args"] = ""  # only vLLM takes the student's
+        flags["engine_args"] = ""  # only vLLM takes the student's
     return LocalServers(
         model, name=options.name.replace(" ", "-"), plan=CpuPlan((), tuple(cores)),
-        on_message=lambda text: on_message(f"{options.name}: {text}"), **{**local, **own},
+        on_message=lambda text: on_message(f"{options.name}: {text}"), **{**local, **flags},
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ def add(environment: MutableMapping[str, str]) -> None:
     platforms = environment.get("JAX_PLATFORMS") or "cuda"
     if not any(name in platforms for name in ("cuda", "gpu")) or not any(map(find_spec, PLUGINS)):
         return
-    there = environment.get("XLA_FLAGS", "")
+    present = environment.get("XLA_FLAGS", "")
     if version("jaxlib").startswith(VERSIONS):
-        own = (flag for flag in FLAGS if flag.partition("=")[0] not in there)
-        environment["XLA_FLAGS"] = " ".join(filter(None, [there, *own]))
+        missing = (flag for flag in FLAGS if flag.partition("=")[0] not in present)
+        environment["XLA_FLAGS"] = " ".join(filter(None, [present, *missing]))

@@ -62,18 +62,18 @@ def comparisons(
         problem = f"rlx's decoder has no {model_dir}, and torch is not here"
         raise UserError(f"{problem}; {install('torch')}")
     ours = [] if foreign else case.score()
-    found = {} if foreign else {_OURS: case.compare(ours)}
+    pairs = {} if foreign else {_OURS: case.compare(ours)}
     if torch:
-        own = case.scorer.temperature, case.scorer.compute_dtype
-        theirs = measure.transformers_logprobs(model_dir, case.samples, *own, image)
+        settings = case.scorer.temperature, case.scorer.compute_dtype
+        theirs = measure.transformers_logprobs(model_dir, case.samples, *settings, image)
         ids = [sample.completion.tokens for sample in case.samples]
-        found["engine – transformers"] = case.compare(theirs)
+        pairs["engine – transformers"] = case.compare(theirs)
         if not foreign:
-            found["rlx – transformers"] = measure.compare(ours, theirs, case.tolerance, tokens=ids)
-    return found
+            pairs["rlx – transformers"] = measure.compare(ours, theirs, case.tolerance, tokens=ids)
+    return pairs
 
 
-def table(case: MismatchCase, found: dict[str, Comparison], dtype: str) -> str:
+def table(case: MismatchCase, pairs: dict[str, Comparison], dtype: str) -> str:
     """Return one line a pair, and the likely cause where the engine (of `dtype`) differs."""
     limits, tokens = case.tolerance, sum(len(s.completion.tokens) for s in case.samples)
     lines = [
@@ -82,11 +82,11 @@ def table(case: MismatchCase, found: dict[str, Comparison], dtype: str) -> str:
         f"{case.scorer.compute_dtype}; limits: mean {limits.mean:.2g}, max {limits.max:.2g}",
         f"{'pair':<24}{'mean |Δ|':>10}{'max |Δ|':>10}{'bad':>6}  first bad",
     ]
-    for pair, one in found.items():
+    for pair, one in pairs.items():
         numbers = f"{one.mean:>10.1e}{one.max:>10.1e}{one.bad:>6}"
         lines.append(f"{pair:<24}{numbers}  {one.first_bad or '–'}")
-    if "engine – transformers" not in found:
+    if "engine – transformers" not in pairs:
         lines.append(f"without transformers, for torch is not installed; {install('witnesses')}")
-    if _OURS in found and not found[_OURS].ok:
-        lines.append(advice(diagnose(case, found[_OURS])))
+    if _OURS in pairs and not pairs[_OURS].ok:
+        lines.append(advice(diagnose(case, pairs[_OURS])))
     return "\n".join(lines)

@@ -93,33 +93,33 @@ class Explanation:
 
 
 def _temperature(case: MismatchCase) -> Iterator[Guess]:
-    if (wanted := case.scorer.temperature) != 1:
-        words = f"the engine's logprobs are at 1, the trainer's at {wanted:g}"
+    if (temperature := case.scorer.temperature) != 1:
+        words = f"the engine's logprobs are at 1, the trainer's at {temperature:g}"
         yield Guess(words, case.split(measure.tempered(case.logits, case.tokens, 1.0)))
 
 
 def _renormalised(case: MismatchCase) -> Iterator[Guess]:
     if case.top_p < 1 or case.top_k:
-        own = case.scorer.temperature, case.top_p, case.top_k
-        scores = measure.restricted(case.logits, case.tokens, *own)
+        sampling = case.scorer.temperature, case.top_p, case.top_k
+        scores = measure.restricted(case.logits, case.tokens, *sampling)
         words = f"the engine's logprobs are those after top_p={case.top_p:g}, top_k={case.top_k}"
         yield Guess(words, case.split(scores))
 
 
 def _rope(case: MismatchCase) -> Iterator[Guess]:
-    model, own = case.scorer.model, case.scorer.model.rope
-    ropes = {f"base {base:g}": replace(own, theta=base) for base in ROPE_BASES}
-    ropes[f"no {own.kind} scaling"] = Rope(theta=own.theta)
-    if own.kind == "longrope":
-        ropes["longrope's other factors"] = replace(own, long=not own.long)
+    model, rope = case.scorer.model, case.scorer.model.rope
+    ropes = {f"base {base:g}": replace(rope, theta=base) for base in ROPE_BASES}
+    ropes[f"no {rope.kind} scaling"] = Rope(theta=rope.theta)
+    if rope.kind == "longrope":
+        ropes["longrope's other factors"] = replace(rope, long=not rope.long)
     if local := model.local_rope:
         words = f"the engine has one RoPE for all layers, the trainer {local.theta:g} where they"
         scores = case.score(model=replace(model, local_rope=None))
         yield Guess(f"{words} have a window", scores)
-    for name, rope in ropes.items():
-        if rope != own:
-            scores = case.score(model=replace(model, rope=rope))
-            yield Guess(f"the engine has {name}, the trainer {own.theta:g} ({own.kind})", scores)
+    for name, other in ropes.items():
+        if other != rope:
+            scores = case.score(model=replace(model, rope=other))
+            yield Guess(f"the engine has {name}, the trainer {rope.theta:g} ({rope.kind})", scores)
 
 
 def _head(case: MismatchCase) -> Iterator[Guess]:
@@ -128,7 +128,7 @@ def _head(case: MismatchCase) -> Iterator[Guess]:
 
     new, model = case.params, case.scorer.model
     untied = replace(model, tie_embeddings=False)
-    own = decoder.head(new, model)
+    new_head = decoder.head(new, model)
     if not model.tie_embeddings:
         words = "the engine's head is its token embedding, though they are two matrices"
         yield Guess(words, case.score({**new, "lm_head": new["embed"]}, model=untied))
@@ -136,7 +136,7 @@ def _head(case: MismatchCase) -> Iterator[Guess]:
         old = load()
         head = {**new, "lm_head": decoder.head(old, model)}
         yield Guess(f"the engine's head is still that of {name}", case.score(head, model=untied))
-        embedding = {**new, "embed": old["embed"], "lm_head": own}
+        embedding = {**new, "embed": old["embed"], "lm_head": new_head}
         words = f"the engine's token embedding is still that of {name}"
         yield Guess(words, case.score(embedding, model=untied))
 
@@ -149,7 +149,7 @@ def _stale(case: MismatchCase) -> Iterator[Guess]:
 def _dtype(case: MismatchCase) -> Iterator[Guess]:
     import jax
 
-    ours, compute = case.score(), case.scorer.compute_dtype
+    trainer_scores, compute = case.score(), case.scorer.compute_dtype
     for dtype in ("bfloat16", "float16"):
         rounded = jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), case.params)
         yield Guess(f"the engine's weights are rounded to {dtype}", case.score(rounded))
@@ -157,7 +157,7 @@ def _dtype(case: MismatchCase) -> Iterator[Guess]:
             scorer = replace(case.scorer, compute_dtype=dtype)
             logits = scorer.logits(rounded, case.samples).astype(np.dtype(dtype))
             scores = case.split(measure.tempered(logits, case.tokens, scorer.temperature))
-            noise = [a - b for a, b in zip(scores, ours, strict=True)]
+            noise = [a - b for a, b in zip(scores, trainer_scores, strict=True)]
             yield Guess(f"the engine computes in {dtype}, the trainer in {compute}", scores, noise)
 
 
@@ -176,15 +176,15 @@ CAUSES: dict[str, tuple[Callable[[MismatchCase], Iterator[Guess]], str]] = {
 
 def diagnose(case: MismatchCase, observed: Comparison) -> list[Explanation]:
     """Return at most two causes that explain `observed`, best first."""
-    found: list[tuple[int, Explanation]] = []
+    pairs: list[tuple[int, Explanation]] = []
     for cause, (guesses, remedy) in CAUSES.items():
         for guess in guesses(case):
             report = case.compare(guess.scores)
             rank = _rank(case, guess, report, observed)
             if rank is not None:
-                found.append((rank, Explanation(cause, guess.words, remedy, rank < 2, report)))
-    found.sort(key=lambda pair: (pair[0], pair[1].report.mean))
-    best = [finding for rank, finding in found if rank == found[0][0]]
+                pairs.append((rank, Explanation(cause, guess.words, remedy, rank < 2, report)))
+    pairs.sort(key=lambda pair: (pair[0], pair[1].report.mean))
+    best = [finding for rank, finding in pairs if rank == pairs[0][0]]
     return [each for each in best if each.report.mean <= 2 * best[0].report.mean][:2]
 
 

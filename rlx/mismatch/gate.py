@@ -69,7 +69,7 @@ class Gate:
         """Return version, `Fleet.lives`, a completion a prompt of each server, and seconds."""
         if publish:
             await asyncio.wrap_future(publish)
-        begun, lives = time.monotonic(), self.fleet.lives
+        start, lives = time.monotonic(), self.fleet.lives
         if not self._passed:  # at the first check all get requests; a failure ends the run
             await self.fleet.admit(lives.items())
         sampling = replace(self.sampling, seed=(self.seed + version) % (1 << 31))
@@ -77,8 +77,8 @@ class Gate:
             answers = await self.fleet.probe(self.prompts, sampling, priority=PRIORITY)
         except ValueError as error:
             raise UserError(f"a server refuses config.sampling: {error}") from error
-        asked = {address: lives.get(address, "") for address in answers}
-        return version, asked, answers, time.monotonic() - begun
+        probe_lives = {address: lives.get(address, "") for address in answers}
+        return version, probe_lives, answers, time.monotonic() - start
 
     def verdict(self, update: Update, state: State, stopping: Callable[[], bool]) -> None:
         """Wait for the answers and record the check; return before it where `stopping` says so.
@@ -90,10 +90,10 @@ class Gate:
         while wait([self._asked], POLL_SECONDS).not_done:
             if stopping():
                 return
-        asked, self._asked = self._asked, None
-        version, asked_lives, answers, seconds = asked.result()
-        begun, servers, wrong = time.monotonic(), {}, {}
-        cases = [self._case(found, version) for found in answers.values()]
+        future, self._asked = self._asked, None
+        version, asked_lives, answers, seconds = future.result()
+        start, servers, wrong = time.monotonic(), {}, {}
+        cases = [self._case(result, version) for result in answers.values()]
         groups = [  # the servers' answers, for the trainer to score
             Group(k, tuple(trajectory(s.prompt, s.completion, 0.0, f"{k}.{i}")
                            for i, s in enumerate(case.samples)))
@@ -102,16 +102,16 @@ class Gate:
         scores, params = iter(update.logprobs(state, groups)), None
         weights, model = update.weights, self.scorer.model
         for address, case in zip(answers, cases, strict=True):
-            ours = [next(scores)[len(sample.prompt) :] for sample in case.samples]
-            found, causes = case.compare(ours), []
-            if found.tokens and not found.ok and not model.foreign:
+            trainer_scores = [next(scores)[len(sample.prompt) :] for sample in case.samples]
+            result, causes = case.compare(trainer_scores), []
+            if result.tokens and not result.ok and not model.foreign:
                 from rlx.model import hf
 
                 params = params or hf.from_hf(weights(state).arrays(), model, self.dtype)
-                causes = diagnose(replace(case, params=params), found)
-            servers[address] = _server_record(found, causes)
-            if not found.ok:
-                wrong[address] = _error(address, version, found, causes)
+                causes = diagnose(replace(case, params=params), result)
+            servers[address] = _server_record(result, causes)
+            if not result.ok:
+                wrong[address] = _error(address, version, result, causes)
         lives = frozenset(asked_lives.items())
         bad = frozenset(life for life in lives if life[0] in wrong)
         known = self._passed or lives  # at the first check no server is a newcomer
@@ -123,7 +123,7 @@ class Gate:
             "max_delta": max(each["max_delta"] for each in servers.values()),
             "tokens": sum(each["tokens"] for each in servers.values()),
             "limits": asdict(self.tolerance), "probe_seconds": seconds,
-            "score_seconds": time.monotonic() - begun, "servers": servers,
+            "score_seconds": time.monotonic() - start, "servers": servers,
         }  # fmt: skip
         self.write(record)
         if errors:
@@ -140,11 +140,11 @@ class Gate:
 
             return hf.load(path, self.dtype)[1]
 
-        there = {name: path for name, path in self.earlier.items() if version and path.exists()}
-        earlier = {name: partial(load, path) for name, path in there.items()}
+        paths = {name: path for name, path in self.earlier.items() if version and path.exists()}
+        earlier = {name: partial(load, path) for name, path in paths.items()}
         samples = [EngineSample(p, c) for p, c in zip(self.prompts, completions, strict=True)]
-        known: Any = {"earlier": earlier, "version": version}
-        return MismatchCase(self.scorer, {}, samples, self.tolerance, **known)
+        options: Any = {"earlier": earlier, "version": version}
+        return MismatchCase(self.scorer, {}, samples, self.tolerance, **options)
 
 
 def _sentence(record: Mapping[str, Any]) -> str:
@@ -157,11 +157,11 @@ def _sentence(record: Mapping[str, Any]) -> str:
     )
 
 
-def _server_record(found: Comparison, causes: Sequence[Explanation]) -> dict[str, Any]:
+def _server_record(delta: Comparison, causes: Sequence[Explanation]) -> dict[str, Any]:
     return {
-        "mean_delta": found.mean, "max_delta": found.max, "tokens": found.tokens, "bad": found.bad,
-        "non_finite": found.non_finite,
-        "first_bad": found.first_bad and asdict(found.first_bad),
+        "mean_delta": delta.mean, "max_delta": delta.max, "tokens": delta.tokens, "bad": delta.bad,
+        "non_finite": delta.non_finite,
+        "first_bad": delta.first_bad and asdict(delta.first_bad),
         "causes": [
             {"cause": each.cause, "words": each.words, "exact": each.exact,
              "mean_delta": each.report.mean, "max_delta": each.report.max}
@@ -170,10 +170,10 @@ def _server_record(found: Comparison, causes: Sequence[Explanation]) -> dict[str
     }  # fmt: skip
 
 
-def _error(address: str, version: int, found: Comparison, causes: list[Explanation]) -> UserError:
-    if not found.tokens:
+def _error(address: str, version: int, delta: Comparison, causes: list[Explanation]) -> UserError:
+    if not delta.tokens:
         problem = f"{address} acknowledged version {version} and stamps its tokens with another"
         return UserError(f"gate: {problem}; is another trainer using it? Restart it")
-    problem = f"gate: engine {address} and trainer disagree on version {version}; {found}"
+    problem = f"gate: engine {address} and trainer disagree on version {version}; {delta}"
     remedy = "gate.jsonl has the numbers, gate.enabled=False continues regardless"
     return UserError(f"{problem}; {advice(causes)}; {remedy}")

@@ -42,8 +42,8 @@ ROUNDED = Tolerance(max=5.0, mean=0.06)
 
 def tolerance(exact: bool, max: float = 0.0, mean: float = 0.0) -> Tolerance:
     """Return EXACT or ROUNDED; `max` and `mean` above 0 replace its numbers."""
-    known = EXACT if exact else ROUNDED
-    return Tolerance(max or known.max, mean or known.mean)
+    default = EXACT if exact else ROUNDED
+    return Tolerance(max or default.max, mean or default.mean)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +145,8 @@ class TrainerScorer:
         from rlx.model import decoder
 
         scores = np.asarray(decoder.row_logprobs(params, self._rows(samples), self))
-        own = zip(scores, samples, strict=True)
-        return [row[len(s.prompt) :][: len(s.completion.tokens)] for row, s in own]
+        pairs = zip(scores, samples, strict=True)
+        return [row[len(s.prompt) :][: len(s.completion.tokens)] for row, s in pairs]
 
     def logits(self, params: Params, samples: Sequence[EngineSample]) -> np.ndarray:
         """Return the logits that all completion tokens were drawn from, [N, V] float32."""
@@ -167,8 +167,8 @@ class TrainerScorer:
         tokens = np.zeros((len(samples), self.row_length), np.int32)
         segments, parts = np.zeros_like(tokens), list[Any]()
         for i, sample in enumerate(samples):
-            whole = np.concatenate([sample.prompt, sample.completion.tokens])
-            tokens[i, : len(whole)], segments[i, : len(whole)] = whole, 1
+            sequence = np.concatenate([sample.prompt, sample.completion.tokens])
+            tokens[i, : len(sequence)], segments[i, : len(sequence)] = sequence, 1
             parts += [Chunk(i, sample.prompt), sample.completion]
         positions = np.arange(self.row_length, dtype=np.int32) * segments
         rows = {"tokens": tokens, "positions": positions, "segment_ids": segments}
@@ -229,7 +229,9 @@ def transformers_logprobs(
         tokens = np.concatenate([sample.prompt, sample.completion.tokens])
         with torch.inference_mode():
             ids = torch.from_numpy(tokens[None].astype(np.int64))
-            pictures = [image_store.opened(image(n)) for n in images_of(sample.prompt) if image]
+            pictures = [
+                image_store.open_picture(image(n)) for n in images_of(sample.prompt) if image
+            ]
             more = _image_inputs(model, model_dir, ids, pictures) if pictures else {}
             logits = model(ids, **more).logits
         drawn_from = logits[0, len(sample.prompt) - 1 : -1].float().numpy()
@@ -242,12 +244,12 @@ def _image_inputs(model: Any, model_dir: Path, ids: Any, pictures: list) -> dict
     from transformers import AutoImageProcessor
 
     processor = AutoImageProcessor.from_pretrained(model_dir, trust_remote_code=False)
-    found = processor(images=[pictures], return_tensors="pt")
+    inputs = processor(images=[pictures], return_tensors="pt")
     holders = (ids == model.config.image_token_id).int()
-    every = {**found, "token_type_ids": holders, "mm_token_type_ids": holders}
+    every = {**inputs, "token_type_ids": holders, "mm_token_type_ids": holders}
     takes = inspect.signature(model.forward).parameters
-    taken = {name: x for name, x in every.items() if name in takes}
-    return {k: x.to(model.dtype) if x.is_floating_point() else x for k, x in taken.items()}
+    arguments = {name: x for name, x in every.items() if name in takes}
+    return {k: x.to(model.dtype) if x.is_floating_point() else x for k, x in arguments.items()}
 
 
 def _picked(z: np.ndarray, tokens: np.ndarray) -> np.ndarray:

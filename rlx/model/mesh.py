@@ -68,11 +68,11 @@ def _parts(target: str | tuple[str, ...] | None, axes: Mapping[str, int]) -> int
 
 def share(config: ModelConfig, rows: tuple[parameters.Row, ...], axes: Mapping[str, int]) -> float:
     """Return the fraction of these parameters that one device of a mesh keeps, in (0, 1]."""
-    kept = (
+    sizes = (
         prod(row.shape) // prod(_parts(target, axes) for target in cuts(config, row, axes))
         for row in rows
     )
-    return sum(kept) / sum(prod(row.shape) for row in rows)
+    return sum(sizes) / sum(prod(row.shape) for row in rows)
 
 
 def num_row_shards(axes: Mapping[str, int]) -> int:
@@ -84,9 +84,9 @@ def check_devices(text: str, devices: int) -> None:
     """Raise UserError unless the mesh of `text` has exactly `devices` places."""
     places = prod(mesh_axes(text, devices).values())
     if places != devices:
-        found = f"{devices} device{'s' * (devices > 1)}"
+        count = f"{devices} device{'s' * (devices > 1)}"
         raise UserError(
-            f"train.mesh={text!r} has {places} places and there are {found}; make the product "
+            f"train.mesh={text!r} has {places} places and there are {count}; make the product "
             "equal, or leave it empty to put all devices on fsdp"
         )
 

@@ -132,7 +132,7 @@ class ModelConfig:
         if self.foreign:
             return
         factors = ("short_factor", "long_factor") if self.rope.kind == "longrope" else ()
-        given, half = {n: len(getattr(self.rope, n)) for n in factors}, self.head_dim // 2
+        lengths, half = {n: len(getattr(self.rope, n)) for n in factors}, self.head_dim // 2
         refuse((
             (self.num_heads % self.num_kv_heads,
              f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads="
@@ -141,7 +141,7 @@ class ModelConfig:
              f"num_experts_per_tok={self.experts_per_token} is not between 1 and num_experts="
              f"{self.num_experts}; fix config.json"),
             *((size != half, f"{name} of longrope has {size} numbers, wanted {half}: half of a "
-               "head's width; fix config.json") for name, size in given.items()),
+               "head's width; fix config.json") for name, size in lengths.items()),
             (self.head_dim % 2,
              f"head_dim={self.head_dim} is odd; RoPE rotates pairs: fix config.json"),
         ))  # fmt: skip
@@ -166,11 +166,11 @@ class ModelConfig:
     def from_hf(cls, hf: Mapping[str, Any]) -> "ModelConfig":
         """Return the config of HF's `config.json`; UserError for what the decoder lacks."""
         architecture, value_head = _architecture(hf)
-        given = {k: v for k, v in hf.items() if v is not None or k in _NULL_IS_OFF}
-        if "num_local_experts" in given:  # the name in newer files
-            given["num_experts"] = given["num_local_experts"]
-        hf = {**ARCHITECTURES[architecture], **given}
-        own = {key: hf[key] for key in ARCHITECTURES[architecture]}  # HF ignores other keys
+        values = {k: v for k, v in hf.items() if v is not None or k in _NULL_IS_OFF}
+        if "num_local_experts" in values:  # the name in newer files
+            values["num_experts"] = values["num_local_experts"]
+        hf = {**ARCHITECTURES[architecture], **values}
+        row = {key: hf[key] for key in ARCHITECTURES[architecture]}  # HF ignores other keys
         check(hf)
         _refuse_options(hf, architecture)
         heads, wide = need(hf, "num_attention_heads"), need(hf, "hidden_size")
@@ -181,17 +181,17 @@ class ModelConfig:
             architecture=architecture,
             **_sizes(hf),
             rope=rope_config.from_hf(hf, kinds),
-            local_rope=rope_config.local_from_hf(hf) if "rope_local_base_freq" in own else None,
-            windows=_windows(own, need(hf, "num_hidden_layers")),
-            activation=own.get("hidden_activation", hf.get("hidden_act", "silu")),
-            query_scalar=own.get("query_pre_attn_scalar", 0),
-            attention_softcap=own.get("attn_logit_softcapping") or 0.0,
-            logit_softcap=own.get("final_logit_softcapping") or 0.0,
+            local_rope=rope_config.local_from_hf(hf) if "rope_local_base_freq" in row else None,
+            windows=_windows(row, need(hf, "num_hidden_layers")),
+            activation=row.get("hidden_activation", hf.get("hidden_act", "silu")),
+            query_scalar=row.get("query_pre_attn_scalar", 0),
+            attention_softcap=row.get("attn_logit_softcapping") or 0.0,
+            logit_softcap=row.get("final_logit_softcapping") or 0.0,
             tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-            num_experts=own.get("num_experts", 0),
-            experts_per_token=own.get("num_experts_per_tok", 0),
-            expert_dim=own.get("moe_intermediate_size", 0),
-            norm_topk_prob=own.get("norm_topk_prob", False),
+            num_experts=row.get("num_experts", 0),
+            experts_per_token=row.get("num_experts_per_tok", 0),
+            expert_dim=row.get("moe_intermediate_size", 0),
+            norm_topk_prob=row.get("norm_topk_prob", False),
             **{"attention_bias": bias, "output_bias": bias} | TRAITS[architecture],
             value_head=value_head,
             rms_eps=float(hf.get("rms_norm_eps", 1e-6)),
@@ -206,11 +206,11 @@ class ModelConfig:
         """Return the sizes and tokens of any causal language model; UserError for a missing one."""
         check(hf, "architectures", "text_config")
         text, rows = hf.get("text_config") or {}, ARCHITECTURES.values()
-        known = [row for row in rows if row["model_type"] == text.get("model_type")]
-        text = {**hf, **(known[0] if known else {}), **text}  # its file may leave out defaults
+        matches = [row for row in rows if row["model_type"] == text.get("model_type")]
+        text = {**hf, **(matches[0] if matches else {}), **text}  # its file may leave out defaults
         for name, others in _OTHER_NAMES.items():
-            found = [text[key] for key in (name, *others) if text.get(key) is not None]
-            text[name] = found[0] if found else None
+            values = [text[key] for key in (name, *others) if text.get(key) is not None]
+            text[name] = values[0] if values else None
         for name in ("intermediate_size", "head_dim"):  # a list where layers differ: Gemma 3n
             text[name] = None if isinstance(text.get(name), list) else text.get(name)
         check(text, *_OTHER_NAMES, "vocab_size", "head_dim", "bos_token_id", "pad_token_id")
@@ -259,10 +259,10 @@ class ModelConfig:
             "pad_token_id": self.pad_token_id,
             **rope_config.to_hf(self.rope),
         }
-        known = ARCHITECTURES[self.architecture]
+        row = ARCHITECTURES[self.architecture]
         # transformers wants a window even if layer_types gives it to no layer.
-        unused = known["sliding_window"] if "layer_types" in known else None
-        own = {
+        unused = row["sliding_window"] if "layer_types" in row else None
+        options = {
             "hidden_activation": self.activation,
             "query_pre_attn_scalar": self.query_scalar,
             "attn_logit_softcapping": self.attention_softcap or None,
@@ -275,11 +275,11 @@ class ModelConfig:
             "moe_intermediate_size": self.expert_dim,
             "norm_topk_prob": self.norm_topk_prob,
         }
-        hf |= {key: own[key] for key in known if key in own}
+        hf |= {key: options[key] for key in row if key in options}
         if self.local_rope:
             both = (self.rope, self.local_rope)
-            given = (rope_config.to_hf(rope)["rope_parameters"] for rope in both)
-            hf["rope_parameters"] = dict(zip(LAYER_KINDS, given, strict=True))
+            ropes = (rope_config.to_hf(rope)["rope_parameters"] for rope in both)
+            hf["rope_parameters"] = dict(zip(LAYER_KINDS, ropes, strict=True))
             hf["rope_local_base_freq"] = self.local_rope.theta
         if "attention_bias" not in TRAITS[self.architecture]:
             hf["attention_bias"] = self.attention_bias
@@ -324,9 +324,9 @@ def _architecture(hf: Mapping[str, Any]) -> tuple[str, bool]:
 
 def _refuse_options(hf: Mapping[str, Any], architecture: str) -> None:
     """Raise UserError for an option of HF's file that would change the forward pass."""
-    own = ARCHITECTURES[architecture]
-    kinds = LAYER_KINDS if "layer_types" in own else LAYER_KINDS[:1]
-    activation = "hidden_activation" if "hidden_activation" in own else "hidden_act"
+    row = ARCHITECTURES[architecture]
+    kinds = LAYER_KINDS if "layer_types" in row else LAYER_KINDS[:1]
+    activation = "hidden_activation" if "hidden_activation" in row else "hidden_act"
     refused = {
         activation: hf.get(activation, "silu") not in ACTIVATIONS,
         "use_sliding_window": bool(hf.get("use_sliding_window")),
@@ -346,10 +346,10 @@ def _refuse_options(hf: Mapping[str, Any], architecture: str) -> None:
             )
 
 
-def _windows(own: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+def _windows(row: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     """Return the field `windows` from the keys of an architecture."""
-    window, pattern = own.get("sliding_window") or 0, own.get("sliding_window_pattern", layers + 1)
-    kinds = own.get("layer_types") or [LAYER_KINDS[bool(i % pattern)] for i in range(1, layers + 1)]
+    window, pattern = row.get("sliding_window") or 0, row.get("sliding_window_pattern", layers + 1)
+    kinds = row.get("layer_types") or [LAYER_KINDS[bool(i % pattern)] for i in range(1, layers + 1)]
     if len(kinds) != layers:
         raise UserError(
             f"layer_types has {len(kinds)} layers, num_hidden_layers={layers}; fix config.json"

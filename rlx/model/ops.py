@@ -36,8 +36,8 @@ def compiler_options() -> dict[str, bool | str]:
 
 def _rounds() -> bool:
     """Return whether XLA has fast bfloat16 products with bfloat16 results on this CPU."""
-    known = platform.machine() == "x86_64" and jax.__version_info__ >= (0, 12)
-    return known and on_cpu()
+    fast = platform.machine() == "x86_64" and jax.__version_info__ >= (0, 12)
+    return fast and on_cpu()
 
 
 def result_dtype(dtype: Any, multiplications: int) -> Any:
@@ -72,8 +72,8 @@ def _matmul_forward(x, weight, place):
     return matmul(x, weight, place), (x, weight)
 
 
-def _matmul_backward(place, kept, grad):
-    x, weight = kept
+def _matmul_backward(place, residuals, grad):
+    x, weight = residuals
     grad_x = product(grad, sharding.used(weight, x.dtype, place), x.ndim - 1, 1)
     return grad_x, weight_gradient(x, grad, weight.dtype, place)
 
@@ -86,9 +86,11 @@ def weight_gradient(x: Array, grad: Array, dtype: Any, place: Placement | None =
     tokens = tuple(range(x.ndim - 1))
     summed = partial(lax.dot_general, dimension_numbers=((tokens, tokens), ((), ())))
     if x.shape[-1] <= grad.shape[-1] or not on_cpu():
-        return sharding.scattered(summed(x, grad, preferred_element_type=dtype), place)
+        return sharding.gradient_as_stored(summed(x, grad, preferred_element_type=dtype), place)
     swapped = summed(grad, x, preferred_element_type=dtype)
-    return lax.optimization_barrier(sharding.scattered(swapped, place and place.transposed)).T
+    return lax.optimization_barrier(
+        sharding.gradient_as_stored(swapped, place and place.transposed)
+    ).T
 
 
 def _rows_first(x: Array, grad: Array) -> Array:
@@ -115,8 +117,8 @@ def _lookup_forward(table, tokens, dtype, place):
     return lookup(table, tokens, dtype, place), (table, tokens)
 
 
-def _lookup_backward(dtype, place, kept, grad):
-    table, tokens = kept
+def _lookup_backward(dtype, place, residuals, grad):
+    table, tokens = residuals
     return jnp.zeros(table.shape, table.dtype).at[tokens].add(grad.astype(table.dtype)), None
 
 
@@ -143,8 +145,8 @@ def _rms_norm_forward(x, scale, eps, offset):
     return normed, (x, scale, inverse)
 
 
-def _rms_norm_backward(eps, offset, kept, grad):
-    x, scale, inverse = kept
+def _rms_norm_backward(eps, offset, residuals, grad):
+    x, scale, inverse = residuals
     wide, grad = x.astype(jnp.float32), grad.astype(jnp.float32)
     scaled = grad * (offset + scale.astype(jnp.float32))
     along = jnp.mean(scaled * wide, axis=-1, keepdims=True)
@@ -166,8 +168,8 @@ def _gated(activation: Callable[[Array], Array]) -> Callable[[Array, Array], Arr
     def product(gate: Array, up: Array) -> Array:
         return activation(gate) * up
 
-    def backward(kept, grad):
-        gate, up = kept
+    def backward(residuals, grad):
+        gate, up = residuals
         value, slope = jax.jvp(activation, (gate,), (jnp.ones_like(gate),))
         return grad * up * slope, grad * value
 
@@ -210,8 +212,8 @@ def _rotate_forward(x, cos, sin):
     return rotate(x, cos, sin), (cos, sin)
 
 
-def _rotate_backward(kept, grad):
-    cos, sin = kept
+def _rotate_backward(residuals, grad):
+    cos, sin = residuals
     return rotate(grad, cos, -sin), None, None
 
 

@@ -73,15 +73,15 @@ def packed_attention(
     if jax.__version_info__ < GROUPED_SINCE or k.shape[2] % tensor:
         k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
     attend: Any = partial(_on_one_device, window=window)
-    given = [segment_sizes]
+    args = [segment_sizes]
     if positions is not None:
-        attend, given = _over_trees, [segment_sizes, positions]
+        attend, args = _over_trees, [segment_sizes, positions]
     if mesh is None:
-        return attend(q, k, v, *given)
+        return attend(q, k, v, *args)
     cut = PartitionSpec(ROWS, None, "tensor" if heads % tensor == 0 else None)
-    places = (cut, cut, cut, *[PartitionSpec(ROWS)] * len(given))
+    places = (cut, cut, cut, *[PartitionSpec(ROWS)] * len(args))
     mapped = jax.shard_map(attend, mesh=mesh, in_specs=places, out_specs=cut, check_vma=False)
-    return mapped(q, k, v, *given)
+    return mapped(q, k, v, *args)
 
 
 def _on_one_device(q: Array, k: Array, v: Array, segment_sizes: Array, window: int) -> Array:
@@ -106,9 +106,9 @@ def _on_one_device(q: Array, k: Array, v: Array, segment_sizes: Array, window: i
 def segment_table(segment_sizes: Array) -> tuple[Array, Array]:
     """Return lengths [B, M] and first tokens [B, M + 1] of segments; −1 where there is none."""
     # The last column is −1 because JAX joins rows: one row's end would precede the next begin.
-    there, sizes = segment_sizes > 0, segment_sizes.astype(jnp.int32)
-    starts = jnp.where(there, jnp.cumsum(sizes, axis=1) - sizes, -1)
-    return jnp.where(there, sizes, -1), jnp.pad(starts, ((0, 0), (0, 1)), constant_values=-1)
+    mask, sizes = segment_sizes > 0, segment_sizes.astype(jnp.int32)
+    starts = jnp.where(mask, jnp.cumsum(sizes, axis=1) - sizes, -1)
+    return jnp.where(mask, sizes, -1), jnp.pad(starts, ((0, 0), (0, 1)), constant_values=-1)
 
 
 class Call(NamedTuple):
@@ -134,18 +134,18 @@ def shared_call(chain_sizes: Array, positions: Array, seen: Array) -> tuple[Call
     first = _first_positions(chain_sizes, positions)
     leads = chains & (first <= seen)
     number = jnp.cumsum(leads, axis=1)
-    own = leads[:, :, None] & chains[:, None] & (number[:, :, None] == number[:, None])
-    later = own & ~leads[:, None]
+    members = leads[:, :, None] & chains[:, None] & (number[:, :, None] == number[:, None])
+    later = members & ~leads[:, None]
     sizes = jnp.sum(jnp.where(later, chain_sizes[:, None], 0), axis=2)
     limit = positions.shape[1]
     begin, until = (
         jnp.min(jnp.where(later, x[:, None], limit), axis=2) for x in (starts, first)
     )  # fmt: skip
-    known = (sizes, until - seen, begin, starts + seen - first)
-    numbers = (jnp.where(sizes > 0, x, -1).astype(jnp.int32) for x in known)
+    values = (sizes, until - seen, begin, starts + seen - first)
+    numbers = (jnp.where(sizes > 0, x, -1).astype(jnp.int32) for x in values)
     sizes, shared, begin, starts = numbers
     table = (jnp.pad(x, ((0, 0), (0, 1)), constant_values=-1) for x in (begin, starts))
-    after = jnp.sum(jnp.where(own & (sizes > 0)[..., None], until[..., None], 0), axis=1)
+    after = jnp.sum(jnp.where(members & (sizes > 0)[..., None], until[..., None], 0), axis=1)
     return Call(sizes, shared, *table), jnp.maximum(seen, after)
 
 
@@ -159,13 +159,13 @@ def _first_positions(chain_sizes: Array, positions: Array) -> Array:
 def _over_calls(chain_sizes: Array, positions: Array, add: Callable[..., Any], sums: Any) -> Any:
     """Return sums after `add` of the chains' call and of one for each level of the trees."""
     first, (lengths, starts) = _first_positions(chain_sizes, positions), segment_table(chain_sizes)
-    own = Call(lengths, lengths, starts, starts)  # in which each chain sees itself
+    chain_call = Call(lengths, lengths, starts, starts)  # in which each chain sees itself
 
     def step(carry: Any) -> Any:
         call, seen = shared_call(chain_sizes, positions, carry[0])
         return seen, add(call, False, carry[1])
 
-    start = jnp.zeros_like(first), add(own, True, sums)
+    start = jnp.zeros_like(first), add(chain_call, True, sums)
     with jax.named_scope("trips_1"):  # expected ones, for who reads the program
         return jax.lax.while_loop(lambda carry: jnp.any(carry[0] < first), step, start)[1]
 
@@ -182,10 +182,10 @@ def _over_trees_forward(q, k, v, chain_sizes, positions):
         mixed, stats = kernel("fwd", q, k, v, call, causal, is_training=True)
         number, place = _in_stats(call, q.shape[1])
         stats = stats.at[number, :, place].get(mode="fill", fill_value=NOTHING)
-        there = (number < call.query_sizes.size)[..., None, None]
-        whole = jnp.logaddexp(sums[1], stats)
-        old, new = (jnp.exp(part - whole)[..., None] for part in (sums[1], stats))
-        return sums[0] * old + jnp.where(there, mixed.astype(jnp.float32), 0) * new, whole
+        mask = (number < call.query_sizes.size)[..., None, None]
+        total = jnp.logaddexp(sums[1], stats)
+        old, new = (jnp.exp(part - total)[..., None] for part in (sums[1], stats))
+        return sums[0] * old + jnp.where(mask, mixed.astype(jnp.float32), 0) * new, total
 
     none = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:3], NOTHING, jnp.float32)
     mixed, normaliser = _over_calls(chain_sizes, positions, add, none)
@@ -194,8 +194,8 @@ def _over_trees_forward(q, k, v, chain_sizes, positions):
     return mixed, (q, k, v, chain_sizes, positions, mixed, normaliser)
 
 
-def _over_trees_backward(kept, grad):
-    q, k, v, chain_sizes, positions, mixed, normaliser = kept
+def _over_trees_backward(residuals, grad):
+    q, k, v, chain_sizes, positions, mixed, normaliser = residuals
 
     def add(call, causal, sums):
         number, place = _in_stats(call, q.shape[1])
@@ -203,10 +203,10 @@ def _over_trees_backward(kept, grad):
         stats = stats.at[number, :, place].set(normaliser, mode="drop")
         grads = kernel("bwd", q, k, v, call, causal, stats, mixed, grad)
         queries = number < call.query_sizes.size
-        keys = jnp.any(_held(call.key_starts, call.key_sizes, q.shape[1]), axis=1)
+        keys = jnp.any(_tokens_by_segment(call.key_starts, call.key_sizes, q.shape[1]), axis=1)
         return tuple(
-            total + jnp.where(there[..., None, None], new, 0)
-            for total, new, there in zip(sums, grads, (queries, keys, keys), strict=True)
+            total + jnp.where(mask[..., None, None], new, 0)
+            for total, new, mask in zip(sums, grads, (queries, keys, keys), strict=True)
         )
 
     sums = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
@@ -239,7 +239,7 @@ def kernel(
     )  # fmt: skip
 
 
-def _held(starts: Array, sizes: Array, length: int) -> Array:
+def _tokens_by_segment(starts: Array, sizes: Array, length: int) -> Array:
     """Return which tokens of a row each segment holds, [B, M, T]."""
     at, begin = jnp.arange(length), starts[:, :-1, None]
     return (sizes[..., None] > 0) & (at >= begin) & (at < begin + sizes[..., None])
@@ -247,9 +247,9 @@ def _held(starts: Array, sizes: Array, length: int) -> Array:
 
 def _in_stats(call: Call, length: int) -> tuple[Array, Array]:
     """Return where each token's normaliser is, [B, T] each: its segment, or B·M, and its place."""
-    held = _held(call.query_starts, call.query_sizes, length)
-    there = call.query_sizes > 0
-    numbers = (jnp.cumsum(there) - 1).reshape(there.shape)  # rows are joined, without gaps
-    own = jnp.argmax(held, axis=1)
-    number = jnp.where(jnp.any(held, axis=1), jnp.take_along_axis(numbers, own, 1), there.size)
-    return number, jnp.arange(length) - jnp.take_along_axis(call.query_starts, own, 1)
+    inside = _tokens_by_segment(call.query_starts, call.query_sizes, length)
+    mask = call.query_sizes > 0
+    numbers = (jnp.cumsum(mask) - 1).reshape(mask.shape)  # rows are joined, without gaps
+    segment = jnp.argmax(inside, axis=1)
+    number = jnp.where(jnp.any(inside, axis=1), jnp.take_along_axis(numbers, segment, 1), mask.size)
+    return number, jnp.arange(length) - jnp.take_along_axis(call.query_starts, segment, 1)

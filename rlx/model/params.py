@@ -58,9 +58,9 @@ class Row(NamedTuple):
     @property
     def hf_shape(self) -> tuple[int, ...]:
         """Shape of each of HF's tensors."""
-        one = self.shape[self.depth :]
-        theirs = one[::-1] if self.transposed else one
-        return (self.joined_size, *theirs[1:]) if self.joined_size else theirs
+        inner = self.shape[self.depth :]
+        shape = inner[::-1] if self.transposed else inner
+        return (self.joined_size, *shape[1:]) if self.joined_size else shape
 
     @property
     def part(self) -> slice:
@@ -109,14 +109,14 @@ FUSED = {"self_attn.qkv_proj": ("q", "k", "v"), "mlp.gate_up_proj": ("gate", "up
 
 
 def _fused(rows: list[Row]) -> list[Row]:
-    found = {row.path[-1]: row for row in rows}
+    by_name = {row.path[-1]: row for row in rows}
     for hf, names in FUSED.items():
-        sizes = [found[name].shape[-1] for name in names]
+        sizes = [by_name[name].shape[-1] for name in names]
         for i, name in enumerate(names):
-            found[name] = found[name]._replace(
+            by_name[name] = by_name[name]._replace(
                 hf=f"model.layers.{{}}.{hf}.weight", begin=sum(sizes[:i]), joined_size=sum(sizes)
             )
-    return list(found.values())
+    return list(by_name.values())
 
 
 # ModelConfig.norms → our name of a norm → HF's. Attention reads input_norm and is followed by
@@ -132,8 +132,8 @@ NORMS = {
 
 
 def _norms(config: ModelConfig, *names: str) -> list[Row]:
-    theirs = NORMS[config.norms]
-    return [_norm(name, "model", theirs[name]) for name in names if name in theirs]
+    hf_names = NORMS[config.norms]
+    return [_norm(name, "model", hf_names[name]) for name in names if name in hf_names]
 
 
 def _norm(name: str, axis: str, hf: str) -> Row:
@@ -242,7 +242,7 @@ ATTENTION_SLOWDOWN = {"cpu": 2.0}
 def attention_cost(config: ModelConfig, platform: str = "gpu") -> float:
     """Return the time of attention per token and key over that of everything else per token."""
     attention = 4 * config.num_layers * config.num_heads * config.head_dim
-    return ATTENTION_SLOWDOWN.get(platform, 1.0) * attention / (2 * _multiplied(config))
+    return ATTENTION_SLOWDOWN.get(platform, 1.0) * attention / (2 * _num_multiplied(config))
 
 
 def forward_flops(config: ModelConfig, lengths: np.ndarray) -> float:
@@ -254,13 +254,13 @@ def forward_flops(config: ModelConfig, lengths: np.ndarray) -> float:
     """
     sizes, keys = np.asarray(lengths, np.float64), 0.0
     for window, layers in Counter(config.layer_windows).items():
-        seen = np.minimum(sizes, window or np.inf)
-        keys += layers * (seen * (seen + 1) / 2 + (sizes - seen) * seen).sum()
-    products = 2 * _multiplied(config) * sizes.sum()
+        reach = np.minimum(sizes, window or np.inf)
+        keys += layers * (reach * (reach + 1) / 2 + (sizes - reach) * reach).sum()
+    products = 2 * _num_multiplied(config) * sizes.sum()
     return float(products + 4 * config.num_heads * config.head_dim * keys)
 
 
-def _multiplied(config: ModelConfig) -> int:
+def _num_multiplied(config: ModelConfig) -> int:
     """Return the number of weights in one token's products: head included, idle experts not."""
     matrices = (math.prod(row.shape) for row in table(config) if row.kind == "matrix")
     embedding = config.vocab_size * config.model_dim  # looked up; a tied one is the head too

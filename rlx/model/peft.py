@@ -47,21 +47,21 @@ def require_fit(
     tensors: Mapping[str, np.ndarray], config: ModelConfig, settings: LoraConfig
 ) -> None:
     """Raise UserError unless tensors have PEFT's names and shapes; it names the first without."""
-    wanted = {n: row.hf_shape for row in lora_config.table(config, settings) for n in row.names}
-    if missing := sorted(set(wanted) - set(tensors)):
+    shapes = {n: row.hf_shape for row in lora_config.table(config, settings) for n in row.names}
+    if missing := sorted(set(shapes) - set(tensors)):
         raise UserError(
             f"{len(missing)} adapter tensors are missing, first {missing[0]!r}; {CONFIG} names "
             "other targets, or the adapter belongs to another model"
         )
-    if extra := sorted(set(tensors) - set(wanted)):
+    if extra := sorted(set(tensors) - set(shapes)):
         raise UserError(
             f"{len(extra)} adapter tensors have no place in {config.architecture} with the targets "
             f"of {CONFIG}, first {extra[0]!r}; the adapter belongs to another model"
         )
-    for name, shape in wanted.items():
-        if (found := np.shape(tensors[name])) != shape:
+    for name, shape in shapes.items():
+        if (got := np.shape(tensors[name])) != shape:
             raise UserError(
-                f"adapter tensor {name!r} has shape {found}, wanted {shape}; it does not fit "
+                f"adapter tensor {name!r} has shape {got}, wanted {shape}; it does not fit "
                 f"{CONFIG} or the model"
             )
 

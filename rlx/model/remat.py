@@ -32,9 +32,9 @@ def policy(remat: str) -> Callable[..., Any]:
 
     from rlx.model.packed_attention import KERNEL
 
-    named = jax.checkpoint_policies.save_only_these_names(*KEPT[remat])
+    by_name = jax.checkpoint_policies.save_only_these_names(*KEPT[remat])
 
     def kernel(primitive: Any, *_: Any, **__: Any) -> bool:  # results inside it have no names
         return "attention" in KEPT[remat] and primitive.name == KERNEL
 
-    return jax.checkpoint_policies.save_from_both_policies(named, kernel)
+    return jax.checkpoint_policies.save_from_both_policies(by_name, kernel)

@@ -24,8 +24,8 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
     if rope.kind == "yarn":
         return _yarn(rope, plain, head_dim), _yarn_scale(rope)
     if rope.kind == "longrope":
-        each = np.asarray(rope.long_factor if rope.long else rope.short_factor, np.float32)
-        return np.float32(1.0) / (each * np.float32(rope.theta) ** exponent), _long_scale(rope)
+        factors = np.asarray(rope.long_factor if rope.long else rope.short_factor, np.float32)
+        return np.float32(1.0) / (factors * np.float32(rope.theta) ** exponent), _long_scale(rope)
     return plain, 1.0
 
 

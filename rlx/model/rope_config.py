@@ -44,54 +44,54 @@ _REQUIRED = {
 def local_from_hf(hf: Mapping[str, Any]) -> Rope:
     """Return the RoPE of layers with a window, which has its own base (Gemma 3)."""
     local = (hf.get("rope_parameters") or {}).get(LAYER_KINDS[1])
-    other = {"rope_theta": hf["rope_local_base_freq"], "rope_scaling": None}
-    return from_hf({**hf, **other, "rope_parameters": local})
+    changes = {"rope_theta": hf["rope_local_base_freq"], "rope_scaling": None}
+    return from_hf({**hf, **changes, "rope_parameters": local})
 
 
 def from_hf(hf: Mapping[str, Any], kinds: tuple[str, ...] = KINDS) -> Rope:
     """Return the RoPE of a `config.json`, of either spelling; UserError if unsupported."""
     check(hf, "rope_scaling", "rope_parameters")
-    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    check(given)
-    given = dict(given.get(LAYER_KINDS[0]) or given)  # newer files have one a kind of layer
-    check(given)
-    kind = given.pop("rope_type", None) or given.get("type") or "default"
+    options = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    check(options)
+    options = dict(options.get(LAYER_KINDS[0]) or options)  # newer files have one a kind of layer
+    check(options)
+    kind = options.pop("rope_type", None) or options.get("type") or "default"
     kind = "longrope" if kind == "su" else kind
-    given.pop("type", None)
-    theta = float(given.pop("rope_theta", None) or hf.get("rope_theta", 10_000.0))
+    options.pop("type", None)
+    theta = float(options.pop("rope_theta", None) or hf.get("rope_theta", 10_000.0))
     if kind not in kinds:
         raise NotOurs(f"unsupported RoPE scaling {kind!r}; use one of {', '.join(kinds)}")
-    if given.pop("partial_rotary_factor", 1.0) != 1.0:
+    if options.pop("partial_rotary_factor", 1.0) != 1.0:
         raise NotOurs("unsupported option partial_rotary_factor; use a model without it")
     if kind in ("llama3", "yarn"):
-        given.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
+        options.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
     if kind == "longrope":
         # As in HF, the model's own key wins over the one among RoPE's.
         original = need(hf, "original_max_position_embeddings")
-        given |= {"original_max_position_embeddings": original}
-        given.setdefault("factor", hf["max_position_embeddings"] / original)
-        given |= {k: tuple(v) for k, v in given.items() if isinstance(v, list)}
+        options |= {"original_max_position_embeddings": original}
+        options.setdefault("factor", hf["max_position_embeddings"] / original)
+        options |= {k: tuple(v) for k, v in options.items() if isinstance(v, list)}
     known = {field.name for field in fields(Rope)} - {"kind", "theta", "long"}
     for key in _REQUIRED[kind]:
-        if given.get(key) is None:
+        if options.get(key) is None:
             raise UserError(f"RoPE scaling {kind!r} has no {key!r}; add it to config.json")
     if kind == "default":
-        given = {}
-    if extra := sorted(set(given) - known):
+        options = {}
+    if extra := sorted(set(options) - known):
         raise NotOurs(f"unsupported RoPE option {extra[0]!r} of {kind!r}; remove it")
-    return Rope(kind=kind, theta=theta, **given)
+    return Rope(kind=kind, theta=theta, **options)
 
 
 def to_hf(rope: Rope) -> dict[str, Any]:
     """Return both spellings: `rope_parameters` for transformers 5, and the older keys."""
-    needed = _REQUIRED[rope.kind]
+    required = _REQUIRED[rope.kind]
     optional = {
         f.name for f in fields(Rope) if f.default is None and getattr(rope, f.name) is not None
     }
-    options = {name: getattr(rope, name) for name in (*needed, *sorted(optional))}
+    options = {name: getattr(rope, name) for name in (*required, *sorted(optional))}
     options |= {name: [*value] for name, value in options.items() if isinstance(value, tuple)}
-    given = {"rope_type": rope.kind, "rope_theta": rope.theta, **options}
-    both: dict[str, Any] = {"rope_parameters": given, "rope_theta": rope.theta}
+    parameters = {"rope_type": rope.kind, "rope_theta": rope.theta, **options}
+    both: dict[str, Any] = {"rope_parameters": parameters, "rope_theta": rope.theta}
     if rope.kind != "default":
         both["rope_scaling"] = {"rope_type": rope.kind, **options}
     return both

@@ -44,9 +44,9 @@ def write(target: Path) -> None:
     tokens = [*_SPECIAL.values(), *_WORDS.split()]
     words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(tokens)}, _SPECIAL["unk_token"]))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    named = dict(list(_SPECIAL.items())[:3])
+    specials = dict(list(_SPECIAL.items())[:3])
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, **named, additional_special_tokens=tokens[3 : len(_SPECIAL)]
+        tokenizer_object=words, **specials, additional_special_tokens=tokens[3 : len(_SPECIAL)]
     )
     size = {"longest_edge": _PIXELS}
     images = pil.Idefics3ImageProcessorPil(do_image_splitting=False, size=size, max_image_size=size)

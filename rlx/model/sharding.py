@@ -71,34 +71,34 @@ def named_shardings(
 class Placement:
     """Shardings of one weight of one layer; hashable."""
 
-    own: NamedSharding  # in storage, also of its gradient
+    stored: NamedSharding  # in storage, also of its gradient
     used: NamedSharding  # in use, with WEIGHTS gathered
 
     @property
     def transposed(self) -> "Placement":
-        own, used = (
+        stored, used = (
             NamedSharding(place.mesh, PartitionSpec(*reversed(place.spec)))
-            for place in (self.own, self.used)
+            for place in (self.stored, self.used)
         )
-        return Placement(own, used)
+        return Placement(stored, used)
 
 
 def used(weight: Array, dtype, place: Placement | None) -> Array:
     """Return a weight cast to `dtype`, then gathered over WEIGHTS."""
     weight = weight.astype(dtype)
     if place:
-        weight = jax.lax.with_sharding_constraint(weight, place.own)
+        weight = jax.lax.with_sharding_constraint(weight, place.stored)
     return full(weight, place)
 
 
-def scattered(gradient: Array, place: Placement | None) -> Array:
+def gradient_as_stored(gradient: Array, place: Placement | None) -> Array:
     """Return a weight's gradient, summed over devices and cut as the weight is stored."""
     # Cutting at once could make XLA send the columns of all tokens; replicas sum only parts.
     if place is None:
         return gradient
-    if place.own.mesh.shape["replica"] == 1:
+    if place.stored.mesh.shape["replica"] == 1:
         gradient = full(gradient, place)
-    return jax.lax.with_sharding_constraint(gradient, place.own)
+    return jax.lax.with_sharding_constraint(gradient, place.stored)
 
 
 def full(weight: Array, place: Placement | None) -> Array:
@@ -113,19 +113,19 @@ def scattered_gradient(weight: Array, place: Placement | None) -> Array:
 
 
 scattered_gradient.defvjp(
-    lambda weight, place: (weight, None), lambda place, _, grad: (scattered(grad, place),)
+    lambda weight, place: (weight, None), lambda place, _, grad: (gradient_as_stored(grad, place),)
 )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _moved(x: Array, there: NamedSharding, back: NamedSharding) -> Array:
-    """Return x laid out as `there`, and lay out its gradient as `back`."""
-    return jax.lax.with_sharding_constraint(x, there)
+def _with_layout(x: Array, target: NamedSharding, back: NamedSharding) -> Array:
+    """Return x laid out as `target`, and lay out its gradient as `back`."""
+    return jax.lax.with_sharding_constraint(x, target)
 
 
-_moved.defvjp(
-    lambda x, there, back: (_moved(x, there, back), None),
-    lambda there, back, _, grad: (jax.lax.with_sharding_constraint(grad, back),),
+_with_layout.defvjp(
+    lambda x, target, back: (_with_layout(x, target, back), None),
+    lambda target, back, _, grad: (jax.lax.with_sharding_constraint(grad, back),),
 )
 
 
@@ -149,11 +149,11 @@ class Layout:
             return cls()
         places = {}
         for row in rows:
-            own = spec(config, row, mesh)[1 if row.stacked else 0 :]
-            whole = WEIGHTS, EXPERT_WEIGHTS
-            gathered = PartitionSpec(*(None if axis in whole else axis for axis in own))
+            axes = spec(config, row, mesh)[1 if row.stacked else 0 :]
+            weight_axes = WEIGHTS, EXPERT_WEIGHTS
+            gathered = PartitionSpec(*(None if axis in weight_axes else axis for axis in axes))
             places[row.path[-1]] = Placement(
-                NamedSharding(mesh, PartitionSpec(*own)), NamedSharding(mesh, gathered)
+                NamedSharding(mesh, PartitionSpec(*axes)), NamedSharding(mesh, gathered)
             )
         return cls(mesh, places)
 
@@ -190,7 +190,7 @@ class Layout:
         # Gradients arrive with all of the device's tokens under `context`.
         if self.mesh is None:
             return x
-        return _moved(x, self._tokens_cut(x), self._cut(ROWS, "context"))
+        return _with_layout(x, self._tokens_cut(x), self._cut(ROWS, "context"))
 
     def rows(self, x: Array) -> Array:
         """Lay out [B, T, D] for lookups and heads, cut over rows and `context`."""
@@ -200,7 +200,7 @@ class Layout:
         """Gather [B, T, D] over `tensor` for a block; gradients are cut as the stream is."""
         if self.mesh is None:
             return x
-        return _moved(x, self._cut(ROWS, "context"), self._tokens_cut(x))
+        return _with_layout(x, self._cut(ROWS, "context"), self._tokens_cut(x))
 
     def heads(self, x: Array) -> Array:
         """Lay out [B, T, heads, H]: as `tokens`, and heads over `tensor` where it divides them."""

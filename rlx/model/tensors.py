@@ -125,8 +125,8 @@ class Buckets:
         for name, tensor in self.tensors.items():
             shape, dtype = [int(n) for n in tensor.shape], np.dtype(tensor.dtype)
             if dtype.name not in DTYPES:
-                known = ", ".join(DTYPES)
-                raise ValueError(f"{name} is {dtype.name}; a weight must be one of {known}")
+                names = ", ".join(DTYPES)
+                raise ValueError(f"{name} is {dtype.name}; a weight must be one of {names}")
             end = start + math.prod(shape) * dtype.itemsize
             kind = DTYPES[dtype.name]
             entries[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
@@ -141,13 +141,13 @@ class Buckets:
         Returns the CRC-32 of the file up to the end of its header, and of each tensor.
         """
         sums = [_write(file, memoryview(self.header()[0]), 0)]
-        due = iter(self.tensors.items())
+        rest = iter(self.tensors.items())
         for bucket in self:
             for name in bucket:
-                data = _bytes(name, bucket[name], *next(due, ("none", None)))
+                data = _bytes(name, bucket[name], *next(rest, ("none", None)))
                 sums.append(_write(file, data, sums[-1]))
             del bucket  # before the next one is made
-        if missing := next(due, None):
+        if missing := next(rest, None):
             raise ValueError(f"{missing[0]} did not come")
         return sums
 
@@ -162,16 +162,16 @@ def _bytes(name: str, tensor: Any, wanted: str, spec: Any) -> memoryview:
 
 def save_tensors(tensors: Mapping[str, Any] | Buckets, path: Path) -> list[int]:
     """Write a safetensors file as `Buckets.write` does; UserError for a NaN or an infinity."""
-    given = Buckets.of(tensors)
+    buckets = Buckets.of(tensors)
     with open(path, "wb", buffering=0) as file:
-        return Buckets(given.tensors, map(_finite, given)).write(file)
+        return Buckets(buckets.tensors, map(_finite, buckets)).write(file)
 
 
 def _finite(bucket: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, tensor in bucket.items():
         if not np.isfinite(np.asarray(tensor)).all():
-            found = f"tensor {name} has numbers that are not finite, and is not written"
-            raise UserError(f"{found}; lower optimizer.learning_rate, or begin from other weights")
+            error = f"tensor {name} has numbers that are not finite, and is not written"
+            raise UserError(f"{error}; lower optimizer.learning_rate, or begin from other weights")
     return bucket
 
 

@@ -42,16 +42,16 @@ def line_chart(
     stacked: bool = False,  # draw bars on one another; the legend shows means, not last values
 ) -> dict[str, Any] | None:
     """Return a chart of lines over steps and over wall time; None without a value."""
-    known = [line for line in lines if any(value is not None for value in line.values)]
-    drawn = [_drawn(line, axes, unit, stacked) for line in known]
-    if not drawn:
+    nonempty = [line for line in lines if any(value is not None for value in line.values)]
+    series = [_line_json(line, axes, unit, stacked) for line in nonempty]
+    if not series:
         return None
-    heights = [value for line in drawn for value in line["values"] if value is not None]
+    heights = [value for line in series for value in line["values"] if value is not None]
     if stacked:
-        heights = [sum(column) for column in zip(*(line["values"] for line in drawn), strict=True)]
+        heights = [sum(column) for column in zip(*(line["values"] for line in series), strict=True)]
     usual = 2.5 * sorted(heights)[int(0.9 * (len(heights) - 1))]
     return {
-        "title": title, "about": about, "lines": drawn, "low": low, "high": high, "unit": unit,
+        "title": title, "about": about, "lines": series, "low": low, "high": high, "unit": unit,
         "stacked": stacked, "top": usual if cut and usual > 0 else None,
     }  # fmt: skip
 
@@ -77,9 +77,9 @@ class Share(NamedTuple):
     latest: str  # the share as the legend shows it
 
 
-def shares(amounts: Mapping[str, float], whole: float, color: Callable[[str], str]) -> list[Share]:
-    """Return each amount's share of `whole`; leave out shares too small to be seen."""
-    parts = {name: amount / (whole or 1.0) for name, amount in amounts.items()}
+def shares(amounts: Mapping[str, float], total: float, color: Callable[[str], str]) -> list[Share]:
+    """Return each amount's share of `total`; leave out shares too small to be seen."""
+    parts = {name: amount / (total or 1.0) for name, amount in amounts.items()}
     return [Share(color(n), n, part, percent(part)) for n, part in parts.items() if part > 0.0005]
 
 
@@ -94,7 +94,7 @@ def mean(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _drawn(line: Line, axes: Axes, unit: str, stacked: bool) -> dict[str, Any]:
+def _line_json(line: Line, axes: Axes, unit: str, stacked: bool) -> dict[str, Any]:
     """Return the line as JSON; consecutive values are averaged where there are too many."""
     steps, times = (axes[0] if line.steps is None else line.steps), line.times or axes[1]
     count = min(len(line.values), _MAX_BARS if stacked else MAX_POINTS)

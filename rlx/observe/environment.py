@@ -33,10 +33,10 @@ SAME = (  # facts that decide a run's bits, as dotted names
 
 def again(workdir: Path) -> str:
     """Return the shell command that continues a run in `workdir`."""
-    given = {word.partition("=")[0] for word in sys.orig_argv}
-    if "--config" not in given:
+    flags = {word.partition("=")[0] for word in sys.orig_argv}
+    if "--config" not in flags:
         return f"rlx.run with the same config and workdir={str(workdir)!r}"
-    return shlex.join([*sys.orig_argv, *[f"--workdir={workdir}"] * ("--workdir" not in given)])
+    return shlex.join([*sys.orig_argv, *[f"--workdir={workdir}"] * ("--workdir" not in flags)])
 
 
 def describe(place: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,11 +75,11 @@ def keep(place: Path, files: Iterable[Path]) -> None:
 
 def _compute_threads() -> int | str:
     """Return the number of XLA's threads on the CPU, which decides the order of its sums; or ""."""
-    found = 0
+    count = 0
     for task in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):  # it has ended
-            found += task.read_text().startswith("tf_XLAEigen")
-    return found or ""
+            count += task.read_text().startswith("tf_XLAEigen")
+    return count or ""
 
 
 def _processor() -> str:

@@ -28,26 +28,26 @@ METHODS = {  # name → arguments
 
 def check(name: str, hook: Any) -> None:
     """Raise UserError, which begins with `name`, unless `hook` has methods of METHODS only."""
-    found = [each for each in dir(hook) if each.startswith("on_")]
-    if not found:
+    events = [event for event in dir(hook) if event.startswith("on_")]
+    if not events:
         raise UserError(f"{name} is no hook; give it some of {', '.join(METHODS)}")
-    for each in found:
-        if each not in METHODS:
-            raise unknown(f"method of {name}", each, METHODS)
-        method, call = getattr(hook, each), f"{each}({', '.join(METHODS[each])})"
+    for event in events:
+        if event not in METHODS:
+            raise unknown(f"method of {name}", event, METHODS)
+        method, call = getattr(hook, event), f"{event}({', '.join(METHODS[event])})"
         if inspect.iscoroutinefunction(method):
-            raise UserError(f"{name}: {each} is async and nobody awaits it; write `def {call}`")
+            raise UserError(f"{name}: {event} is async and nobody awaits it; write `def {call}`")
         try:
-            inspect.signature(method).bind(*METHODS[each])
+            inspect.signature(method).bind(*METHODS[event])
         except TypeError as error:
-            raise UserError(f"{name}.{each}: {error}; it is called as {call}") from error
+            raise UserError(f"{name}.{event}: {error}; it is called as {call}") from error
 
 
 class Hooks:
     """Calls and checks the hooks of one run, in order; `say` takes a line for the user."""
 
-    def __init__(self, named: Iterable[tuple[str, Any]] = (), say: Callable[[str], None] = print):
-        self._named, self._begun, self.say = dict(named), dict[str, Any](), say
+    def __init__(self, hooks: Iterable[tuple[str, Any]] = (), say: Callable[[str], None] = print):
+        self._named, self._begun, self.say = dict(hooks), dict[str, Any](), say
         self.under_way: tuple[str, str] | None = None  # the call that the run waits for
         for name, hook in self._named.items():
             check(name, hook)

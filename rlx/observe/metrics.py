@@ -60,15 +60,15 @@ class MetricsWriter:
         # Lines of records that were set aside.
         self.unreadable = 0 if first_step is None else forget(self._workdir, first_step)
         here = environment.describe(place or {})
-        starts = [each for each in read_jsonl(self._workdir / STARTS) if "start" in each]
+        starts = [start for start in read_jsonl(self._workdir / STARTS) if "start" in start]
         self.start, self.environment = len(starts) + 1, here  # number of this start, from 1
         self.before = starts[-1].get("environment", {}) if starts else {}  # of the previous start
-        begun, path = (first_step or 1) - 1, self._workdir / "environment.json"
+        step, path = (first_step or 1) - 1, self._workdir / "environment.json"
         self.note(
-            begun, start=self.start, time=time.time(), changed=[*changed], config=config or {},
+            step, start=self.start, time=time.time(), changed=[*changed], config=config or {},
             environment=here,
         )  # fmt: skip
-        if not begun or not path.exists():
+        if not step or not path.exists():
             write_atomically(path, json.dumps(here, indent=2).encode() + b"\n")
 
     def write(self, name: str, record: Mapping[str, Any]) -> None:
@@ -90,9 +90,9 @@ class MetricsWriter:
 def note_failure(workdir: Path, _: Any, error: BaseException | None, *__: object) -> None:
     """Note in starts.jsonl the exception that ended a start, if any; for `ExitStack.push`."""
     if error:
-        ended = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+        reason = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
         with suppress(UserError):  # the disk is full
-            append_jsonl(workdir / STARTS, {"ended": ended, "error": words(error)})
+            append_jsonl(workdir / STARTS, {"ended": reason, "error": words(error)})
 
 
 def forget(workdir: str | os.PathLike, first_step: int) -> int:

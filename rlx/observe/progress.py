@@ -191,7 +191,7 @@ class Progress:
             rows = self._rows(max(width - 4, 20) - 11)
             parts = self._head()
             name, since = self._phase
-            spent = "" if name in _PHASE_STYLES else duration(self._clock() - since)
+            elapsed = "" if name in _PHASE_STYLES else duration(self._clock() - since)
         if rows:
             grid = Table.grid(padding=(0, 2, 0, 0))
             grid.add_column(no_wrap=True, min_width=9)
@@ -200,7 +200,7 @@ class Progress:
                 grid.add_row(Text(label, style="dim"), value)
             parts += [Text(), grid]
         title = Text.assemble(("rlx", "bold"), f" · {self._title}" if self._title else "")
-        state = Text(f"{name} {spent}".strip(), style=_PHASE_STYLES.get(name, "cyan"))
+        state = Text(f"{name} {elapsed}".strip(), style=_PHASE_STYLES.get(name, "cyan"))
         return Panel(
             Group(*parts), box=box.ROUNDED, width=width, border_style="bright_black",
             title=title, title_align="left", subtitle=state, subtitle_align="right",
@@ -251,13 +251,13 @@ class Progress:
         if last.get("seconds"):
             rows.append(("a step", _phase_bar(last["seconds"], width)))
         states = ("accepted", "rejected", "failed", "skipped", "dropped")
-        named = {"running": "live", **{name: name for name in states}}
-        rows.append(("prompts", _facts(last, named, column=1)))
+        names = {"running": "live", **{name: name for name in states}}
+        rows.append(("prompts", _facts(last, names, column=1)))
         return rows
 
 
 class ProgressBar:
-    """Shows `done` of `wanted` as rich's bar, or as a line every ten seconds."""
+    """Shows `done` of `total` as rich's bar, or as a line every ten seconds."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
         self._stream = stream or sys.stderr  # so that a table on stdout can be piped
@@ -277,18 +277,18 @@ class ProgressBar:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def show(self, what: str, done: int, wanted: int) -> None:
-        """Show that `done` of `wanted` are finished; a new `what` begins a new bar."""
+    def show(self, what: str, done: int, total: int) -> None:
+        """Show that `done` of `total` are finished; a new `what` begins a new bar."""
         what, now = plain(what), self._clock()
         if what != self._what:
             self._what, self._began, self._shown = what, now, float("-inf")
-            self._task = self._bar.add_task(what, total=wanted)
-        self._bar.update(self._task, completed=done, total=wanted)
-        if self._bar.disable and (done >= wanted or now - self._shown >= _LINE_SECONDS):
-            self._shown, spent = now, now - self._began
-            left = spent / done * (wanted - done) if done else 0.0
-            times = f"  elapsed {spent:.0f} s  left {left:.0f} s" if done else ""
-            print(f"{what}  {done:,}/{wanted:,}{times}", file=self._stream, flush=True)
+            self._task = self._bar.add_task(what, total=total)
+        self._bar.update(self._task, completed=done, total=total)
+        if self._bar.disable and (done >= total or now - self._shown >= _LINE_SECONDS):
+            self._shown, elapsed = now, now - self._began
+            left = elapsed / done * (total - done) if done else 0.0
+            times = f"  elapsed {elapsed:.0f} s  left {left:.0f} s" if done else ""
+            print(f"{what}  {done:,}/{total:,}{times}", file=self._stream, flush=True)
 
 
 class _NotebookPanel:

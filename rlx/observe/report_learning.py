@@ -114,13 +114,13 @@ def _experts(run: Run) -> Iterator[Chart]:
 
 def _by_prefix(run: Run) -> Iterator[Chart]:
     """Yield a chart of the rewards where there are several, and one of what a workflow counts."""
-    found = sorted({name for record in run.metrics for name in record})
+    keys = sorted({name for record in run.metrics for name in record})
     for prefix, title, about, least in (
         ("reward/", "Rewards", "mean of each in a batch, before its weight", 2),
         ("info/", "The workflow's own", "means over the batch's trajectories", 1),
         ("latency/", "Latency of agents", "mean seconds of a run, and of a call that it makes", 1),
     ):
-        names = [name for name in found if name.startswith(prefix)][:8]  # colors
+        names = [name for name in keys if name.startswith(prefix)][:8]  # colors
         lines = ((name, name.removeprefix(prefix), f"c{i}") for i, name in enumerate(names, 1))
         if len(names) >= least:
             yield Chart(title, about, tuple(lines), low=None)
@@ -132,12 +132,12 @@ def _charts(run: Run, charts: tuple[Chart, ...]) -> list[dict[str, Any]]:
         return []
     steps = [e["step"] for e in run.evals]
     times = [finite(e.get("elapsed_seconds")) for e in run.evals]
-    drawn = []
+    plots = []
     for chart in charts:
         lines = [Line(name, run.series(key), c, smooth=True) for key, name, c in chart.trained]
         for key, name, color in chart.held_out:
             values = [finite(e.get(key)) for e in run.evals]
             lines.append(Line(name, values, color, dots=True, steps=steps, times=times))
-        drawn.append(line_chart(chart.title, chart.about, lines, run.axes(),
+        plots.append(line_chart(chart.title, chart.about, lines, run.axes(),
                                 low=chart.low, high=chart.high))  # fmt: skip
-    return [chart for chart in drawn if chart]
+    return [chart for chart in plots if chart]

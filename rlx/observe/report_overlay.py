@@ -27,15 +27,15 @@ _SPEED = (
 
 def write_overlay(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     """Write the page of the runs in `rows`, of `run_table.summary`; return its path."""
-    begun = [row for row in rows if row["step"]]
-    runs = {row["run"]: load(row["run"], samples=False) for row in begun}
+    with_step = [row for row in rows if row["step"]]
+    runs = {row["run"]: load(row["run"], samples=False) for row in with_step}
     if not runs:
         raise UserError(f"none of {len(rows)} runs has a finished step; train first")
     configs = {name: dict(flatten(run.config)) for name, run in runs.items()}
     keys = dict.fromkeys(key for config in configs.values() for key in config if key != "seed")
     differ = [key for key in keys if len({c.get(key, "") for c in configs.values()}) > 1]
     settings, table = dict[str, list[Run]](), []
-    for row in begun:
+    for row in with_step:
         values = [configs[row["run"]].get(key, "–") for key in differ]
         name = ", ".join(f"{k}={v}" for k, v in zip(differ, values, strict=True)) or "all seeds"
         settings.setdefault(name, []).append(runs[row["run"]])
@@ -47,7 +47,7 @@ def write_overlay(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     finished = sum(row["state"] == "finished" for row in rows)
     state = {"finished": finished == len(rows), "state": f"{finished} of {len(rows)} finished"}
     facts = [f"{len(settings)} setting{'s' * (len(settings) != 1)}"]
-    facts += [f"{len(rows) - len(begun)} without a step"] * (len(rows) > len(begun))
+    facts += [f"{len(rows) - len(with_step)} without a step"] * (len(rows) > len(with_step))
     text = render(
         name=path.stem, header={**state, "facts": facts}, on_dataset=True,
         runs={"columns": columns, "rows": sorted(table)}, speed=_charts(settings, _SPEED),
@@ -60,7 +60,7 @@ def write_overlay(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 def _charts(settings: Mapping[str, Sequence[Run]], charts: Sequence[Chart]) -> list[dict[str, Any]]:
     """Return a chart of each metric that some run has, with a line for each setting."""
-    found: dict[str, Any] = {}
+    plots: dict[str, Any] = {}
     for chart in charts:
         metrics = [(key, name, False) for key, name, _ in chart.trained]
         metrics += [(key, name, True) for key, name, _ in chart.held_out]
@@ -71,14 +71,14 @@ def _charts(settings: Mapping[str, Sequence[Run]], charts: Sequence[Chart]) -> l
             ]
             title = f"{chart.title}: {name}" if len(metrics) > 1 else chart.title
             title = name.capitalize() if chart in ON_ROLLOUTS else title
-            drawn = line_chart(title, key, lines, ([], []), low=chart.low, high=chart.high)
-            found.setdefault(key, drawn)
-    return [*filter(None, found.values())]
+            plot = line_chart(title, key, lines, ([], []), low=chart.low, high=chart.high)
+            plots.setdefault(key, plot)
+    return [*filter(None, plots.values())]
 
 
 def _line(setting: str, color: str, runs: Sequence[Run], key: str, held_out: bool) -> Line:
     """Return the line of a metric: of one run as it is, of several their mean and a band."""
-    single, found = len(runs) == 1, dict[int, list[tuple[float, float | None]]]()
+    single, points = len(runs) == 1, dict[int, list[tuple[float, float | None]]]()
     for run in runs:
         records = run.evals if held_out else run.metrics
         values = [finite(lookup(record, key)) for record in records]
@@ -86,9 +86,9 @@ def _line(setting: str, color: str, runs: Sequence[Run], key: str, held_out: boo
         for record, value in zip(records, values, strict=True):
             if value is not None:
                 place = value, finite(record.get("elapsed_seconds"))
-                found.setdefault(record["step"], []).append(place)
-    steps = sorted(found)
-    columns = [[*zip(*found[step], strict=True)] for step in steps]
+                points.setdefault(record["step"], []).append(place)
+    steps = sorted(points)
+    columns = [[*zip(*points[step], strict=True)] for step in steps]
     band = [min(values) for values, _ in columns], [max(values) for values, _ in columns]
     return Line(
         setting, [mean(values) for values, _ in columns], color,

@@ -61,12 +61,14 @@ def card(
     return {
         "reward": number(reward), "facts": [visible(fact) for fact in facts],
         "good": 0.5 if reward is None or high <= low else round((reward - low) / (high - low), 3),
-        "prompt": _cut(visible(prompt)), "pieces": shaded(sample, versions),
+        "prompt": _cut(visible(prompt)), "pieces": version_stretches(sample, versions),
         "images": [*filter(None, map(image, sample.get("images") or ()))],
     }  # fmt: skip
 
 
-def shaded(sample: Mapping[str, Any], versions: Sequence[int]) -> list[tuple[str, int | None, str]]:
+def version_stretches(
+    sample: Mapping[str, Any], versions: Sequence[int]
+) -> list[tuple[str, int | None, str]]:
     """Return the completion as (text, lag, tooltip) of each stretch that one version wrote.
 
     Text between turns has a tooltip and no lag. A text without versions, or one too long to show in
@@ -99,8 +101,8 @@ def shaded(sample: Mapping[str, Any], versions: Sequence[int]) -> list[tuple[str
 def trained_versions(sample: Mapping[str, Any]) -> list[int]:
     """Return the versions of the sampled tokens, without those of prompt and tools (−1)."""
     versions = sample.get("versions")
-    known = versions if isinstance(versions, list) else []
-    return [int(v) for v in known if isinstance(v, int | float) and v >= 0]
+    items = versions if isinstance(versions, list) else []
+    return [int(v) for v in items if isinstance(v, int | float) and v >= 0]
 
 
 def _cut(text: str) -> str:

@@ -37,24 +37,24 @@ def phase_totals(run: Run) -> dict[str, float]:
     totals = Counter[str]()
     for record in run.metrics:
         totals.update(_phases(record))
-    whole = float(totals.total())
-    named = [pair for pair in totals.most_common() if pair[0] != "other"]
-    large = {name: float(value) for name, value in named[:6] if value > 0.01 * whole}
-    other = whole - sum(large.values())
-    return large | {"other": other} if other > 1e-6 * whole else large
+    total = float(totals.total())
+    pairs = [pair for pair in totals.most_common() if pair[0] != "other"]
+    large = {name: float(value) for name, value in pairs[:6] if value > 0.01 * total}
+    other = total - sum(large.values())
+    return large | {"other": other} if other > 1e-6 * total else large
 
 
 def measured_phases(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the mean seconds a step of planned phases; `generate` is a server's mean."""
-    found = {}
+    means = {}
     for phase, key in PHASES.items():  # the first step compiles
         values = [finite(lookup(record, key)) for record in records[1:] or records]
         if any(value is not None for value in values):
-            found[phase] = sum(value or 0.0 for value in values) / len(values)
-    return found
+            means[phase] = sum(value or 0.0 for value in values) / len(values)
+    return means
 
 
-def planned(run: Run) -> dict[str, Any] | None:
+def planned_and_measured(run: Run) -> dict[str, Any] | None:
     """Return planned and measured seconds of each phase, and where they differ most."""
     measured, plan = measured_phases(run.metrics), run.plan.get("seconds", {})
     both = [(name, plan[name], measured[name]) for name in PHASES if name in plan.keys() & measured]
@@ -74,8 +74,8 @@ def lag_shares(run: Run) -> list[Share]:
         for lag, tokens in histogram.items() if isinstance(histogram, Mapping) else ():
             if str(lag).isdigit():
                 counts[int(lag)] += int(finite(tokens) or 0)
-    named = {f"lag {lag}": counts[lag] for lag in sorted(counts)}
-    return shares(named, counts.total(), lambda name: f"lag{min(5, int(name[4:]))}")
+    by_lag = {f"lag {lag}": counts[lag] for lag in sorted(counts)}
+    return shares(by_lag, counts.total(), lambda name: f"lag{min(5, int(name[4:]))}")
 
 
 def speed(run: Run) -> list[dict[str, Any]]:
@@ -107,14 +107,14 @@ def speed(run: Run) -> list[dict[str, Any]]:
 
 def _step_times(run: Run) -> list[Line]:
     """Return the seconds of each phase by step; short phases together are `other`."""
-    named, steps = phase_totals(run), []
+    phases, steps = phase_totals(run), []
     for record in run.metrics:
-        step = dict.fromkeys(named, 0.0)
+        step = dict.fromkeys(phases, 0.0)
         for name, value in _phases(record).items():
-            kind = name if name in named else "other"
+            kind = name if name in phases else "other"
             step[kind] = step.get(kind, 0.0) + value
         steps.append(step)
-    return [Line(phase, [step[phase] for step in steps], color_of(phase)) for phase in named]
+    return [Line(phase, [step[phase] for step in steps], color_of(phase)) for phase in phases]
 
 
 def _publishing(run: Run) -> list[Line]:
@@ -136,20 +136,20 @@ def _publishing(run: Run) -> list[Line]:
 
 def _phases(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the seconds of each phase of a step; the rest of step_seconds is `other`."""
-    found = record.get("seconds")
-    seconds = found if isinstance(found, Mapping) else {}
-    named = {str(name): max(0.0, finite(value) or 0.0) for name, value in seconds.items()}
-    rest = (finite(record.get("step_seconds")) or 0.0) - sum(named.values())
-    if named and rest > 0:
-        return {**named, "other": named.get("other", 0.0) + rest}
-    return named
+    raw = record.get("seconds")
+    seconds = raw if isinstance(raw, Mapping) else {}
+    phases = {str(name): max(0.0, finite(value) or 0.0) for name, value in seconds.items()}
+    rest = (finite(record.get("step_seconds")) or 0.0) - sum(phases.values())
+    if phases and rest > 0:
+        return {**phases, "other": phases.get("other", 0.0) + rest}
+    return phases
 
 
 def color_of(name: str) -> str:
     """Return the CSS class of a phase or span, always the same one for a name."""
     key = name.lower()
-    known = COLORS.get(key) or COLORS.get(key.partition(" ")[0])
-    return known or _SPARE[sum(key.encode()) % len(_SPARE)]
+    color = COLORS.get(key) or COLORS.get(key.partition(" ")[0])
+    return color or _SPARE[sum(key.encode()) % len(_SPARE)]
 
 
 def overview(spans: Sequence[Span], seconds: float) -> dict[str, Any] | None:
@@ -174,21 +174,21 @@ def overview(spans: Sequence[Span], seconds: float) -> dict[str, Any] | None:
 def busy_shares(spans: Sequence[Span]) -> dict[str, list[Share]]:
     """Return each server's shares of the run by kind of work, the rest idle."""
     servers = {s.process for s in spans if s.process.startswith(("server", "teacher"))}
-    whole = max(s.end_ns for s in spans) - spans[0].start_ns if spans else 0.0
-    found = {}
+    length = max(s.end_ns for s in spans) - spans[0].start_ns if spans else 0.0
+    by_server = {}
     for server in sorted(servers, key=process_order):
-        own = [s for s in spans if s.process == server and s.name.lower() not in _WAITING]
-        busy = covered(own)
-        names = dict.fromkeys(span.name for span in own)
-        work = {name: covered(span for span in own if span.name == name) for name in names}
+        active = [s for s in spans if s.process == server and s.name.lower() not in _WAITING]
+        busy = covered_ns(active)
+        names = dict.fromkeys(span.name for span in active)
+        work = {name: covered_ns(span for span in active if span.name == name) for name in names}
         if sum(work.values()) > busy * 1.02:  # kinds overlap: their shares would not add up
             work = {"busy": busy}
         ranked = dict(sorted(work.items(), key=lambda item: -item[1]))
-        found[server] = shares(ranked | {"idle": max(0.0, whole - busy)}, whole, color_of)
-    return found
+        by_server[server] = shares(ranked | {"idle": max(0.0, length - busy)}, length, color_of)
+    return by_server
 
 
-def covered(spans: Iterable[Span]) -> float:
+def covered_ns(spans: Iterable[Span]) -> float:
     """Return the nanoseconds in which at least one of the spans, sorted by start, was open."""
     total, reached = 0.0, float("-inf")
     for span in spans:
@@ -210,10 +210,10 @@ def _rows(spans: Sequence[Span], low: float, length: float) -> list[tuple[str, i
             stack.pop()
         rows.setdefault((span.process, span.lane, len(stack)), []).append(span)
         stack.append(span)
-    drawn: dict[str, list[list[dict[str, Any]]]] = {}
+    boxes: dict[str, list[list[dict[str, Any]]]] = {}
     for key in sorted(rows, key=lambda k: (process_order(k[0]), k[1], k[2])):
-        drawn.setdefault(key[0], []).append(_boxes(rows[key], low, length))
-    return [(name, max(0, len(own) - _MAX_ROWS), own[:_MAX_ROWS]) for name, own in drawn.items()]
+        boxes.setdefault(key[0], []).append(_boxes(rows[key], low, length))
+    return [(name, max(0, len(each) - _MAX_ROWS), each[:_MAX_ROWS]) for name, each in boxes.items()]
 
 
 def _boxes(row: Sequence[Span], low: float, length: float) -> list[dict[str, Any]]:

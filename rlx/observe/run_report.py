@@ -52,8 +52,8 @@ def render(**values: Any) -> str:
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     template = environment.from_string((here / "report.html").read_text(encoding="utf-8"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    own = {"style": style, "script": script, "script_hash": digest}
-    return template.render(dict.fromkeys(_PARTS, ()) | own | values)
+    assets = {"style": style, "script": script, "script_hash": digest}
+    return template.render(dict.fromkeys(_PARTS, ()) | assets | values)
 
 
 def page(run: Run, defaults: Mapping[str, Any] | None = None) -> str:
@@ -69,14 +69,14 @@ def page(run: Run, defaults: Mapping[str, Any] | None = None) -> str:
         optimisation=report_learning.optimisation(run),
         busy={name: parts for name, parts in busy.items() if parts},
         lags=report_speed.lag_shares(run), speed=report_speed.speed(run),
-        planned=report_speed.planned(run),
+        planned=report_speed.planned_and_measured(run),
         timeline=report_speed.overview(run.spans, min(60.0, 5 * steps[len(steps) // 2])),
         samples=report_samples.cards(run.samples, partial(_image, run.path)) if run.samples else {},
         views=report_samples.VIEWS,
         sampled=any(report_samples.trained_versions(sample) for sample in run.samples),
         top_lag=int(min(5, max((v for v in run.series("staleness_max") if v), default=0))),
         config=_config(run, defaults), changes=_changes(run), environment=flatten(run.environment),
-        skipped=_skipped(run), num_skipped=len(run.skipped),
+        skipped=_failed_rows(run), num_skipped=len(run.skipped),
     )  # fmt: skip
 
 
@@ -89,8 +89,8 @@ def _image(workdir: Path, name: str) -> str:
 
 def flatten(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return (dotted key, value as text) of every leaf that is set, in order."""
-    found = [(key, value) for key, value in leaves(tree) if value is not None]
-    several = [(key, v if isinstance(v, list | tuple) else [v]) for key, v in found]
+    pairs = [(key, value) for key, value in leaves(tree) if value is not None]
+    several = [(key, v if isinstance(v, list | tuple) else [v]) for key, v in pairs]
     return [(key, ", ".join(map(str, items))) for key, items in several]
 
 
@@ -98,12 +98,12 @@ def _header(run: Run) -> dict[str, Any]:
     total, done = run.total, _last(run, "step") or 0
     finished = total is not None and done >= total
     state = f"{done:g} of {total:g} steps" if total else f"{done:g} steps"
-    each = [_facts(replace(run, config=start["config"])) for start in run.starts]
-    facts = [" → ".join(dict.fromkeys(filter(None, fact))) for fact in zip(*each, strict=True)]
+    rows = [_facts(replace(run, config=start["config"])) for start in run.starts]
+    facts = [" → ".join(dict.fromkeys(filter(None, fact))) for fact in zip(*rows, strict=True)]
     if holes := gaps(run.metrics, int(max([done, *(e["step"] for e in run.evals)]))):
         facts.append(f"no record of {holes}")
-    kept = {record.get("start"): record.get("continued_tokens") or 0 for record in run.metrics}
-    if tokens := sum(kept.values()):
+    by_start = {record.get("start"): record.get("continued_tokens") or 0 for record in run.metrics}
+    if tokens := sum(by_start.values()):
         facts.append(f"{number(tokens)} tokens continued after restarts")
     if run.ended_at:
         facts.append(time.strftime("%-d %B %Y, %H:%M", time.localtime(run.ended_at)))
@@ -149,8 +149,8 @@ def _cost_tiles(run: Run) -> Iterator[tuple[str, str, str, str]]:
     if tokens and elapsed:
         yield "", "Tokens trained", number(tokens), f"{number(tokens / elapsed)} a second"
     if shared := sum(v or 0 for v in run.series("n_shared_tokens")):
-        whole = sum(v or 0 for v in run.series("n_tokens"))
-        yield "", "Shared tokens", percent(shared / whole), "computed for another sample"
+        total = sum(v or 0 for v in run.series("n_tokens"))
+        yield "", "Shared tokens", percent(shared / total), "computed for another sample"
     if shares := sorted(v for v in run.series("mfu") if v is not None):
         yield "", "MFU", percent(shares[len(shares) // 2]), "of the peak, while it computes"
     if phases := report_speed.phase_totals(run):
@@ -172,12 +172,12 @@ def _config(run: Run, defaults: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _changes(run: Run) -> list[tuple[int, float | None, str]]:
     """Return step, seconds and text of each change of settings."""
-    found = [start for start in run.starts if start.get("changed") and has_step(start)]
+    starts = [start for start in run.starts if start.get("changed") and has_step(start)]
     times = {record["step"]: finite(record.get("elapsed_seconds")) for record in run.metrics}
-    return [(s["step"], times.get(s["step"]), "\n".join(map(str, s["changed"]))) for s in found]
+    return [(s["step"], times.get(s["step"]), "\n".join(map(str, s["changed"]))) for s in starts]
 
 
-def _skipped(run: Run) -> list[tuple[str, str]]:
+def _failed_rows(run: Run) -> list[tuple[str, str]]:
     """Return the last rows that failed in every attempt, and why."""
     head, text = "{which} row {row}, {attempts} attempts", "{text}\n{error}\n{message}"
     rows = [defaultdict(str, record) for record in run.skipped[-_SKIPPED:]]

@@ -24,22 +24,22 @@ _LATE = 30.0  # age of STATUS, in seconds, at which its writer seems to hang
 
 def status(workdir: Path, now: float) -> Iterator[RenderableType]:
     """Yield panel and lines about a run at `now`, seconds since the epoch; UserError for no run."""
-    (pid, lives), found = holder(workdir) or (0, False), read_json(workdir / STATUS)
+    (pid, lives), report = holder(workdir) or (0, False), read_json(workdir / STATUS)
     if not pid and find([workdir]) != [workdir]:
         raise UserError(f"{workdir} holds no run; give its WORKDIR")
     row, run = summary(workdir, {}), load(workdir, samples=False)
-    live = found if lives and found.get("pid") == pid else {}
-    seen = finite(live.get("time")) or now
+    live = report if lives and report.get("pid") == pid else {}
+    report_time = finite(live.get("time")) or now
     phase = str(live.get("phase") or ("starting" if lives else row["state"]))
-    since = (finite(live.get("phase_seconds")) or 0.0) + now - seen
+    since = (finite(live.get("phase_seconds")) or 0.0) + now - report_time
     age = max(0.0, now - run.ended_at) if run.metrics else 0.0
     progress = Progress(int(run.total or 0), title=str(workdir))
     yield progress.panel(run.metrics, run.evals, phase, since, age)
     lines = [f"{row['state']}: {row['note']}".removesuffix(": ")]
     lines += [f"last step {duration(age)} ago"] * bool(run.metrics)
     lines += _parts(live) if live else []
-    if now - seen > _LATE:
-        lines.append(f"no sign of life for {duration(now - seen)}; see {workdir}/stacks.txt")
+    if now - report_time > _LATE:
+        lines.append(f"no sign of life for {duration(now - report_time)}; see {workdir}/stacks.txt")
     with suppress(OSError), open(workdir / "console.log", "rb") as file:
         lines += [line.decode(errors="replace").rstrip() for line in deque(file, _MESSAGES)]
     yield Text(plain("\n".join(lines)))

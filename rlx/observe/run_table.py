@@ -27,16 +27,16 @@ _CHANGED = 60  # characters of the changed keys
 
 def find(places: Iterable[Path]) -> list[Path]:
     """Return the WORKDIRs among and under `places`; raise UserError for no directory."""
-    found = []
+    paths = []
     for place in places:
         if not place.is_dir():
             raise UserError(f"{place} is not a directory; give a WORKDIR, or a directory of some")
         for path, names, files in os.walk(place):
             names[:] = sorted(name for name in names if name[0] != ".")
             if _MARKS.intersection(files):
-                found.append(Path(path))
+                paths.append(Path(path))
                 names.clear()
-    return found
+    return paths
 
 
 def summary(path: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def summary(path: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
     newest = starts[-1] if starts else {}
     config = newest.get("config") or read_json(path / "config.json")
     config = config if isinstance(config, dict) else {}
-    file, changed = _given(str(lookup(newest, "environment.command") or ""))
+    file, changed = _given_keys(str(lookup(newest, "environment.command") or ""))
     last = read_last(path / "metrics.jsonl")
     evals = [*filter(has_step, read_jsonl(path / "eval.jsonl"))]
     key, metric, scores = held_out(evals)
@@ -92,7 +92,7 @@ def score(path: Path, step: int) -> float:
     return -math.inf if reward is None else reward
 
 
-def ordered(rows: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+def sorted_rows(rows: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     """Return rows by a field or a changed key, the largest number first; UserError for no key."""
     known = {name for row in rows for name in (*row, *row["changed"])} - {"changed"}
     if rows and key not in known:
@@ -130,22 +130,22 @@ def _settings(pairs: Iterable[tuple[str, str]]) -> str:
 
 def _state(path: Path) -> tuple[str, str]:
     """Return the state of a run, and why."""
-    if held := holder(path):
-        pid, lives = held
+    if lock := holder(path):
+        pid, lives = lock
         return ("running", f"process {pid}") if lives else ("stopped", f"process {pid} was killed")
     *_, last = {}, *read_jsonl(path / STARTS)  # after the lock, which a run drops later
-    known = str(last.get("ended", "")) in ("finished", "stopped", "failed")
-    return (last["ended"], str(last.get("error", ""))) if known else ("unknown", "no end recorded")
+    ended = str(last.get("ended", "")) in ("finished", "stopped", "failed")
+    return (last["ended"], str(last.get("error", ""))) if ended else ("unknown", "no end recorded")
 
 
-def _given(command: str) -> tuple[str, dict[str, str]]:
+def _given_keys(command: str) -> tuple[str, dict[str, str]]:
     """Return the config's file and the keys that a command line gives; the seed is left out."""
     try:
         words = shlex.split(re.sub(r"--config\s+", "--config=", command))
     except ValueError:
         return "", {}
-    given = dict(word.split("=", 1) for word in words if re.match(r"--config[.\w]*=", word))
-    name, _, argument = given.pop("--config", "").removeprefix("rlx:").partition(":")
-    changed = {key.removeprefix("--config."): value for key, value in given.items()}
+    flags = dict(word.split("=", 1) for word in words if re.match(r"--config[.\w]*=", word))
+    name, _, argument = flags.pop("--config", "").removeprefix("rlx:").partition(":")
+    changed = {key.removeprefix("--config."): value for key, value in flags.items()}
     changed.pop("seed", None)
     return f"{Path(name).stem}:{argument}".rstrip(":"), changed

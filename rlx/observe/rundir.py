@@ -65,12 +65,12 @@ def load(workdir: str | os.PathLike, samples: bool = True) -> Run:
     skipped = {(str(r.get("which")), str(r.get("row"))): r
                for r in read_jsonl(path / "skipped.jsonl")}  # fmt: skip
     newest = list(starts.values())[-1]
-    made = [starts.get(n, first) for n in dict.fromkeys(r.get("start") for r in steps)] or [newest]
+    chain = [starts.get(n, first) for n in dict.fromkeys(r.get("start") for r in steps)] or [newest]
     return Run(
         path=path.resolve(), metrics=steps, evals=_by_step(read_jsonl(path / "eval.jsonl")),
         samples=_samples(path / "rollouts") if samples else [], skipped=[*skipped.values()],
         spans=_spans(read_json(path / "timeline.json")) if samples else [],
-        config=made[-1]["config"], environment=made[-1]["environment"], starts=made,
+        config=chain[-1]["config"], environment=chain[-1]["environment"], starts=chain,
         total=finite(lookup(newest, "config.total_steps")), plan=read_json(path / "plan.json"),
         ended_at=metrics.stat().st_mtime if metrics.exists() else 0.0,
     )  # fmt: skip
@@ -78,12 +78,12 @@ def load(workdir: str | os.PathLike, samples: bool = True) -> Run:
 
 def gaps(records: Iterable[Mapping[str, Any]], last: int) -> str:
     """Return the steps up to `last` without a record: `steps 4–7, 9`; "" for none."""
-    there = {record.get("step") for record in records}
-    missing = [step for step in range(1, last + 1) if step not in there]
+    steps = {record.get("step") for record in records}
+    missing = [step for step in range(1, last + 1) if step not in steps]
     runs = itertools.groupby(enumerate(missing), lambda pair: pair[1] - pair[0])
     parts = [[step for _, step in run] for _, run in runs]
-    found = ", ".join(f"{p[0]}–{p[-1]}" if len(p) > 1 else f"{p[0]}" for p in parts)
-    return f"step{'s' * (len(missing) > 1)} {found}" if found else ""
+    text = ", ".join(f"{p[0]}–{p[-1]}" if len(p) > 1 else f"{p[0]}" for p in parts)
+    return f"step{'s' * (len(missing) > 1)} {text}" if text else ""
 
 
 def lookup(record: Mapping[str, Any], key: str) -> Any:

@@ -129,8 +129,8 @@ def read(trace: Mapping[str, Any]) -> Iterator[Span]:
                 start, length = round(event["ts"] * 1000), round(event["dur"] * 1000)
                 track = re.sub(r" \d+$", "", names.get((process, lane), "main"))
                 args = {**event.get("args", {})}
-                named = names.get(process, str(process)), track, str(event["name"])
-                yield Span(*named, start, start + length, args, lane)
+                labels = names.get(process, str(process)), track, str(event["name"])
+                yield Span(*labels, start, start + length, args, lane)
 
 
 def _trace_events(spans: list[Span], discarded: int) -> Iterator[dict[str, Any]]:
@@ -143,8 +143,8 @@ def _trace_events(spans: list[Span], discarded: int) -> Iterator[dict[str, Any]]
     for span in spans:
         tracks.setdefault((span.process, span.track), []).append(span)
     next_tid = Counter(dict.fromkeys(pids.values(), 1))
-    for (process, track), own in tracks.items():
-        pid, placed = pids[process], assign_lanes(own)
+    for (process, track), track_spans in tracks.items():
+        pid, placed = pids[process], assign_lanes(track_spans)
         first, count = next_tid[pid], max(span.lane for span in placed) + 1
         next_tid[pid] += count
         for lane in range(count):

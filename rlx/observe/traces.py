@@ -37,8 +37,8 @@ def tracing(place: str, service: str) -> Iterator[Any]:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider, export
     host = socket.gethostname()
-    named: Any = {"service.name": service, "host.name": host, "process.pid": os.getpid()}
-    provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
+    attributes: Any = {"service.name": service, "host.name": host, "process.pid": os.getpid()}
+    provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
     with ExitStack() as stack:
         exporter: Any
         if place.startswith(("http://", "https://")):
@@ -67,8 +67,8 @@ def span(name: str, tracer: Any = None, parent: Any = None, **attributes: Any) -
         return
     before = _TRACER.set(tracer)
     try:
-        with tracer.start_as_current_span(name, parent, attributes=attributes) as own:
-            yield own
+        with tracer.start_as_current_span(name, parent, attributes=attributes) as new_span:
+            yield new_span
     finally:
         _TRACER.reset(before)
 
@@ -93,11 +93,11 @@ def metadata() -> tuple[tuple[str, str], ...]:
     return ((HEADER, carrier[HEADER]),)
 
 
-def caller(tracer: Any, given: Iterable[tuple[str, Any]] | None) -> tuple[Any, Any]:
+def caller(tracer: Any, pairs: Iterable[tuple[str, Any]] | None) -> tuple[Any, Any]:
     """Return the arguments of `span` for a call with this metadata; None twice without a trace."""
-    sent = {key: value for key, value in given or () if tracer and key == HEADER}
-    if not sent:
+    headers = {key: value for key, value in pairs or () if tracer and key == HEADER}
+    if not headers:
         return None, None
     from opentelemetry.trace.propagation import tracecontext
 
-    return tracer, tracecontext.TraceContextTextMapPropagator().extract(sent)
+    return tracer, tracecontext.TraceContextTextMapPropagator().extract(headers)

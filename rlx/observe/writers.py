@@ -52,8 +52,8 @@ class Board:
     def on_gate(self, step: int, record: dict[str, Any]) -> None:
         # Addresses differ between runs; boards get names that do not.
         servers = enumerate(record.get("servers", {}).values())
-        named = {f"server_{index}": value for index, value in servers}
-        self.add(step, values_of({**record, "servers": named}, "gate"))
+        by_name = {f"server_{index}": value for index, value in servers}
+        self.add(step, values_of({**record, "servers": by_name}, "gate"))
 
 
 class TensorBoard(Board):
@@ -158,20 +158,20 @@ class MLflow(Board):
         from rlx.observe.run_report import flatten
 
         client, name = self._client, os.environ.get("MLFLOW_EXPERIMENT_NAME", "rlx")
-        found, own = client.get_experiment_by_name(name), board_id(workdir)
-        place = found.experiment_id if found else client.create_experiment(name)
-        runs = client.search_runs([place], f"tags.rlx = '{own}'")
+        experiment, tag = client.get_experiment_by_name(name), board_id(workdir)
+        place = experiment.experiment_id if experiment else client.create_experiment(name)
+        runs = client.search_runs([place], f"tags.rlx = '{tag}'")
         run = runs[0] if runs else client.create_run(place, run_name=workdir.name)
         self._run = run.info.run_id
         settings = [] if runs else [self._mlflow.entities.Param(*each) for each in flatten(config)]
         for i in range(0, len(settings), 100):  # the most in one request
             client.log_batch(self._run, params=settings[i : i + 100])
-        client.set_tag(self._run, "rlx", own)
+        client.set_tag(self._run, "rlx", tag)
         client.update_run(self._run, "RUNNING")
 
     def add(self, step: int, values: dict[str, Value]) -> None:
-        named = {re.sub(r"[^\w\-. /]", "_", tag): v for tag, v in scalars(values).items()}
-        self._mlflow.log_metrics(named, step=step, run_id=self._run)
+        metrics = {re.sub(r"[^\w\-. /]", "_", tag): v for tag, v in scalars(values).items()}
+        self._mlflow.log_metrics(metrics, step=step, run_id=self._run)
 
     def on_end(self, reason: str) -> None:
         ends = {"finished": "FINISHED", "stopped": "KILLED"}
@@ -185,15 +185,15 @@ WRITERS = {
 
 def load(names: Iterable[str], callbacks: Sequence[Any] = ()) -> list[tuple[str, Any]]:
     """Return (name, hook) of `names`, in WRITERS or a user's, and `callbacks`; or UserError."""
-    named = []
+    hooks = []
     for entry in names:
         name, hook = f"observe.writers={entry!r}", user_code.find("observe.writers", entry, WRITERS)
         try:
-            named.append((name, hook() if isinstance(hook, type) else hook))
+            hooks.append((name, hook() if isinstance(hook, type) else hook))
         except Exception as error:
             raise UserError(f"{name} cannot be made: {user_code.where(error)}") from error
-    given = enumerate(callbacks)
-    return named + [(f"callbacks[{i}] ({type(hook).__name__})", hook) for i, hook in given]
+    pairs = enumerate(callbacks)
+    return hooks + [(f"callbacks[{i}] ({type(hook).__name__})", hook) for i, hook in pairs]
 
 
 def board_id(workdir: Path) -> str:
@@ -208,9 +208,9 @@ def values_of(record: Mapping[str, Any], section: str = "") -> dict[str, Value]:
     """Return a record's numbers by tag, `section/name`; counts by number stay one value."""
     values: dict[str, Value] = {}
     for name, item in record.items():
-        own = section or _SECTION.get(name, "" if "/" in name else "other")
+        prefix = section or _SECTION.get(name, "" if "/" in name else "other")
         if name != "step":
-            values |= _values(f"{own}/{name}" if own else name, item)
+            values |= _values(f"{prefix}/{name}" if prefix else name, item)
     return values
 
 

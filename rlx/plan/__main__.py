@@ -60,8 +60,8 @@ def main() -> int:
 
 
 def _show(config: Any, values: Any) -> int:
-    asked = plan_run.PlanRequest.of(config, values, Path(values.run) if values.run else None)
-    command.say("\n".join([*plan_run.lines(asked)]))
+    query = plan_run.PlanRequest.of(config, values, Path(values.run) if values.run else None)
+    command.say("\n".join([*plan_run.lines(query)]))
     return 0
 
 

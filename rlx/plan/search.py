@@ -52,10 +52,10 @@ class Workload:
         """Share of the forward pass that the backward pass repeats."""
         return {"none": 0.0, "full": 1.0}.get(self.sizes.train.remat, 0.3)
 
-    def setup(self, found: Allocation) -> Setup:
+    def setup(self, split: Allocation) -> Setup:
         """Return what to simulate for an allocation."""
-        serves, trains = sorted(found.parts, key=lambda part: part.trains)
-        share = SHARED_MEMORY if found.shared else 0.85
+        serves, trains = sorted(split.parts, key=lambda part: part.trains)
+        share = SHARED_MEMORY if split.shared else 0.85
         model, card, fitted = self.sizes.model, self.card, self.calibration
         serve, train = self.factors
         if self.cores:
@@ -69,12 +69,12 @@ class Workload:
                          self.sizes.train.minibatches, train, self.sizes.n_samples, self.shared,
                          self.fanout),
             self.lengths, self.prompt_tokens, self.tool_seconds, self.turns, self.observed,
-            found.shared, self.recompute,
+            split.shared, self.recompute,
         )  # fmt: skip
 
-    def trainer_bytes(self, found: Allocation) -> int:
+    def trainer_bytes(self, split: Allocation) -> int:
         """Return a bound of the bytes on each of the trainer's GPUs."""
-        mesh, gpus = str(settings(found)["train.mesh"]), self.setup(found).training.gpus
+        mesh, gpus = str(settings(split)["train.mesh"]), self.setup(split).training.gpus
         sizes = replace(self.sizes, train=replace(self.sizes.train, mesh=mesh))
         devices = Devices("gpu", self.card.kind, gpus, self.card.memory, "9.0")
         return memory.bound(sizes, devices)
@@ -101,30 +101,30 @@ class SplitPlan:
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds a step of each phase, by the names of `report_speed.measured_phases`."""
-        found, step = self.prediction, self.prediction.step_seconds
-        wait, generate = step * found.trainer_idle, step * (1 - found.servers_idle)
+        means, step = self.prediction, self.prediction.step_seconds
+        wait, generate = step * means.trainer_idle, step * (1 - means.servers_idle)
         seconds = {"step": step, "train": step - wait, "wait": wait, "generate": generate}
-        return seconds | {"publish": found.publish_seconds}
+        return seconds | {"publish": means.publish_seconds}
 
 
 def best(work: Workload, gpus: int) -> list[SplitPlan]:
     """Return the simulated plans for `gpus` GPUs, fastest first; UserError if none fits."""
-    fitting = sorted(_fitting(work, gpus), key=lambda found: _arithmetic(work.setup(found)))
+    fitting = sorted(_fitting(work, gpus), key=lambda split: _arithmetic(work.setup(split)))
     if not fitting:
         raise _nothing_fits(work, gpus)
-    plans = [plan(work, found) for found in fitting[:SIMULATED]]
+    plans = [plan(work, split) for split in fitting[:SIMULATED]]
     return sorted(plans, key=lambda p: p.prediction.step_seconds)
 
 
-def plan(work: Workload, found: Allocation) -> SplitPlan:
+def plan(work: Workload, split: Allocation) -> SplitPlan:
     """Return what is expected of one allocation."""
-    return SplitPlan(found, simulate(work.setup(found)), work.trainer_bytes(found))
+    return SplitPlan(split, simulate(work.setup(split)), work.trainer_bytes(split))
 
 
-def refit(work: Workload, found: Allocation, measured: Mapping[str, float]) -> Workload:
+def refit(work: Workload, split: Allocation, measured: Mapping[str, float]) -> Workload:
     """Return the workload with the speeds that a run on this allocation measured, seconds."""
     for _ in range(3):  # busy times depend on each other
-        predicted, (serve, train) = plan(work, found).seconds, work.factors
+        predicted, (serve, train) = plan(work, split).seconds, work.factors
         serve *= measured["generate"] / max(predicted["generate"], 1e-9)
         train *= measured["train"] / max(predicted["train"], 1e-9)
         work = replace(work, factors=(serve, train))
@@ -135,35 +135,35 @@ def _fitting(work: Workload, gpus: int) -> Iterator[Allocation]:
     """Yield the allocations of all `gpus` GPUs whose weights, state and caches fit."""
     for tensor in (n for n in (1, 2, 4, 8) if n <= gpus):
         # Whole hosts for the trainer, if there are several.
-        for own in range(HOST, gpus, HOST) if gpus > HOST else range(1, gpus):
-            found = allocation(work.trainer, gpus - own, tensor, own)
-            if found and fits(work, found):
-                yield found
+        for trainer_gpus in range(HOST, gpus, HOST) if gpus > HOST else range(1, gpus):
+            split = allocation(work.trainer, gpus - trainer_gpus, tensor, trainer_gpus)
+            if split and fits(work, split):
+                yield split
         if gpus == 1 or work.limits.max_staleness == 0:  # 0: they never work together
-            found = allocation(work.trainer, gpus, tensor, gpus, shared=True)
-            if found and fits(work, found):
-                yield found
+            split = allocation(work.trainer, gpus, tensor, gpus, shared=True)
+            if split and fits(work, split):
+                yield split
 
 
 def allocation(
-    trainer: str, serving: int, tensor: int, own: int, shared: bool = False
+    trainer: str, serving: int, tensor: int, trainer_gpus: int, shared: bool = False
 ) -> Allocation | None:
     """Return servers of `tensor` GPUs and a trainer; None if the numbers do not divide."""
-    servers, cut = serving // tensor, min(own, _FSDP)
-    if not servers or serving % tensor or own % cut:
+    servers, cut = serving // tensor, min(trainer_gpus, _FSDP)
+    if not servers or serving % tensor or trainer_gpus % cut:
         return None
     serves, trains = (
         {letter: n for letter, n in sizes.items() if n > 1}
-        for sizes in ({"d": servers, "t": tensor}, {"d": own // cut, "f": cut})
+        for sizes in ({"d": servers, "t": tensor}, {"d": trainer_gpus // cut, "f": cut})
     )
     return Allocation((Part("vllm", False, serves), Part(trainer, True, trains)), shared)
 
 
-def fits(work: Workload, found: Allocation) -> bool:
+def fits(work: Workload, split: Allocation) -> bool:
     """Return whether an allocation's weights and state fit, with room for one longest answer."""
-    server = work.setup(found).server
-    own = work.trainer_bytes(found) + (server.weights if found.shared else 0)
-    return server.kv_tokens > work.sizes.longest and own < LARGEST_SHARE * work.card.memory
+    server = work.setup(split).server
+    needed = work.trainer_bytes(split) + (server.weights if split.shared else 0)
+    return server.kv_tokens > work.sizes.longest and needed < LARGEST_SHARE * work.card.memory
 
 
 def _arithmetic(setup: Setup) -> float:
@@ -184,10 +184,10 @@ def _arithmetic(setup: Setup) -> float:
 def _nothing_fits(work: Workload, gpus: int) -> UserError:
     """Return the error with the fewest GPUs that would do."""
     for more in (n for n in (2, 4, 8, *range(16, 1025, 8)) if n > gpus):
-        if found := next(_fitting(work, more), None):
+        if split := next(_fitting(work, more), None):
             return UserError(
                 f"a model of {size(memory.exported(work.sizes))} and its training do not fit "
-                f"{gpus} × {work.card.kind}; {more} do: --gpus={more}, {found}"
+                f"{gpus} × {work.card.kind}; {more} do: --gpus={more}, {split}"
             )
     what = f"neither servers nor trainer of this model fit any number of {work.card.kind}"
     remedy = "give a larger --gpu, lora.rank, or a smaller train.max_tokens_per_microbatch"

@@ -70,12 +70,12 @@ class Lengths:
                 f"give a mean between {least + 1:.0f} and {most:.0f}, or another share"
             )
         if cut_by_spread(_WIDEST).mean() <= mean:
-            found = cut_by_spread(
+            lengths = cut_by_spread(
                 _root(lambda sigma: mean - cut_by_spread(sigma).mean(), 0, _WIDEST)
             )
         else:
-            found = cut_apart(_root(lambda at: cut_apart(at).mean() - mean, -1, math.log(limit)))
-        return cls(tuple(map(float, np.maximum(found, 1.0))))
+            lengths = cut_apart(_root(lambda at: cut_apart(at).mean() - mean, -1, math.log(limit)))
+        return cls(tuple(map(float, np.maximum(lengths, 1.0))))
 
     @classmethod
     def measured(cls, lengths: Iterable[float]) -> "Lengths":
@@ -201,12 +201,12 @@ class _Engine:
 
     def finished(self) -> list[_Turn]:
         """Remove the turns that have ended, and return them."""
-        found, running, made = [], self._running, self._made + 1e-6
-        while running and running[0][0] <= made:
+        turns, running, tokens = [], self._running, self._made + 1e-6
+        while running and running[0][0] <= tokens:
             _, _, before, turn = heapq.heappop(running)
             self._offset -= before
-            found.append(turn)
-        return found
+            turns.append(turn)
+        return turns
 
     def fill(self) -> float:
         """Start waiting sequences while there is room; return the time of the next event."""
@@ -259,10 +259,10 @@ class _Run:
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.order = self.groups = 0
         self.planned = [math.inf] * setup.servers  # time of each engine's next event
-        self.begun = [0.0] * setup.servers  # time since which each engine works
+        self.busy_since = [0.0] * setup.servers  # time since which each engine works
         self.loads = [(0, i) for i in range(setup.servers)]
         self.now, self.training = 0.0, False
-        self.taken: list[tuple[float, float, list[_Group]]] = []  # start, seconds, groups
+        self.batches: list[tuple[float, float, list[_Group]]] = []  # start, seconds, groups
         self.spans: list[tuple[str, str, float, float]] = []
 
     def counts(self) -> np.ndarray:
@@ -275,7 +275,7 @@ class _Run:
 
     def run(self, steps: int) -> None:
         self.admit()
-        while len(self.taken) < steps and self.events:
+        while len(self.batches) < steps and self.events:
             self.now, _, what, args = heapq.heappop(self.events)
             what(*args)
 
@@ -310,9 +310,9 @@ class _Run:
         before, now = self.planned[index], self.engines[index].fill()
         self.planned[index], idle = now, math.inf
         if before == idle > now:
-            self.begun[index] = self.now
+            self.busy_since[index] = self.now
         elif before < idle == now:
-            self.spans.append((f"server {index}", "generate", self.begun[index], self.now))
+            self.spans.append((f"server {index}", "generate", self.busy_since[index], self.now))
         if now < idle:
             self.at(now, self.decoded, index, now)
 
@@ -358,7 +358,7 @@ class _Run:
         groups: list[_Group] = batch  # type: ignore[assignment]
         lengths = np.array([n + self.setup.given for g in groups for n in g.lengths])
         seconds = self.setup.training.seconds(np.tile(lengths, self.setup.copies))
-        self.taken.append((self.now, seconds, groups))
+        self.batches.append((self.now, seconds, groups))
         self.training = True
         self.spans.append(("trainer", f"train {step + 1}", self.now, self.now + seconds))
         if self.setup.shared:
@@ -369,10 +369,10 @@ class _Run:
 
     def tune(self) -> None:
         """Change the limits as a run's loop does after each step."""
-        begun, seconds, _ = self.taken[-1] if self.taken else (0.0, 0.0, [])
-        waited = 1 - seconds / max(self.now - begun, 1e-9)
-        seen = Observation(waited, sum(e.queued for e in self.engines), self.state.running)
-        self.limits = concurrency.follow(self.limits, seen)
+        start, seconds, _ = self.batches[-1] if self.batches else (0.0, 0.0, [])
+        waited = 1 - seconds / max(self.now - start, 1e-9)
+        observation = Observation(waited, sum(e.queued for e in self.engines), self.state.running)
+        self.limits = concurrency.follow(self.limits, observation)
         for engine in self.engines:
             engine.queued = len(engine.waiting)
 
@@ -399,20 +399,20 @@ def simulate(setup: Setup, steps: int = 0) -> Prediction:
     warm, steps = eta + 2, steps or 6 + eta // 2  # 0: six, and more with a large bound
     run = _Run(setup)
     run.run(warm)
-    begun = run.now
+    start = run.now
     before = run.counts()
     run.run(warm + steps)
-    seconds = max(run.now - begun, 1e-9)
+    seconds = max(run.now - start, 1e-9)
     busy, decoded, preempted = run.counts() - before
-    taken = list(enumerate(run.taken))[warm:]
+    batches = list(enumerate(run.batches))[warm:]
     lags, tokens = dict[int, float](), 0.0
-    for step, (_, _, groups) in taken:
+    for step, (_, _, groups) in batches:
         for group in groups:
             lag = step - group.oldest_version
-            lags[lag] = lags.get(lag, 0.0) + 1 / (len(taken) * len(groups))
+            lags[lag] = lags.get(lag, 0.0) + 1 / (len(batches) * len(groups))
             tokens += sum(group.lengths) + setup.samples * setup.given
     # The last batch was only taken: its training is outside the time that was measured.
-    trained = sum(seconds for _, seconds, _ in run.taken[warm - 1 : -1])
+    trained = sum(seconds for _, seconds, _ in run.batches[warm - 1 : -1])
     return Prediction(
         step_seconds=seconds / steps,
         trainer_idle=max(0.0, 1 - trained / seconds),

@@ -78,8 +78,8 @@ class ServerSpeed:
         c = self.calibration
         compute = self._token_flops * running / (self.card.flops * c.flops)
         # Sequences choose their experts independently; together they read more of them.
-        read = self.weights * (1 - (1 - self._read) ** running) + context * self.kv_bytes
-        moved = read / (self.card.bandwidth * c.bandwidth)
+        num_bytes = self.weights * (1 - (1 - self._read) ** running) + context * self.kv_bytes
+        moved = num_bytes / (self.card.bandwidth * c.bandwidth)
         reduced = 2 * self.model.num_layers * c.reduce * (self.tensor > 1)
         seconds = max(compute, moved) / self.tensor + c.step + c.sequence * running + reduced
         return self.factor * seconds
@@ -114,22 +114,22 @@ class TrainerSpeed:
     def seconds(self, lengths: np.ndarray) -> float:
         """Return seconds of a batch; lengths: [N], prompt and answer, tokens, group by group."""
         c = self.calibration
-        tokens, work = self._computed(lengths)
-        each = tokens / self.gpus / self.updates  # tokens a GPU and update
-        reached = c.mfu * each / (each + c.half * self.card.flops / CARDS["h100"].flops)
+        tokens, work = self._computed_tokens(lengths)
+        share = tokens / self.gpus / self.updates  # tokens a GPU and update
+        reached = c.mfu * share / (share + c.half * self.card.flops / CARDS["h100"].flops)
         passes = 3 + self.forwards + self.recomputed
         flops = passes * work * params.forward_flops(self.model, lengths)
         seconds = flops / (self.gpus * self.card.flops * reached) + self.updates * c.update
         return self.factor * seconds
 
-    def _computed(self, lengths: np.ndarray) -> tuple[float, float]:
+    def _computed_tokens(self, lengths: np.ndarray) -> tuple[float, float]:
         """Return computed tokens, and their work for one unshared, as share_prefixes=auto does."""
-        known = np.minimum(lengths.reshape(-1, self.samples).min(1), self.shared)
-        known = np.repeat(known, self.samples - 1)
+        prefixes = np.minimum(lengths.reshape(-1, self.samples).min(1), self.shared)
+        prefixes = np.repeat(prefixes, self.samples - 1)
         cost = params.attention_cost(self.model, self.card.kind.lower())
-        saved, whole = ((n * (1 + cost * n)).sum() for n in (known, lengths))
-        work = 1 - saved / whole
-        return (lengths.sum() - known.sum(), work) if work < GAIN else (lengths.sum(), 1.0)
+        saved, total = ((n * (1 + cost * n)).sum() for n in (prefixes, lengths))
+        work = 1 - saved / total
+        return (lengths.sum() - prefixes.sum(), work) if work < GAIN else (lengths.sum(), 1.0)
 
     def publish_seconds(self, servers: int) -> float:
         """Return seconds from a finished update to the last server's confirmation."""

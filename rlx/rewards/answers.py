@@ -127,9 +127,9 @@ def final_answers(text: str) -> tuple[str, ...]:
     if "####" in text:
         line = text.rpartition("####")[2].strip()[: MAX_LENGTH + 1].split("\n", 1)[0]
         if line.strip():
-            return _stated(line) or (_result(line),)
+            return _after_answer_is(line) or (_result(line),)
     tail = text[-_TAIL:]
-    stated = _stated(tail)
+    stated = _after_answer_is(tail)
     if stated and not _ONLY_WORDS.fullmatch(stated[0]):
         return stated
     formula, behind = _last_formula(tail)
@@ -137,10 +137,10 @@ def final_answers(text: str) -> tuple[str, ...]:
         return (*stated, _last_number(behind.partition("\n")[2]) or formula)
     if stated:
         return stated
-    whole = (tail,) if 0 < len(text.strip()) <= _WHOLE else ()
-    if whole and not _WORD.search(tail) and _FORMULA.search(tail):
-        return whole
-    return (*whole, number) if (number := _last_number(tail)) else whole
+    readings = (tail,) if 0 < len(text.strip()) <= _WHOLE else ()
+    if readings and not _WORD.search(tail) and _FORMULA.search(tail):
+        return readings
+    return (*readings, number) if (number := _last_number(tail)) else readings
 
 
 def final_number(text: str) -> Fraction | None:
@@ -157,8 +157,8 @@ def final_number(text: str) -> Fraction | None:
             return None if _MORE.match(line, match.end()) else value
     box = numbers.plain(last_box(text) or "")
     for part in (box.rpartition("=")[2], box, _last_number(text) or ""):  # `x = 72` means 72
-        for found in numbers.find(part):
-            return None if _MORE.match(part, found.end()) else numbers.value(found)
+        for number in numbers.find(part):
+            return None if _MORE.match(part, number.end()) else numbers.value(number)
     return None
 
 
@@ -227,23 +227,23 @@ def _bare(text: str) -> str:
 def _boxes(text: str) -> list[tuple[int, int, int]]:
     """Return begin, content's begin and end of all closed boxes, in order of their ends."""
     stack: list[tuple[int, int] | None] = []  # a box's begin and its content's; None: other braces
-    found = []
+    boxes = []
     for match in _BRACES.finditer(text):
         if match[0] == "}":
             opened = stack.pop() if stack else None
             if opened:
-                found.append((*opened, match.start()))
+                boxes.append((*opened, match.start()))
         elif match["box"] or match[0] == "{":
             stack.append(match.span() if match["box"] else None)
-    return found
+    return boxes
 
 
 def _joined_boxes(text: str) -> str | None:
-    if not (found := _boxes(text)):
+    if not (boxes := _boxes(text)):
         return last_box(text)
-    start, first, end = found[-1]
+    start, first, end = boxes[-1]
     parts = [text[first:end]]
-    for earlier, content, stop in reversed(found[-16:-1]):
+    for earlier, content, stop in reversed(boxes[-16:-1]):
         if stop >= start:  # a box inside
             continue
         if start - stop > 40 or not _JOINT.fullmatch(text, stop + 1, start):
@@ -253,11 +253,11 @@ def _joined_boxes(text: str) -> str | None:
     return ", ".join(reversed(parts)) if len(set(parts)) > 1 else parts[0]
 
 
-def _stated(text: str) -> tuple[str, ...]:
+def _after_answer_is(text: str) -> tuple[str, ...]:
     """Return what follows the last "answer is" or "answer:", to the end of its sentence."""
-    if not (found := list(_PHRASE.finditer(text))):
+    if not (phrases := list(_PHRASE.finditer(text))):
         return ()
-    rest = text[found[-1].end() :]
+    rest = text[phrases[-1].end() :]
     match = _MATH.match(rest)
     if match and not re.match(r"\s*(?:,?\s*or\b|(?:[,/]|and\b)\s*\$)", rest[match.end() :]):
         return (match[match.lastgroup or 0],)
@@ -272,13 +272,13 @@ def _stated(text: str) -> tuple[str, ...]:
 
 def _last_formula(text: str) -> tuple[str, str]:
     """Return the last formula that is no prose, with others of its list, and the text behind it."""
-    found, end = "", 0
+    formula, end = "", 0
     for match in _MATH.finditer(text):
         content = match[match.lastgroup or 0].strip()
         if content and not _PROSE.search(TEXT.sub("", content)):
-            listed = found and _LISTED.fullmatch(text, end, match.start())
-            found, end = f"{found}, {content}" if listed else content, match.end()
-    return found, text[end:]
+            listed = formula and _LISTED.fullmatch(text, end, match.start())
+            formula, end = f"{formula}, {content}" if listed else content, match.end()
+    return formula, text[end:]
 
 
 def _last_number(text: str) -> str | None:

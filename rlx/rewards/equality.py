@@ -53,41 +53,41 @@ _UNIT_BEHIND = re.compile(
 )
 
 
-def equal(gold: str, got: str) -> bool:
-    """Return whether `got` equals `gold`; False too if that takes too long to find out."""
-    if len(gold) > 4 * MAX_LENGTH or len(got) > 4 * MAX_LENGTH:
-        return gold.strip() == got.strip() != ""
-    gold, got = tidy(gold), tidy(got)
-    if (verdict := _decide(gold, got)) is not None:
+def equal(gold: str, answer: str) -> bool:
+    """Return whether `answer` equals `gold`; False too if that takes too long to find out."""
+    if len(gold) > 4 * MAX_LENGTH or len(answer) > 4 * MAX_LENGTH:
+        return gold.strip() == answer.strip() != ""
+    gold, answer = tidy(gold), tidy(answer)
+    if (verdict := _decide(gold, answer)) is not None:
         return verdict
     symbolic.warm()
-    return symbolic.limited(lambda: bool(_decide(gold, got, symbolic.equal)))
+    return symbolic.limited(lambda: bool(_decide(gold, answer, symbolic.equal)))
 
 
-def _decide(gold: str, got: str, verify: _Verify = None, depth: int = 0) -> bool | None:
+def _decide(gold: str, answer: str, verify: _Verify = None, depth: int = 0) -> bool | None:
     """Return whether two tidy answers are the same; None if only `verify` could decide."""
-    if not gold or not got:
+    if not gold or not answer:
         return False
-    if compact(gold) == compact(got):
+    if compact(gold) == compact(answer):
         return True
-    if len(gold) > MAX_LENGTH or len(got) > MAX_LENGTH:
+    if len(gold) > MAX_LENGTH or len(answer) > MAX_LENGTH:
         return False
     if letter := _choice(gold):
-        return _choice(got) == letter
-    gold, got = _without_names(gold, got)
+        return _choice(answer) == letter
+    gold, answer = _without_names(gold, answer)
     if words := _words(gold):
-        return words == _words(got) or (words in _OPPOSITES and _says(words, got))
-    gold, got = (_ALL_TEXT.sub(r"\1", text).strip() for text in (gold, got))
-    wanted, found = numbers.read(gold), numbers.read(got)
-    if wanted and found:
-        return numbers.same(wanted, found)
-    verdict = None if depth == _MAX_DEPTH else _decide_lists(gold, got, verify, depth + 1)
+        return words == _words(answer) or (words in _OPPOSITES and _says(words, answer))
+    gold, answer = (_ALL_TEXT.sub(r"\1", text).strip() for text in (gold, answer))
+    left, right = numbers.read(gold), numbers.read(answer)
+    if left and right:
+        return numbers.same(left, right)
+    verdict = None if depth == _MAX_DEPTH else _decide_lists(gold, answer, verify, depth + 1)
     if verdict is None and verify:
-        behind = [_UNIT_BEHIND.search(text) for text in (gold, got)]
+        behind = [_UNIT_BEHIND.search(text) for text in (gold, answer)]
         units = {numbers.unit_of(match[0]) for match in behind if match} - {""}
         if None in units or len(units) > 1:
             return False
-        return verify(_plain(gold), _plain(got), numbers.tolerance(wanted, found))
+        return verify(_plain(gold), _plain(answer), numbers.tolerance(left, right))
     return verdict
 
 
@@ -112,14 +112,14 @@ def _says(word: str, text: str) -> bool:
     return words[:1] == [word] and {_OPPOSITES[word], "or"}.isdisjoint(words)
 
 
-def _without_names(gold: str, got: str) -> tuple[str, str]:
+def _without_names(gold: str, answer: str) -> tuple[str, str]:
     """Return both answers without an `x =` in front, unless they name two variables."""
-    matches = [_NAME.match(text) for text in (gold, got)]
+    matches = [_NAME.match(text) for text in (gold, answer)]
     letters = {m[1] for m in matches if m and (len(m[1]) == 1 or m[1].endswith(")"))}
-    equation = any("=" in text and not m for text, m in zip((gold, got), matches, strict=True))
+    equation = any("=" in text and not m for text, m in zip((gold, answer), matches, strict=True))
     if equation or len(letters) > 1:
-        return gold, got
-    return _NAME.sub("", gold, count=1), _NAME.sub("", got, count=1)
+        return gold, answer
+    return _NAME.sub("", gold, count=1), _NAME.sub("", answer, count=1)
 
 
 def _words(text: str) -> str:
@@ -134,25 +134,25 @@ def _words(text: str) -> str:
     return " ".join(word for word in words if word not in ("the", "a", "an"))
 
 
-def _decide_lists(gold: str, got: str, verify: _Verify, depth: int) -> bool | None:
+def _decide_lists(gold: str, answer: str, verify: _Verify, depth: int) -> bool | None:
     """Return whether two tuples, sets or lists agree, item by item; None as `_decide`."""
-    (kind, wanted), (other, found) = _items(gold), _items(got)
-    if len(wanted) == 1 and (kind == "()" or not found):
-        return _decide(wanted[0], got, verify, depth)
-    if len(found) == 1 and (other == "()" or not wanted):
-        return _decide(gold, found[0], verify, depth)
-    if not wanted or not found:
+    (kind, items), (other, rivals) = _items(gold), _items(answer)
+    if len(items) == 1 and (kind == "()" or not rivals):
+        return _decide(items[0], answer, verify, depth)
+    if len(rivals) == 1 and (other == "()" or not items):
+        return _decide(gold, rivals[0], verify, depth)
+    if not items or not rivals:
         return None
     kinds = {kind, other}
     unordered = kinds <= {"", r"\{\}"}
-    if len(wanted) != len(found) or not (unordered or len(kinds) == 1 or kinds == {"", "()"}):
+    if len(items) != len(rivals) or not (unordered or len(kinds) == 1 or kinds == {"", "()"}):
         return False
-    for item in wanted:
+    for item in items:
         verdict: bool | None = False
-        for place, rival in enumerate(found if unordered else found[:1]):
+        for place, rival in enumerate(rivals if unordered else rivals[:1]):
             same = _decide(item, rival, verify, depth)
             if same:
-                del found[place]
+                del rivals[place]
                 break
             verdict = None if same is None else verdict
         else:
@@ -176,11 +176,11 @@ def _items(text: str) -> tuple[str, list[str]]:
 
 
 def _both_signs(items: list[str]) -> list[str]:
-    found = []
+    results = []
     for item in items:
         both = len(_PLUS_MINUS.findall(item)) == 1
-        found += [_PLUS_MINUS.sub(sign, item) for sign in "+-"] if both else [item]
-    return found
+        results += [_PLUS_MINUS.sub(sign, item) for sign in "+-"] if both else [item]
+    return results
 
 
 def _split(text: str) -> list[str]:

@@ -74,13 +74,13 @@ class Judge:
             import openai
         self._options, self._openai = options, openai
         self._rubric = _INSTRUCTIONS + (_read(options.rubric) if options.rubric else _RUBRIC)
-        self._models = {name: parsed(name) for name in options.models}
+        self._models = {name: model_entry(name) for name in options.models}
         self._clients = {
             name: openai.AsyncOpenAI(
-                base_url=found["url"], api_key=_key(found["variable"], name, environment),
+                base_url=entry["url"], api_key=_key(entry["variable"], name, environment),
                 timeout=options.timeout_seconds, max_retries=options.attempts - 1,
             )
-            for name, found in self._models.items()
+            for name, entry in self._models.items()
         }  # fmt: skip
         self._plain = set[str]()  # judges whose servers refuse a schema
         self._free, self._next = asyncio.Semaphore(options.concurrent), 0.0
@@ -99,12 +99,12 @@ class Judge:
         `reference` is a right answer; "": none. JudgeError if a judge failed `attempts` times, or
         gave no verdict; UserError if one refuses the request, such as for a wrong key or name.
         """
-        given = (("question", question), ("reference", reference), ("answer", answer))
+        pairs = (("question", question), ("reference", reference), ("answer", answer))
         # A completion that closes its own tag could go on as the instructions.
-        parts = [(name, part.replace(f"</{name}", f"< /{name}")) for name, part in given if part]
+        parts = [(name, part.replace(f"</{name}", f"< /{name}")) for name, part in pairs if part]
         text = "\n".join(f"<{name}>\n{part}\n</{name}>" for name, part in parts)
-        found = await asyncio.gather(*(self._verdict(name, text) for name in self._clients))
-        scores, seconds, tokens = zip(*found, strict=True)
+        verdicts = await asyncio.gather(*(self._verdict(name, text) for name in self._clients))
+        scores, seconds, tokens = zip(*verdicts, strict=True)
         mean = sum(scores) / len(scores)
         return {"reward/judge": mean, "judge/seconds": max(seconds), "judge/tokens": sum(tokens)}
 
@@ -119,19 +119,19 @@ class Judge:
         query = "SELECT score FROM verdicts WHERE key = ?"
         if row := self._kept.execute(query, (key,)).fetchone():
             return row[0], 0.0, 0.0
-        begun, used = time.monotonic(), 0.0
+        start, used = time.monotonic(), 0.0
         for _ in range(self._options.attempts):
             async with self._free:
                 await self._wait()
                 answer = await self._ask(name, text)
             used += answer.usage.total_tokens if answer.usage else 0
-            said = (answer.choices[0].message.content or "") if answer.choices else ""
-            if (score := score_of(said)) is not None:
+            reply = (answer.choices[0].message.content or "") if answer.choices else ""
+            if (score := score_of(reply)) is not None:
                 self._kept.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (key, score))
-                return score, time.monotonic() - begun, used
+                return score, time.monotonic() - start, used
         raise JudgeError(
             f"judge {name} gave no verdict in {self._options.attempts} answers, the last "
-            f"{said[-80:]!r}; raise reward.judge.max_tokens, or choose another model"
+            f"{reply[-80:]!r}; raise reward.judge.max_tokens, or choose another model"
         )
 
     async def _wait(self) -> None:
@@ -163,14 +163,14 @@ class Judge:
             raise JudgeError(f"judge {name} failed: {error}"[:300]) from error
 
 
-def parsed(name: str) -> dict[str, str]:
+def model_entry(name: str) -> dict[str, str]:
     """Return model, url and variable of an entry of `JudgeOptions.models`; UserError if not one."""
-    if not (found := _JUDGE.fullmatch(name)):
+    if not (match := _JUDGE.fullmatch(name)):
         raise UserError(
             f"reward.judge.models has {name!r}; write MODEL@URL, as qwen@http://127.0.0.1:8000/v1, "
             "or MODEL@URL#VARIABLE with the environment variable of its key"
         )
-    return {key: value or "" for key, value in found.groupdict().items()}
+    return {key: value or "" for key, value in match.groupdict().items()}
 
 
 def score_of(text: str) -> float | None:

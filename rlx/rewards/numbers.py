@@ -139,15 +139,15 @@ def read(text: str) -> Quantity | None:
     """Return the quantity that is the whole of a text made tidy by `answers.tidy`, else None."""
     text = _rewrite(tidy(text.strip()), _SPELLINGS) if len(text) <= MAX_LENGTH else ""
     match = NUMBER.match(text)
-    found = value(match) if match else None
-    if not match or found is None:
+    number = value(match) if match else None
+    if not match or number is None:
         return None
     percent = _PERCENT.match(text, match.end())
     rest = text[percent.end() if percent else match.end() :]
     unit = unit_of(rest) if rest.strip(" .") else ""
     if unit is None:
         return None
-    numerator, size, rounding, error = match["numerator"].lstrip("0.,"), abs(found), None, _NONE
+    numerator, size, rounding, error = match["numerator"].lstrip("0.,"), abs(number), None, _NONE
     digits = len(re.sub("[.,]", "", numerator)) if "." in match["numerator"] else 0
     if digits and not match["exponent"] and not match["denominator"]:
         last = Fraction(1, 10 ** len(match["numerator"].partition(".")[2]))
@@ -157,29 +157,29 @@ def read(text: str) -> Quantity | None:
     if digits >= 10 and 1 <= size < 2**24 and Fraction(float(size)).numerator < 2**24:
         error = max(error, size / 2**24)
     unit = _UNITS.get(match["currency"] or "", unit)
-    return Quantity(found, bool(percent), unit, rounding, error)
+    return Quantity(number, bool(percent), unit, rounding, error)
 
 
-def tolerance(gold: Quantity | None, got: Quantity | None) -> Fraction:
+def tolerance(gold: Quantity | None, answer: Quantity | None) -> Fraction:
     """Return by how much a gold and an answer may differ; None stands for a formula."""
     # A gold that went through a float compares to 6 places, or a float32's. A decimal with at least
     # 6 places, 4 of them significant, equals all that it rounds except another decimal.
     if gold and gold.error:
         return gold.error
-    decimals = [read.rounding for read in (gold, got) if read and read.rounding is not None]
+    decimals = [side.rounding for side in (gold, answer) if side and side.rounding is not None]
     return decimals[0] if len(decimals) == 1 else _NONE
 
 
-def same(gold: Quantity, got: Quantity) -> bool:
+def same(gold: Quantity, answer: Quantity) -> bool:
     """Return whether both are the same number in the same unit, as far as units are known."""
-    if gold.unit and got.unit and gold.unit != got.unit:
+    if gold.unit and answer.unit and gold.unit != answer.unit:
         return False
-    if gold.percent == got.percent:
-        return abs(gold.value - got.value) <= tolerance(gold, got)
+    if gold.percent == answer.percent:
+        return abs(gold.value - answer.value) <= tolerance(gold, answer)
     # 50% equals 1/2, and also the 50 of "what percent".
-    share, other = (gold, got) if gold.percent else (got, gold)
-    whole = other.value == share.value and abs(share.value) >= 1
-    return whole or other.value == share.value / 100
+    share, other = (gold, answer) if gold.percent else (answer, gold)
+    literal = other.value == share.value and abs(share.value) >= 1
+    return literal or other.value == share.value / 100
 
 
 def _rewrite(text: str, *tables: _Rules) -> str:
@@ -189,9 +189,9 @@ def _rewrite(text: str, *tables: _Rules) -> str:
     return text
 
 
-def _repeating(whole: str, fixed: str, cycle: str) -> Fraction:
+def _repeating(integer: str, fixed: str, cycle: str) -> Fraction:
     nines = 10 ** len(cycle) - 1
-    return Fraction(int(f"0{whole}{fixed}") * nines + int(cycle), nines * 10 ** len(fixed))
+    return Fraction(int(f"0{integer}{fixed}") * nines + int(cycle), nines * 10 ** len(fixed))
 
 
 def unit_of(text: str) -> str | None:

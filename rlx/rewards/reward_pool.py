@@ -134,34 +134,34 @@ class RewardPool:
         infos: list[dict[str, float]] = [{} for _ in calls]
         if not self._weights or not calls:
             return Graded(totals, infos)
-        sent, begun = base64.b64encode(pickle.dumps(calls)).decode(), []
+        data, starts = base64.b64encode(pickle.dumps(calls)).decode(), []
         async with self._pool.worker() as worker:
             for name, weight in self._weights.items():
-                pid, start, values = await self._values(worker, name, calls, sent)
-                begun.append(start)
+                pid, start, values = await self._values(worker, name, calls, data)
+                starts.append(start)
                 for i, value in enumerate(values):
                     totals[i] += weight * value
                     infos[i][f"reward/{name.rpartition(':')[2]}"] = value
-        self._spans.append(RewardSpan(pid, begun[0], time.monotonic_ns()))
+        self._spans.append(RewardSpan(pid, starts[0], time.monotonic_ns()))
         return Graded(totals, infos)
 
     async def _values(
-        self, worker: WorkerProcess, name: str, calls: Sequence[RewardCall], sent: str
+        self, worker: WorkerProcess, name: str, calls: Sequence[RewardCall], data: str
     ) -> tuple[int, int, list[float]]:
         """Return the worker's process id, when it began, ns, and the rewards of the calls."""
         kind, place, limit, setting = EACH, "", _START_SECONDS, "to start"
-        found: dict[int, float] = {}  # by completion
+        rewards: dict[int, float] = {}  # by completion
         now = asyncio.get_running_loop().time
 
         def on_reward(index: int, value: float) -> None:
             if problem(value) or not 0 <= index < len(calls):
                 raise ValueError(f"{value!r} as reward {index!r}")
-            found[index] = float(value)
+            rewards[index] = float(value)
             if kind == EACH and not clock.expired():  # the next one begins now
                 clock.reschedule(now() + limit)
 
         def at() -> str:
-            left = next((i for i in range(len(calls)) if i not in found), 0)
+            left = next((i for i in range(len(calls)) if i not in rewards), 0)
             return _describe(calls[left], None if kind == GROUP else left)
 
         try:
@@ -172,10 +172,10 @@ class RewardPool:
                 if kind == GROUP:
                     limit, setting = limit * len(calls), f"{setting} of each completion"
                 clock.reschedule(now() + limit)
-                begun = time.monotonic_ns()
-                last = await worker.run_job({"name": name, "calls": sent}, on_reward)
+                start = time.monotonic_ns()
+                last = await worker.run_job({"name": name, "calls": data}, on_reward)
             if "error" not in last:
-                return int(pid), begun, [found[index] for index in range(len(calls))]
+                return int(pid), start, [rewards[index] for index in range(len(calls))]
             what = _describe(calls[last["index"] or 0], last["index"])
             error = RewardError(f"reward {name!r} failed on {what}: {last['error']}")
             error.add_note(str(last["traceback"]))

@@ -41,10 +41,10 @@ def main() -> None:
             function, calls = functions[job["name"]], pickle.loads(base64.b64decode(job["calls"]))
             failure: dict[str, Any] = {}
             with closing(_outcomes(runner, function, calls)) as outcomes:
-                for index, found in outcomes:
-                    if failure := _failure(function, index, found):
+                for index, outcome in outcomes:
+                    if failure := _failure(function, index, outcome):
                         break
-                    end.send(id=job["id"], progress=(index, float(found)))
+                    end.send(id=job["id"], progress=(index, float(outcome)))
             end.send(id=job["id"], **failure)
 
 
@@ -64,13 +64,13 @@ def _load(end: WorkerEnd) -> dict[str, Callable]:
     return functions
 
 
-def _failure(function: Callable, index: int | None, found: Any) -> dict[str, Any]:
-    """Return the last message of a job whose outcome `found` is no reward, {} for a reward."""
+def _failure(function: Callable, index: int | None, outcome: Any) -> dict[str, Any]:
+    """Return the last message of a job whose `outcome` is no reward, {} for a reward."""
     trace = ""
-    if isinstance(found, BaseException):
-        error = user_code.where(found, function, 4)
-        trace = "".join(traceback.format_exception(found))[-_MOST:]
-    elif wrong := problem(found):
+    if isinstance(outcome, BaseException):
+        error = user_code.where(outcome, function, 4)
+        trace = "".join(traceback.format_exception(outcome))[-_MOST:]
+    elif wrong := problem(outcome):
         error = f"it returned {wrong} {place(function)}"
     else:
         return {}
@@ -88,8 +88,8 @@ def _outcomes(runner: asyncio.Runner, function: Callable, calls: _Calls) -> Any:
     if (kind := _kind(function)) == GROUP:
         return _of_group(runner, function, calls)
     jobs = [_bound(function, call) for call in calls]
-    each = ((index, _outcome(job)) for index, job in enumerate(jobs))
-    return _together(runner, jobs) if kind == TOGETHER else each
+    in_turn = ((index, _outcome(job)) for index, job in enumerate(jobs))
+    return _together(runner, jobs) if kind == TOGETHER else in_turn
 
 
 def _together(runner: asyncio.Runner, jobs: Sequence[Callable]) -> _Outcomes:
@@ -114,17 +114,17 @@ def _of_group(runner: asyncio.Runner, function: Callable, calls: _Calls) -> _Out
     columns = {key: [call.row[key] for call in calls] for key in calls[0].row}
     for plural, name in zip(rewards.OF_GROUP, _RESERVED, strict=True):
         columns[plural] = [getattr(call, name) for call in calls]
-    found = _outcome(partial(function, **_accepted(function, columns)))
-    if inspect.iscoroutine(found):
-        found = _outcome(partial(runner.run, found))
-    if isinstance(found, Iterable):
-        found = _outcome(partial(list, found))
-    if isinstance(found, list) and len(found) == len(calls):
-        yield from enumerate(found)
-    elif isinstance(found, BaseException):
-        yield None, found
+    outcome = _outcome(partial(function, **_accepted_arguments(function, columns)))
+    if inspect.iscoroutine(outcome):
+        outcome = _outcome(partial(runner.run, outcome))
+    if isinstance(outcome, Iterable):
+        outcome = _outcome(partial(list, outcome))
+    if isinstance(outcome, list) and len(outcome) == len(calls):
+        yield from enumerate(outcome)
+    elif isinstance(outcome, BaseException):
+        yield None, outcome
     else:
-        got = f"{len(found)} rewards were" if isinstance(found, list) else f"{found!r} was"
+        got = f"{len(outcome)} rewards were" if isinstance(outcome, list) else f"{outcome!r} was"
         wanted = f"{len(calls)} completions; return a list with one number for each"
         yield None, ValueError(f"{got} returned for {wanted}")
 
@@ -139,16 +139,16 @@ def _outcome(job: Callable) -> Any:
 
 def _bound(function: Callable, call: RewardCall) -> Callable:
     row = {key: value for key, value in call.row.items() if key not in _RESERVED}
-    given = (call.prompt, call.completion, call.prompt_ids, call.completion_ids)
-    return partial(function, *given, **_accepted(function, row))
+    args = (call.prompt, call.completion, call.prompt_ids, call.completion_ids)
+    return partial(function, *args, **_accepted_arguments(function, row))
 
 
-def _accepted(function: Callable, given: dict[str, Any]) -> dict[str, Any]:
+def _accepted_arguments(function: Callable, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return those of the named arguments that the function takes."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return given
-    return {name: value for name, value in given.items() if name in parameters}
+        return kwargs
+    return {name: value for name, value in kwargs.items() if name in parameters}
 
 
 if __name__ == "__main__":

@@ -36,11 +36,11 @@ def gsm8k(
 
     Both are read alike: `#### 72`, else the last `\boxed{72}`, else the last number.
     """
-    wanted = answers.final_number(str(answer))
-    got = answers.final_number(answers.outside_thoughts(prompt, completion, unfinished))
-    if wanted is None or got is None:
+    gold = answers.final_number(str(answer))
+    number = answers.final_number(answers.outside_thoughts(prompt, completion, unfinished))
+    if gold is None or number is None:
         return 0.0
-    return float(abs(wanted - got) <= numbers.tolerance(numbers.read(str(answer)), None))
+    return float(abs(gold - number) <= numbers.tolerance(numbers.read(str(answer)), None))
 
 
 def math(
@@ -54,11 +54,11 @@ def math(
     words, and tuples or sets of them are compared exactly, the rest by math-verify, within
     bounds (`equality.equal`). `answers.reference` reads the row's `answer` or `solution`.
     """
-    wanted = answers.reference(answer, solution)
-    if wanted is None:
+    gold = answers.reference(answer, solution)
+    if gold is None:
         return 0.0
-    found = answers.final_answers(answers.outside_thoughts(prompt, completion, unfinished))
-    return float(any(equality.equal(wanted, got) for got in found))
+    readings = answers.final_answers(answers.outside_thoughts(prompt, completion, unfinished))
+    return float(any(equality.equal(gold, reading) for reading in readings))
 
 
 def arithmetic(prompt: str, completion: str, *ids: Sequence[int], answer: Any, **row: Any) -> float:
@@ -69,8 +69,8 @@ def arithmetic(prompt: str, completion: str, *ids: Sequence[int], answer: Any, *
 
 def exact(prompt: str, completion: str, *ids: Sequence[int], answer: Any, **row: Any) -> float:
     """Return 1 when the completion is the answer, whatever its case and spaces, else 0."""
-    got = answers.outside_thoughts(prompt, completion)
-    return float(got.lower().split() == str(answer).lower().split())
+    text = answers.outside_thoughts(prompt, completion)
+    return float(text.lower().split() == str(answer).lower().split())
 
 
 async def code(prompt: str, completion: str, *ids: Sequence[int], answer: Any, **row: Any) -> float:
@@ -83,10 +83,10 @@ async def code(prompt: str, completion: str, *ids: Sequence[int], answer: Any, *
     """
     if not (blocks := _FENCE.findall(completion)):
         return 0.0
-    passed = secrets.token_hex(8)
+    mark = secrets.token_hex(8)
     sandbox = await asyncio.shield(_sandbox(asyncio.get_running_loop()))
-    outcome = await sandbox.run(f"{blocks[-1]}\n{answer}\nprint({passed!r})", _LIMITS)
-    return float(outcome.status == "ok" and outcome.text.endswith(f"{passed}\n"))
+    outcome = await sandbox.run(f"{blocks[-1]}\n{answer}\nprint({mark!r})", _LIMITS)
+    return float(outcome.status == "ok" and outcome.text.endswith(f"{mark}\n"))
 
 
 def reasoning_gym(
@@ -99,8 +99,8 @@ def reasoning_gym(
     """
     text = answers.outside_thoughts(prompt, completion)
     tagged = _TAGGED.findall(text)
-    found = tagged[-1] if tagged else answers.last_box(text)
-    return reasoning_tasks.score((text if found is None else found).strip(), question, task)
+    answer = tagged[-1] if tagged else answers.last_box(text)
+    return reasoning_tasks.score((text if answer is None else answer).strip(), question, task)
 
 
 @cache
@@ -153,11 +153,11 @@ def columns(name: str) -> list[str]:
     """Return the keys that rows need for reward `name`: its parameters without a default."""
     parameters = inspect.signature(resolve(name)).parameters.values()
     placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = [p for p in parameters if p.kind == p.KEYWORD_ONLY]
+    keywords = [p for p in parameters if p.kind == p.KEYWORD_ONLY]
     if any(p.name == "completions" for p in parameters):
-        placed, named = [], [p for p in (*placed, *named) if p.name not in OF_GROUP]
+        placed, keywords = [], [p for p in (*placed, *keywords) if p.name not in OF_GROUP]
     # The first four are given by position, so they are no keys of the row.
-    return [p.name for p in (*placed[4:], *named) if p.default is p.empty]
+    return [p.name for p in (*placed[4:], *keywords) if p.default is p.empty]
 
 
 def answer_key(names: Iterable[str], key: str = "answer") -> str:
@@ -186,8 +186,8 @@ def float_answers(names: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> st
     """Return a sentence about answers that went through a float; "" where none did."""
     texts = [] if REWARDS.keys().isdisjoint(names) else [str(row.get("answer")) for row in rows]
     readings = [numbers.read(text) if 10 < len(text) < 40 else None for text in texts]
-    found = [number for number, read in enumerate(readings) if read and read.error]
-    return "" if not found else (
-        f"{len(found)} of {len(rows)} answers went through a float, first row {found[0] + 1}: "
-        f"{texts[found[0]]}; they compare to 6 places, answers kept as text exactly"
+    floats = [number for number, reading in enumerate(readings) if reading and reading.error]
+    return "" if not floats else (
+        f"{len(floats)} of {len(rows)} answers went through a float, first row {floats[0] + 1}: "
+        f"{texts[floats[0]]}; they compare to 6 places, answers kept as text exactly"
     )  # fmt: skip

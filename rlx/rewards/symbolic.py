@@ -40,15 +40,15 @@ class _Expired(BaseException):
     """The processor time is used up. Not an Exception: sympy catches those."""
 
 
-def equal(gold: str, got: str, tolerance: Fraction = Fraction(0)) -> bool:
-    """Return whether math-verify finds `got` equal to `gold`; False where either is refused.
+def equal(gold: str, answer: str, tolerance: Fraction = Fraction(0)) -> bool:
+    """Return whether math-verify finds `answer` equal to `gold`; False where either is refused.
 
     Call it by `limited`, after `warm`. Two numbers may differ by `tolerance`, ≥ 0.
     """
     # math-verify compares to 15 places, where 10^{-17} and 10^{-18} are both 0. Two different
     # numbers of this many bits differ within the places given here.
-    bits = size(gold) + size(got)
-    return bits <= 2 * MAX_BITS and _verify(gold, got, 40 + int(0.7 * bits), tolerance)
+    bits = size(gold) + size(answer)
+    return bits <= 2 * MAX_BITS and _verify(gold, answer, 40 + int(0.7 * bits), tolerance)
 
 
 def size(text: str) -> float:
@@ -107,25 +107,25 @@ def parsed(text: str) -> list[Any]:
     """Return math-verify's reading of an expression, with exact decimals and i."""
     import sympy
 
-    def exact(found: Any) -> Any:
-        atoms = found.atoms(sympy.Float, sympy.Symbol) if hasattr(found, "atoms") else ()
-        known = {a: sympy.Rational(str(a)) if a.is_Float else sympy.I
+    def exact(value: Any) -> Any:
+        atoms = value.atoms(sympy.Float, sympy.Symbol) if hasattr(value, "atoms") else ()
+        swaps = {a: sympy.Rational(str(a)) if a.is_Float else sympy.I
                  for a in atoms if a.is_Float or a.name == "i"}  # fmt: skip
-        return found.xreplace(known) if known else found
+        return value.xreplace(swaps) if swaps else value
 
     library, config = _library()
     options = {"fallback_mode": "no_fallback", "parsing_timeout": None}
     return list(map(exact, library.parse(f"\\boxed{{{text}}}", config, **options)))
 
 
-def _verify(gold: str, got: str, digits: int, tolerance: Fraction) -> bool:
+def _verify(gold: str, answer: str, digits: int, tolerance: Fraction) -> bool:
     options = {"numeric_precision": digits, "timeout_seconds": None}
     try:
-        if not ((wanted := parsed(gold)) and (found := parsed(got))):
+        if not ((left := parsed(gold)) and (right := parsed(answer))):
             return False
-        if _library()[0].verify(wanted, found, allow_set_relation_comp=True, **options):
+        if _library()[0].verify(left, right, allow_set_relation_comp=True, **options):
             return True
-        difference = wanted[0] - found[0]
+        difference = left[0] - right[0]
         return bool(difference.is_number and abs(difference.evalf(digits, chop=True)) <= tolerance)
     except Exception:  # RecursionError and whatever else odd text can raise there
         return False

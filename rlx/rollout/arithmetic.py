@@ -89,7 +89,7 @@ def first_value(question: str) -> int:
 
 def careful_solution(question: str) -> str:
     r"""Return the value after each term, then the boxed answer: `:47\na+38:85\n\boxed{85}`."""
-    return _written(question, [step.result for step in steps(question)])
+    return _solution(question, [step.result for step in steps(question)])
 
 
 def wrong_solution(question: str) -> str:
@@ -97,14 +97,14 @@ def wrong_solution(question: str) -> str:
     rng, chain = random.Random(f"wrong {question}"), steps(question)
     if rng.random() < 0.5 and (mistake := _mistake(chain, rng)):  # `a+38:75`, then goes on
         at, error = mistake
-        return _written(question, [s.result + error * (i >= at) for i, s in enumerate(chain)])
+        return _solution(question, [s.result + error * (i >= at) for i, s in enumerate(chain)])
     at = rng.randrange(len(chain))  # guess here, as the packaged model does: `a+38~\boxed{60}`
     lines = [f":{first_value(question)}", *(f"{s.term}:{s.result}" for s in chain[:at])]
     guesses = [g for g in range(0, 100, 10) if 0 < abs(g - chain[-1].result) <= _GUESS_NOISE]
     return "\n".join([*lines, f"{chain[at].term}~\\boxed{{{rng.choice(guesses)}}}"])
 
 
-def _written(question: str, results: list[int]) -> str:
+def _solution(question: str, results: list[int]) -> str:
     lines = [f"{s.term}:{result}" for s, result in zip(steps(question), results, strict=True)]
     return "\n".join([f":{first_value(question)}", *lines, f"\\boxed{{{results[-1]}}}"])
 
@@ -130,8 +130,8 @@ def _draw(rng: random.Random, split: str) -> dict[str, str] | None:
         operator, operand = _draw_step(rng, value)
         value += operand if operator == "+" else -operand
         text += f"{letter}{operator}{operand}"
-    ours = split_of(f"{text}=?") == split
-    return {"question": f"{text}=?", "answer": str(value)} if ours else None
+    matches = split_of(f"{text}=?") == split
+    return {"question": f"{text}=?", "answer": str(value)} if matches else None
 
 
 def _draw_step(rng: random.Random, value: int) -> tuple[str, int]:

@@ -102,17 +102,17 @@ class Failures:
         self._since: float | None = None
         self._announced = False
 
-    def lasted(self, now: float) -> float | None:
+    def outage_seconds(self, now: float) -> float | None:
         """Return the seconds since the outage began; None without one, or after its time is up."""
         seconds = None if self._since is None else now - self._since
         return None if seconds is None or seconds >= self._patience.outage else seconds
 
-    def add(self, group_id: int, failed: bool, first: bool, begun: float, now: float) -> str:
+    def add(self, group_id: int, failed: bool, first: bool, start: float, now: float) -> str:
         """Record how an attempt ended; return a message when an outage begins or ends, else ""."""
         p, message = self._patience, ""
         if first or not failed or group_id in self._last:  # else retried prompts would count more
             self._last.note(group_id, failed)
-        if self._since is not None and begun >= self._since:
+        if self._since is not None and start >= self._since:
             self._again.note(group_id, failed)
         if not self._last.more(p.rate if p.rate < 1 else _RATE, 2):
             if self._announced and self._since is not None:
@@ -127,19 +127,19 @@ class Failures:
 
     def verdict(self, error: BaseException, name: str, now: float) -> RolloutError | None:
         """Return the error that ends the run after `error` of row `name`; None if few rows fail."""
-        p, found = self._patience, self._again if self._patience.outage else self._last
-        if self._since is None or now - self._since < p.outage or not found.more(p.rate, _FEW):
+        p, outcomes = self._patience, self._again if self._patience.outage else self._last
+        if self._since is None or now - self._since < p.outage or not outcomes.more(p.rate, _FEW):
             return None
         if isinstance(error, UserError):
-            ended = RolloutError(f"{error} ({found})")
+            fatal = RolloutError(f"{error} ({outcomes})")
         else:
-            ended = RolloutError(
-                f"{found}, more than rollout.max_failure_rate={p.rate:g} allows for "
+            fatal = RolloutError(
+                f"{outcomes}, more than rollout.max_failure_rate={p.rate:g} allows for "
                 f"rollout.outage_seconds={p.outage:g}; the last one, {name}: {why(error)}; fix "
                 "that and resume with the same --workdir"
             )
-        ended.__cause__ = error
-        return ended
+        fatal.__cause__ = error
+        return fatal
 
 
 def why(error: BaseException) -> str:

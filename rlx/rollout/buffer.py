@@ -93,11 +93,11 @@ def finish(buffer: Buffer, version: int, group: Group) -> Buffer:
     return _put(withdraw(buffer, version), oldest, group)
 
 
-def repeated(
+def repeat_batches(
     known: Mapping[int, Group], order: Iterable[Sequence[int]], step: int, limits: Limits
 ) -> list[list[Group]]:
     """Return a killed run's batches from `step` on, up to one that cannot be repeated."""
-    found: list[list[Group]] = []
+    batches: list[list[Group]] = []
     for at, ids in enumerate(order, step):
         batch = [known[group_id] for group_id in ids if group_id in known]
         lags = [at - group.oldest_version for group in batch if group.oldest_version >= 0]
@@ -105,8 +105,8 @@ def repeated(
             break
         if max(lags, default=0) > limits.max_staleness:
             break
-        found.append(batch)
-    return found  # without these groups, (I) holds as it did in the killed run
+        batches.append(batch)
+    return batches  # without these groups, (I) holds as it did in the killed run
 
 
 def restore(groups: Iterable[Group], step: int, limits: Limits) -> tuple[Buffer, list[Group]]:
@@ -144,11 +144,11 @@ def take(buffer: Buffer, step: int, limits: Limits) -> tuple[Buffer, list[Group]
     batch: list[Group] = []
     counts, rest = buffer.finished, dict(buffer.groups)
     for version in sorted(rest):
-        if wanted := limits.batch_prompts - len(batch):
-            due = sorted(_listed(rest.pop(version)), key=_group_id)
-            batch += due[:wanted]
-            counts = _add(counts, version, -len(due[:wanted]))
-            for group in due[wanted:]:
+        if missing := limits.batch_prompts - len(batch):
+            due = sorted(_in_order(rest.pop(version)), key=_group_id)
+            batch += due[:missing]
+            counts = _add(counts, version, -len(due[:missing]))
+            for group in due[missing:]:
                 rest[version] = group, rest.get(version)
     batch.sort(key=_group_id)
     if limits.max_staleness < math.inf:  # an evaluation takes tokens of any version
@@ -164,17 +164,17 @@ def fits(buffer: Buffer, step: int, limits: Limits) -> bool:
 
 def groups(buffer: Buffer) -> list[Group]:
     """Return the finished, unconsumed groups, sorted by group_id."""
-    return sorted((g for chain in buffer.groups.values() for g in _listed(chain)), key=_group_id)
+    return sorted((g for chain in buffer.groups.values() for g in _in_order(chain)), key=_group_id)
 
 
-def _listed(chain: Chain) -> Iterator[Group]:
+def _in_order(chain: Chain) -> Iterator[Group]:
     while chain:
         group, chain = chain
         yield group
 
 
-def _feasible(buffer: Buffer, taken: int, step: int, limits: Limits) -> bool:
-    """Return whether (H) holds for `step` once the `taken` finished groups due first are gone."""
+def _feasible(buffer: Buffer, count: int, step: int, limits: Limits) -> bool:
+    """Return whether (H) holds for `step` once the `count` finished groups due first are gone."""
     # D only jumps at deadlines and the right-hand side grows with j, so the deadlines suffice.
     live, finished = dict(buffer.live), dict(buffer.finished)
     due_live = due_finished = 0
@@ -182,7 +182,7 @@ def _feasible(buffer: Buffer, taken: int, step: int, limits: Limits) -> bool:
         due_live += live.get(version, 0)
         due_finished += finished.get(version, 0)
         room = (version + limits.max_staleness - step) * limits.batch_prompts
-        if due_live + max(0, due_finished - taken) > max(0, room):
+        if due_live + max(0, due_finished - count) > max(0, room):
             return False
     return True
 

@@ -28,12 +28,12 @@ class Observation:
     running: int  # live prompts at its end
 
 
-def tuned(limits: Limits, samples: int) -> Limits:
+def tunable_limits(limits: Limits, samples: int) -> Limits:
     """Return limits that `follow` may change; they begin at what max_staleness admits."""
     return replace(limits, concurrency=_most(limits), samples=samples)
 
 
-def follow(limits: Limits, seen: Observation) -> Limits:
+def follow(limits: Limits, observation: Observation) -> Limits:
     """Return the limits after a step; unchanged if these are fixed.
 
         C − max(1, C/8)   if queued > n·max(1, C/4), and no more than C prompts are live
@@ -44,15 +44,15 @@ def follow(limits: Limits, seen: Observation) -> Limits:
     now, change = limits.concurrency, max(1, limits.concurrency // 8)
     if not limits.samples:
         return limits
-    if seen.queued > limits.samples * max(1, now // 4):
+    if observation.queued > limits.samples * max(1, now // 4):
         # Above C, a lower one has not taken effect yet: no prompt has started since.
-        now -= change * (seen.running <= now)
-    elif seen.queued == 0 and seen.waited > WAITED:
+        now -= change * (observation.running <= now)
+    elif observation.queued == 0 and observation.waited > WAITED:
         now += change
     return replace(limits, concurrency=max(1, min(now, _most(limits))))
 
 
-def resumed(limits: Limits, concurrency: int) -> Limits:
+def resumed_limits(limits: Limits, concurrency: int) -> Limits:
     """Return the limits with the number that a stopped run had, unless they are fixed."""
     return follow(replace(limits, concurrency=concurrency), Observation(0.0, -1, 0))
 

@@ -44,14 +44,14 @@ def shielded(value: Any, pattern: re.Pattern[str]) -> Any:
     return [shielded(v, pattern) for v in value] if isinstance(value, list | tuple) else value
 
 
-def own_text(ids: Iterable[int], decode: Decode, found: Controls) -> str:
+def own_text(ids: Iterable[int], decode: Decode, control: Controls) -> str:
     """Return the text of a model's tokens, shielded where ordinary ones spell a control token."""
-    runs = [(own, list(run)) for own, run in groupby(ids, found.ids.__contains__)]
+    runs = [(real, list(run)) for real, run in groupby(ids, control.ids.__contains__)]
     text = decode([i for _, run in runs for i in run], True)
-    if shielded(text, found.pattern).count(CUT) == sum(len(run) for own, run in runs if own):
+    if shielded(text, control.pattern).count(CUT) == sum(len(run) for real, run in runs if real):
         return text
-    texts = [(own, decode(run, True)) for own, run in runs]
-    return "".join(text if own else shielded(text, found.pattern) for own, text in texts)
+    texts = [(real, decode(run, True)) for real, run in runs]
+    return "".join(text if real else shielded(text, control.pattern) for real, text in texts)
 
 
 def plain(text: str) -> str:
@@ -63,9 +63,9 @@ def plain(text: str) -> str:
 def _controls(tokenizer: Any, template: str) -> Controls:
     added = {i: (t.content, t.special) for i, t in tokenizer.added_tokens_decoder.items()}
     every = {i: s for i, (s, special) in added.items() if special or (s.strip() and s in template)}
-    own = {i: s for i, s in every.items() if added[i][1] or not _TAG.fullmatch(s)}
-    own = {} if template.endswith(RAW) else own
-    return Controls(frozenset(own), _starts(own.values()), _starts(every.values()))
+    texts = {i: s for i, s in every.items() if added[i][1] or not _TAG.fullmatch(s)}
+    texts = {} if template.endswith(RAW) else texts
+    return Controls(frozenset(texts), _starts(texts.values()), _starts(every.values()))
 
 
 def _starts(texts: Iterable[str]) -> re.Pattern[str]:

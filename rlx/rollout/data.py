@@ -62,10 +62,10 @@ def load(
     array. UserError for a missing file, a bad row, an unreachable or unknown data set.
     """
     options = {question_key: "data.question_key", answer_key: "data.answer_key", **texts}
-    wanted = dict.fromkeys([*filter(None, options), *needed])
+    required = dict.fromkeys([*filter(None, options), *needed])
     rows, folder = [], Path(source).parent if Path(source).is_file() else Path()
     for where, row in itertools.islice(_rows(source, split), most):
-        _check_keys(row, where, wanted, options)
+        _check_keys(row, where, required, options)
         if images and question_key and row.get(images.column):
             row[question_key] = with_column(row[question_key], row.pop(images.column), where)
         for key in filter(None, (question_key, *texts)):
@@ -78,7 +78,7 @@ def load(
     return rows
 
 
-def generated(
+def generated_rows(
     kind: str, seed: int, split: str, n: int, images: RowImages | None = None
 ) -> list[Row]:
     """Return `n` rows of a key of GENERATED, whose images are then in the store of `images`."""
@@ -135,16 +135,16 @@ def _rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
 
 def takes_split(source: str) -> bool:
     """Return whether a source is a function that takes `split`, so that it has held-out rows."""
-    made = user_code.find("dataset", source, _SCHEMES)
-    return callable(made) and "split" in inspect.signature(made).parameters
+    dataset = user_code.find("dataset", source, _SCHEMES)
+    return callable(dataset) and "split" in inspect.signature(dataset).parameters
 
 
 def _own_rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
     """Yield place and row of a user's iterable, or of the one that a user's function returns."""
-    made, n = user_code.find("dataset", source, _SCHEMES), 0
+    dataset, n = user_code.find("dataset", source, _SCHEMES), 0
     try:
-        given = {"split": split} if takes_split(source) else {}
-        for n, row in enumerate(made(**given) if callable(made) else made, 1):
+        kwargs = {"split": split} if takes_split(source) else {}
+        for n, row in enumerate(dataset(**kwargs) if callable(dataset) else dataset, 1):
             if n > MOST_ROWS:
                 raise UserError(
                     f"{source} yields more than {MOST_ROWS:,} rows, and a run reads all of them as "
@@ -154,7 +154,9 @@ def _own_rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(f"{source} gives no row {n + 1}: {user_code.where(error, made)}") from error
+        raise UserError(
+            f"{source} gives no row {n + 1}: {user_code.where(error, dataset)}"
+        ) from error
 
 
 def _json_lines(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:
@@ -214,16 +216,16 @@ def _hub_rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
     split = options[-1] if options else split
     config = options[0] if len(options) == 2 else None
     try:
-        if not config and (known := datasets.get_dataset_config_names(name)):
-            config = next((usual for usual in ("default", "main") if usual in known), known[0])
-        found = datasets.load_dataset(name, config, split=split)
+        if not config and (configs := datasets.get_dataset_config_names(name)):
+            config = next((usual for usual in ("default", "main") if usual in configs), configs[0])
+        rows = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # the package raises dozens of kinds; each line says why
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise UserError(
             f"cannot load {source} ({name}, config {config or 'default'}, split {split}) from the "
             f"hub: {reason}; check name and network, or give the path of a .jsonl file"
         ) from error
-    for n, row in enumerate(found, 1):
+    for n, row in enumerate(rows, 1):
         yield f"{source}, row {n}", _plain(row, f"{source}, row {n}")
 
 
@@ -305,11 +307,11 @@ class Cursor:
 
     def _at(self, place: int) -> int:
         for part in self._parts:
-            taken = math.ceil(place * part.share)
-            if math.ceil((place + 1) * part.share) > taken:
-                epoch, place = divmod(taken, part.size)
+            before = math.ceil(place * part.share)
+            if math.ceil((place + 1) * part.share) > before:
+                epoch, place = divmod(before, part.size)
                 return part.first + int(self._order(part, epoch)[place])
-            place -= taken
+            place -= before
         raise AssertionError("the last part takes all that is left")
 
     def state_dict(self) -> dict[str, Any]:
@@ -328,20 +330,20 @@ class Cursor:
         A difference is a UserError, unless it is in the rows and `allow_change` is set. Unfinished
         prompts then use the rows that are now at their positions.
         """
-        mine, changed = self.state_dict(), ""
+        current, changed = self.state_dict(), ""
         for key, what in (
             ("seed", "seed"), ("shuffle", "data.shuffle"), ("rows", "number of rows"),
             ("digest", "dataset's content"), ("mix", "rows and weights of data.mix"),
         ):  # fmt: skip
-            if mine[key] == state.get(key, []):  # older states have no mix
+            if current[key] == state.get(key, []):  # older states have no mix
                 continue
-            numbers = f"{state.get(key)} before, {mine[key]} now"
-            found = f"the {what} changed since the checkpoint ({numbers})"
+            numbers = f"{state.get(key)} before, {current[key]} now"
+            message = f"the {what} changed since the checkpoint ({numbers})"
             of_rows = key in ("rows", "digest", "mix")
             if not (of_rows and allow_change):
                 remedy = ", set data.allow_change=True" if of_rows else ""
-                raise UserError(f"{found}; change it back{remedy}, or start in a fresh --workdir")
-            changed = changed or found
+                raise UserError(f"{message}; change it back{remedy}, or start in a fresh --workdir")
+            changed = changed or message
         self.position = int(state["position"])
         self.place = int(state.get("place", self.position))  # older states have none
         self._drawn = {int(p): int(row) % len(self._rows) for p, row in state.get("drawn", ())}
@@ -403,8 +405,8 @@ def _row(row: Any, where: str) -> Row:
 
 def _text(value: Any) -> Any:
     """Return a value as JSON's closest type, for json.dumps."""
-    if (found := data_uri(value)) is not None:
-        return found
+    if (uri := data_uri(value)) is not None:
+        return uri
     if isinstance(value, bytes):
         return value.decode()
     if hasattr(value, "tolist"):  # numpy's
@@ -421,45 +423,45 @@ def _plain(row: Any, where: str) -> Row:
         if "\\ud" in ascii(plain):  # maybe half a surrogate pair, which tokenizers reject
             json.dumps(plain, ensure_ascii=False).encode()
     except (TypeError, ValueError) as error:
-        wanted = "a dict of texts, numbers, lists and dicts, as checkpoints need"
-        raise UserError(f"{where} is not {wanted}: {error}") from None
+        form = "a dict of texts, numbers, lists and dicts, as checkpoints need"
+        raise UserError(f"{where} is not {form}: {error}") from None
     return plain
 
 
-def _check_keys(row: Row, where: str, wanted: Iterable[str], options: Mapping[str, str]) -> None:
-    for key in wanted:
+def _check_keys(row: Row, where: str, required: Iterable[str], options: Mapping[str, str]) -> None:
+    for key in required:
         if key not in row:
             keys = ", ".join(map(repr, row)) or "no keys at all"
             remedy = f"set {options[key]}" if key in options else "rename one"
             raise UserError(f"{where}: the row has no {key!r}, only {keys}; add it or {remedy}")
 
 
-def _text_or_messages(given: Any, what: str, images: RowImages | None, folder: Path) -> Any:
+def _text_or_messages(value: Any, what: str, images: RowImages | None, folder: Path) -> Any:
     """Return a text, or chat messages whose contents are texts, or parts if there are images."""
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, list):
-        raise UserError(f"{what} must be text or a list of messages, got {given!r}")
-    found = [{**message} if isinstance(message, dict) else {} for message in given]
-    for n, message in enumerate(found, 1):
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise UserError(f"{what} must be text or a list of messages, got {value!r}")
+    messages = [{**message} if isinstance(message, dict) else {} for message in value]
+    for n, message in enumerate(messages, 1):
         where = f"{what}: message {n}"
         message["content"] = _content(message.get("content"), where, images, folder)
         if message["content"] is None or not isinstance(message.get("role"), str):
-            got = repr(given[n - 1])[:80]
+            got = repr(value[n - 1])[:80]
             raise UserError(f"{where} must have texts `role` and `content`, got {got}")
         if (role := message["role"]) not in _ROLES:
             raise UserError(f"{where} has role {role!r}; use one of {', '.join(_ROLES)}")
-    return found
+    return messages
 
 
-def _content(given: Any, what: str, images: RowImages | None, folder: Path) -> str | list | None:
+def _content(content: Any, what: str, images: RowImages | None, folder: Path) -> str | list | None:
     """Return a message's text, or its parts if one is an image; None for anything else."""
-    if isinstance(given, str):
-        return given
+    if isinstance(content, str):
+        return content
     with suppress(TypeError, KeyError):
-        if images and any(map(is_image, given)):
-            return images.put(given, folder, what)
-        return "".join(part["text"] for part in given)
+        if images and any(map(is_image, content)):
+            return images.put(content, folder, what)
+        return "".join(part["text"] for part in content)
     return None
 
 

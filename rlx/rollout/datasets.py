@@ -46,7 +46,7 @@ class AnswerWorkflow:
         trajectories = []
         for i, key in enumerate(self.keys):
             answer, what = row[key], f"the {key} of {name}"
-            tokens, mask, images = answered(self.prompts, row, answer, self.end, what)
+            tokens, mask, images = answered_tokens(self.prompts, row, answer, self.end, what)
             text = answer if isinstance(answer, str) else answer[-1]["content"]
             if 0 < self.max_new_tokens < (length := len(tokens) - int(mask.argmax())):
                 raise Overlong(
@@ -71,7 +71,9 @@ class AnswerWorkflow:
     def check(self, row: Mapping[str, Any], name: str) -> None:
         """Check a row's prompt and answers, as `Prompts.check`."""
         self.prompts.check(row, name)
-        texts = [rendered(self.prompts, row, row[k], f"the {k} of {name}")[1] for k in self.keys]
+        texts = [
+            rendered_row(self.prompts, row, row[k], f"the {k} of {name}")[1] for k in self.keys
+        ]
         limits = [limit for limit in (self.max_new_tokens, self.max_tokens) if limit]
         most = sum(map(self.prompts.most, texts))
         if self.prompts.wide or (limits and most > min(limits)):
@@ -87,7 +89,7 @@ class AnswerWorkflow:
         await workflows.close(self.answering)
 
 
-def rendered(
+def rendered_row(
     prompts: Prompts,
     row: Mapping[str, Any],
     answer: Any,  # a text, or messages, which may repeat the question's
@@ -97,15 +99,15 @@ def rendered(
 
     UserError if the text does not begin with the prompt, or lacks some of the answer.
     """
-    asked, marked = prompts.messages(row), prompts.marked
-    given = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    if given[:-1] == asked[len(asked) - len(given) + 1 :]:
-        given = given[-1:]
-    if not given or given[-1]["role"] != "assistant" or (len(given) > 1 and not marked):
-        what = f"{name} has {len(given)} messages, wanted one of the assistant"
+    question, marked = prompts.messages(row), prompts.marked
+    reply = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    if reply[:-1] == question[len(question) - len(reply) + 1 :]:
+        reply = reply[-1:]
+    if not reply or reply[-1]["role"] != "assistant" or (len(reply) > 1 and not marked):
+        what = f"{name} has {len(reply)} messages, wanted one of the assistant"
         raise UserError(f"{what}; give each turn a row, or {_REMEDY}")
-    text = prompts.render([*asked, *given], name)
-    prompt = prompts.render(asked, name, add_generation_prompt=not marked)
+    text = prompts.render([*question, *reply], name)
+    prompt = prompts.render(question, name, add_generation_prompt=not marked)
     begin = len(prompt)
     if not text.startswith(prompt):
         begin = len(os.path.commonprefix([prompt, text]))  # noqa: RUF071 - of characters
@@ -114,26 +116,26 @@ def rendered(
             f"the chat template ends the prompt of {name} with {prompt[-40:]!r}, but renders the "
             f"answer as {text[begin:][:40]!r}; begin the answer as the prompt ends, or {_REMEDY}"
         )
-    own, at, end = " ".join(m["content"] for m in given if m["role"] == "assistant"), len(text), 0
-    for word in reversed(_WORDS.findall(own)):
+    words, at, end = " ".join(m["content"] for m in reply if m["role"] == "assistant"), len(text), 0
+    for word in reversed(_WORDS.findall(words)):
         if (at := text.rfind(word, 0, at)) < 0:
             raise UserError(f"the chat template leaves {word!r} of {name} out; {_REMEDY}")
         end = end or at + len(word)
-    space, end = own[len(own.rstrip()) :], max(end, begin)
-    return [*asked, *given], text, begin, end + len(space) * text.startswith(space, end)
+    space, end = words[len(words.rstrip()) :], max(end, begin)
+    return [*question, *reply], text, begin, end + len(space) * text.startswith(space, end)
 
 
-def answered(
+def answered_tokens(
     prompts: Prompts, row: Mapping[str, Any], answer: Any, end: int, name: str
 ) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
     """Return the tokens of a row with its answer, up to the token `end`, loss mask and images."""
-    messages, text, begin, stop = rendered(prompts, row, answer, name)
+    messages, text, begin, stop = rendered_row(prompts, row, answer, name)
     short, (text, images) = len(text), prompts.expanded(text, messages)
     begin, stop = begin + len(text) - short, stop + len(text) - short
     # Tokenised as a whole, because tokens may span prompt and answer; those are trained on.
-    found = prompts.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids = np.array(found["input_ids"], np.int32)
-    begins, ends = np.array(found["offset_mapping"]).reshape(-1, 2).T
+    encoding = prompts.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids = np.array(encoding["input_ids"], np.int32)
+    begins, ends = np.array(encoding["offset_mapping"]).reshape(-1, 2).T
     mask = ends > begin
     if prompts.marked:
         marks: Any = prompts.tokenizer.apply_chat_template(
@@ -142,9 +144,9 @@ def answered(
         mask &= np.array(marks["assistant_masks"], bool)
         if not mask.any():
             raise UserError(f"the chat template marks nothing of {name}; {_REMEDY}")
-    ended = np.flatnonzero((ids == end) & (ends > stop))
-    last = ended[0] + 1 if ended.size else ((begins < stop) | (ends <= stop)).sum()
-    if not ended.size:  # engines would end it with this token
+    places = np.flatnonzero((ids == end) & (ends > stop))
+    last = places[0] + 1 if places.size else ((begins < stop) | (ends <= stop)).sum()
+    if not places.size:  # engines would end it with this token
         ids, mask = np.append(ids[:last], np.int32(end)), np.append(mask[:last], True)
         last += 1
     prompts.require_known(ids[:last], name)

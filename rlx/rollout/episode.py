@@ -15,7 +15,7 @@ from rlx.engines.stop_strings import cut
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.rewards.reward_pool import RewardCall, RewardPool
-from rlx.rollout.workflows import Generator, Prompts, Task, chat, encode, joined
+from rlx.rollout.workflows import Generator, Prompts, Task, chat, encode, joined_turns
 from rlx.system.threads import run_all
 
 _MARK = "@@ANSWER@@"  # an answer, to find the text that a chat template puts after it
@@ -50,17 +50,17 @@ class Episode:
         if len(self._shown):
             self._turns.append((self._shown, sampled))
         else:
-            seen, before = self._turns[-1]
-            self._turns[-1] = seen, _continued(before, sampled)
+            shown, before = self._turns[-1]
+            self._turns[-1] = shown, _one_piece(before, sampled)
         self._shown = ()
         before_last = self._decode(self._turns[-1][1].tokens[:-1], special=True)
         self.ended = self.left <= 0 or not cut(self.last_text, stop, before_last)[1]
 
     async def sample(self, fleet: Generator, stop: Sequence[str] = ()) -> None:
         """Let the model continue to its end, a stop string, or the end of its budget."""
-        before = [part for seen, made in self._turns for part in (seen, made.tokens)]
-        whole = np.concatenate([*before, self._shown]).astype(np.int32)
-        prompt = with_images(whole, images_of(*before, self._shown))
+        before = [part for shown, reply in self._turns for part in (shown, reply.tokens)]
+        tokens = np.concatenate([*before, self._shown]).astype(np.int32)
+        prompt = with_images(tokens, images_of(*before, self._shown))
         # The seed of the previous piece would repeat its draws.
         text = f"{self._sampling.seed} sample {self._index} piece {self._pieces}"
         seeded = replace(self._sampling, seed=seed_of(text.encode()))
@@ -82,25 +82,25 @@ class Episode:
 
     def truncate(self) -> None:
         """End it because a budget is used up."""
-        seen, last = self._turns[-1]
-        self._turns[-1] = seen, replace(last, stop_reason="length")
+        shown, last = self._turns[-1]
+        self._turns[-1] = shown, replace(last, stop_reason="length")
         self.ended = True
 
     def reward_call(self, first: int = 0) -> RewardCall:
         """Return the arguments of reward functions: what was sampled from turn `first` on."""
-        sampled = [made.tokens.tolist() for _, made in self._turns[first:]]
+        sampled = [reply.tokens.tolist() for _, reply in self._turns[first:]]
         text, prompt = "".join(map(self._decode, sampled)), list(self._turns[0][0])
         return RewardCall(self._text, text, prompt, [*chain(*sampled)], self._task.row)
 
     def trajectory(self, reward: float, info: Mapping[str, float]) -> Trajectory:
         """Return the trajectory, whose observations are not trained on."""
         completion, spans = "", list[tuple[int, int]]()
-        for number, (seen, made) in enumerate(self._turns):
-            completion += self._decode(seen) if number else ""
+        for number, (shown, reply) in enumerate(self._turns):
+            completion += self._decode(shown) if number else ""
             begin = len(completion)
-            completion += self._decode(made.tokens)
+            completion += self._decode(reply.tokens)
             spans.append((begin, len(completion)))
-        return joined(
+        return joined_turns(
             self._turns, reward, f"{self._task.group_id}.{self._index}", info=info,
             prompt=self._text, completion=completion, said=tuple(spans),
         )  # fmt: skip
@@ -118,11 +118,11 @@ async def begin(
     prompt = prompts.ids(task.row, f"group {task.group_id}")
     limits = _limits(sampling, sampling.max_new_tokens, stop)
     firsts = await fleet.generate(prompt, limits, task.n or n, priority=task.priority)
-    found = []
+    episodes = []
     for i, first in enumerate(firsts):
-        found.append(Episode(prompts, task, prompt, i, sampling))
-        found[i].take(first, stop)
-    return found
+        episodes.append(Episode(prompts, task, prompt, i, sampling))
+        episodes[i].take(first, stop)
+    return episodes
 
 
 def between_answers(tokenizer: Any, message: Mapping[str, str]) -> str:
@@ -140,7 +140,7 @@ def between_answers(tokenizer: Any, message: Mapping[str, str]) -> str:
     return text
 
 
-def _continued(before: Completion, after: Completion) -> Completion:
+def _one_piece(before: Completion, after: Completion) -> Completion:
     """Return two pieces of one turn as one."""
     names, pieces = ("tokens", "logprobs", "versions"), (before, after)
     joint = {name: np.concatenate([getattr(piece, name) for piece in pieces]) for name in names}

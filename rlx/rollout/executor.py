@@ -38,7 +38,7 @@ from rlx.rollout.concurrency import Observation
 from rlx.rollout.data import Cursor
 from rlx.rollout.staleness import Limits, Staleness
 from rlx.rollout.unfinished import Unfinished
-from rlx.rollout.workflow_checks import checked
+from rlx.rollout.workflow_checks import checked_group
 from rlx.rollout.workflows import Generator, Task, Workflow
 from rlx.system.threads import LoopThread
 
@@ -180,8 +180,8 @@ class Executor:
     def tune(self, waited: float, queued: int) -> int:
         """Let the number of live prompts follow a step, as of `Observation`; return it."""
         with self._changed:
-            before, seen = self._limits, Observation(waited, queued, self._staleness.running)
-            self._limits = now = concurrency.follow(before, seen)
+            before, observation = self._limits, Observation(waited, queued, self._staleness.running)
+            self._limits = now = concurrency.follow(before, observation)
             if now != before:
                 self._note("concurrency", {"prompts": now.concurrency})
         self.wake()
@@ -198,11 +198,11 @@ class Executor:
         Raises RolloutError or UserError after too many failures, with the last one as the cause;
         Unavailable if no attempt can succeed any more; Exhausted if no batch is left.
         """
-        begun = self._clock()
+        start = self._clock()
         with self._changed:
             try:
                 while not self._ready():
-                    left = min(_POLL_SECONDS, begun + timeout - self._clock())
+                    left = min(_POLL_SECONDS, start + timeout - self._clock())
                     if left <= 0:
                         return None
                     self._changed.wait(left)
@@ -221,7 +221,7 @@ class Executor:
                     self._means, batch = running_baselines(self._means, batch, decay)
                 return batch
             finally:
-                self._wait_seconds += self._clock() - begun
+                self._wait_seconds += self._clock() - start
 
     @property
     def version(self) -> int:
@@ -304,19 +304,19 @@ class Executor:
                 raise RuntimeError("restore comes before the first set_version")
             step = int(host["step"])
             if self._limits.samples and "concurrency" in host:
-                self._limits = concurrency.resumed(self._limits, int(host["concurrency"]))
+                self._limits = concurrency.resumed_limits(self._limits, int(host["concurrency"]))
             changed = cast(Cursor, self._rows).load_state_dict(host["cursor"], allow_change)
             known = {group.group_id: group for group in groups}
             finished = [*host["buffered"], *(g for ids in host["order"] for g in ids)]
-            self._repeated = deque(buffers.repeated(known, host["order"], step, self._limits))
-            held = {group.group_id for batch in self._repeated for group in batch}
+            self._repeated = deque(buffers.repeat_batches(known, host["order"], step, self._limits))
+            present = {group.group_id for batch in self._repeated for group in batch}
             step_after = step + len(self._repeated)
-            rest = [group for group_id, group in known.items() if group_id not in held]
+            rest = [group for group_id, group in known.items() if group_id not in present]
             self._buffer, _ = buffers.restore(rest, step_after, self._limits)
-            held |= {group.group_id for group in buffers.groups(self._buffer)}
-            needed = {*held, *finished, *(group_id for group_id, _ in host["pending"])}
+            present |= {group.group_id for group in buffers.groups(self._buffer)}
+            needed = {*present, *finished, *(group_id for group_id, _ in host["pending"])}
             cast(Cursor, self._rows).forget_all_but(needed)
-            lost = [group_id for group_id in finished if group_id not in held]
+            lost = [group_id for group_id in finished if group_id not in present]
             self._staleness = dataclasses.replace(
                 staleness.resume(step, self._buffered, self._limits),
                 **{event: int(host[event]) for event in _COUNTED},
@@ -333,7 +333,7 @@ class Executor:
             self._resumed = deque(ticket for ticket in tickets if ticket.version >= 0)
             self._retry = [t for t in tickets if t.version < 0] + [Ticket(g) for g in lost]
             heapq.heapify(self._retry)
-            self._numbers = dict.fromkeys({*held, *versions}, (host["journal"] or (0,))[0])
+            self._numbers = dict.fromkeys({*present, *versions}, (host["journal"] or (0,))[0])
             return changed
 
     @property
@@ -356,15 +356,15 @@ class Executor:
         self, host: Mapping[str, Any], step: int, samples: Mapping[int, Samples]
     ) -> dict[int, int]:
         """Return group_id → version of prompts to admit again at their old versions."""
-        found, held = dict[int, int](), self._buffer
+        versions, buffer = dict[int, int](), self._buffer
         for group_id, version in host["admitted_at"]:
-            pieces = [piece for own in samples.get(group_id, {}).values() for piece in own]
+            pieces = [piece for sample in samples.get(group_id, {}).values() for piece in sample]
             newest = max([version, *(int(v) for p in pieces for v in p.columns["versions"][-1:])])
             # Batches that cannot be repeated leave tokens of weights that never come back.
             if newest <= step:
-                found[group_id], held = version, buffers.admit(held, version)
+                versions[group_id], buffer = version, buffers.admit(buffer, version)
         # Smaller limits may leave no batch for them; then they are admitted at new versions.
-        return found if buffers.fits(held, step, self._limits) else {}
+        return versions if buffers.fits(buffer, step, self._limits) else {}
 
     def _admit(self) -> None:
         """Start as many prompts as the rules allow, and serve the network in between."""
@@ -390,7 +390,7 @@ class Executor:
                 task = asyncio.get_running_loop().create_task(self._attempt(ticket))
                 row = f"row {self._rows.index(ticket.group_id)}"
                 self._tasks[task] = row, self._clock()  # the loop itself keeps weak references
-                task.add_done_callback(self._ended)
+                task.add_done_callback(self._report_bug)
         asyncio.get_running_loop().call_soon(self._admit)
 
     def _next_ticket(self) -> Ticket:
@@ -403,15 +403,18 @@ class Executor:
             return self._resumed.popleft()
         if self._retry:
             return dataclasses.replace(heapq.heappop(self._retry), version=version)
-        held = self._staleness.running + len(self._later)
-        if held >= self._failures.room and self._failures.lasted(self._clock()) is not None:
+        places = self._staleness.running + len(self._later)
+        if (
+            places >= self._failures.room
+            and self._failures.outage_seconds(self._clock()) is not None
+        ):
             raise StopIteration  # prompts that wait for the end of an outage take up places
         return Ticket(self._rows.next()[0], 0, version)
 
     async def _attempt(self, ticket: Ticket) -> None:
         seed = group_seed(self._seed, ticket.group_id, ticket.attempt)
         row, index = self._rows.row(ticket.group_id), self._rows.index(ticket.group_id)
-        limit, begun = asyncio.timeout(self._request_timeout), self._clock()
+        limit, start = asyncio.timeout(self._request_timeout), self._clock()
         fleet: Generator = self.fleet
         about = dataclasses.asdict(ticket) if self._tracer else {}
         if self._keep_tokens:
@@ -420,28 +423,28 @@ class Executor:
             with traces.span("rollout", self._tracer, row=index, **about):
                 async with limit:
                     task = Task(row, ticket.group_id, seed, version=ticket.version)
-                    group = await checked(self.workflow, fleet, task, self._max_tokens)
+                    group = await checked_group(self.workflow, fleet, task, self._max_tokens)
         except asyncio.CancelledError as error:
             if self._closing or self.loop.ending:
                 raise
             within = RuntimeError(f"the workflow was cancelled from within: {error}")
-            self._fail(ticket, row, within, begun)
+            self._fail(ticket, row, within, start)
         except Exception as error:
             seconds = f"rollout.request_timeout_seconds={self._request_timeout}"
             slow = TimeoutError(f"it took longer than {seconds}")
-            self._fail(ticket, row, slow if limit.expired() else error, begun)
+            self._fail(ticket, row, slow if limit.expired() else error, start)
         else:
-            self._finish(ticket, group, begun)
+            self._finish(ticket, group, start)
         self._admit()
 
-    def _finish(self, ticket: Ticket, group: Group, begun: float) -> None:
+    def _finish(self, ticket: Ticket, group: Group, start: float) -> None:
         rewards = {r for t in group.trajectories for r in t.turn_rewards or (t.reward,)}
         rejected = self._drop_equal_rewards and len(rewards) == 1
         with self._changed:
             self._leave(ticket, finished=True)
             self._numbers.pop(ticket.group_id, None)
             first, now = ticket.attempt == 0, self._clock()
-            message = self._failures.add(ticket.group_id, False, first, begun, now)
+            message = self._failures.add(ticket.group_id, False, first, start, now)
             self._best = max([self._best, *map(float, rewards)])
             about = {"group_id": ticket.group_id, "best": self._best_reward()}
             about |= self._learn(ticket.group_id, rewards)
@@ -485,13 +488,13 @@ class Executor:
         if len(self._rejected) < _REJECTIONS * self._limits.batch_prompts:
             return
         right = sum(r >= self._best for r in self._rejected)
-        found = (
+        reason = (
             f"the last {len(self._rejected)} groups were all rejected because their rewards are "
             f"equal (the last: all {reward:g})"
         )
         learned = self._staleness.consumed > 0
         if learned and 2 * right >= len(self._rejected):  # the data is solved
-            self._stop(Exhausted(f"{found}, {right} of them at the best reward, {self._best:g}"))
+            self._stop(Exhausted(f"{reason}, {right} of them at the best reward, {self._best:g}"))
             return
         # A judge that is down may give all answers the same reward for a while.
         if self._clock() - self._rejected_since < self._patience.outage:
@@ -499,10 +502,10 @@ class Executor:
         remedy = "choose easier data, or check the reward function"
         if learned:
             remedy = f"no answer gets {self._best:g} any more; lower the learning rate"
-        what = f"{found}, so no batch fills; {remedy}, choose harder data where all are right"
+        what = f"{reason}, so no batch fills; {remedy}, choose harder data where all are right"
         self._stop(UserError(f"{what}, or set algorithm.drop_equal_rewards=False"))
 
-    def _fail(self, ticket: Ticket, row: Mapping[str, Any], error: Exception, begun: float) -> None:
+    def _fail(self, ticket: Ticket, row: Mapping[str, Any], error: Exception, start: float) -> None:
         """Retry the prompt later, skip it, or end the run when too many fail for too long."""
         now, index = self._clock(), self._rows.index(ticket.group_id)
         about = attempts.describe(row)
@@ -513,24 +516,24 @@ class Executor:
                 self.unfinished.write()
             self._leave(ticket)
             self._buffer = buffers.withdraw(self._buffer, ticket.version)
-            message = self._failures.add(ticket.group_id, True, ticket.attempt == 0, begun, now)
-            lasted = self._failures.lasted(now)
+            message = self._failures.add(ticket.group_id, True, ticket.attempt == 0, start, now)
+            lasted = self._failures.outage_seconds(now)
             failed = 0 if lasted is not None else ticket.attempt + 1  # counted against the prompt
             again = Ticket(ticket.group_id, failed or ticket.attempt)
-            ended: BaseException | None = self._error or (error if unavailable else None)
-            ended = ended or self._failures.verdict(error, name, now)
-            skipped = ended is None and self._patience.over(failed, error)
+            fatal: BaseException | None = self._error or (error if unavailable else None)
+            fatal = fatal or self._failures.verdict(error, name, now)
+            skipped = fatal is None and self._patience.over(failed, error)
             self._staleness = staleness.end(self._staleness, "skipped" if skipped else "failed")
-            left = again if ended is None else Ticket(ticket.group_id, ticket.attempt)
+            left = again if fatal is None else Ticket(ticket.group_id, ticket.attempt)
             if unavailable:  # `state` has its version and the first of its records
                 self._resumed.append(ticket)
             else:
                 self._numbers.pop(ticket.group_id, None)
                 about_it = {"group_id": left.group_id, "attempt": left.attempt}
                 self._note("skip" if skipped else "fail", about_it)
-            if ended is not None:
+            if fatal is not None:
                 self._retry += [left] * (not unavailable)
-                self._stop(ended)
+                self._stop(fatal)
             elif not skipped:
                 pause = self._patience.back_off(ticket.attempt + 1, lasted or 0.0, again.group_id)
                 heapq.heappush(self._later, (now + pause, again))
@@ -539,9 +542,9 @@ class Executor:
         if message:
             self._say(f"{message}; the last one, {name}: {attempts.why(error)}")
         if skipped:
-            gone = Skipped(again.group_id, index, row, ticket.attempt + 1, error)
-            self._on_skip(gone)
-            self._on_drop(again.group_id, f"its group failed: {gone}")
+            skip = Skipped(again.group_id, index, row, ticket.attempt + 1, error)
+            self._on_skip(skip)
+            self._on_drop(again.group_id, f"its group failed: {skip}")
 
     def _leave(self, ticket: Ticket, finished: bool = False) -> None:
         self.unfinished.end(ticket.group_id, finished)
@@ -549,7 +552,7 @@ class Executor:
         if not self._live:
             self._idle_since = self._clock()
 
-    def _ended(self, task: asyncio.Task) -> None:
+    def _report_bug(self, task: asyncio.Task) -> None:
         """Pass an exception that escaped an attempt, which is a bug, to the trainer."""
         del self._tasks[task]
         if not task.cancelled() and task.exception():

@@ -47,14 +47,14 @@ def source_of(part: Part) -> Any:
 
     The forms are those of transformers, OpenAI's chat and responses, and Anthropic's messages.
     """
-    found = part.get("image", part.get("image_url", part.get("url", part.get("path"))))
+    image = part.get("image", part.get("image_url", part.get("url", part.get("path"))))
     source = part.get("source")
     if isinstance(source, Mapping):
         kind = source.get("type")
-        found = f"data:image;base64,{source.get('data')}" if kind == "base64" else source.get("url")
-    if isinstance(found, Mapping):
-        found = found.get("bytes") or found.get("url") or found.get("path")
-    return found
+        image = f"data:image;base64,{source.get('data')}" if kind == "base64" else source.get("url")
+    if isinstance(image, Mapping):
+        image = image.get("bytes") or image.get("url") or image.get("path")
+    return image
 
 
 def is_image(part: Any) -> bool:
@@ -81,34 +81,34 @@ def image_part(
     source = source_of(part)
     if isinstance(source, str) and source.startswith(NAME) and folder:
         return {"type": "image", "image": source}
-    if isinstance(source, str) and not (found := _DATA.fullmatch(source)):
+    if isinstance(source, str) and not (match := _DATA.fullmatch(source)):
         if re.match(r"https?:", source):
-            return _kept(_fetched(source, hosts), store)
+            return _store_picture(_fetch(source, hosts), store)
         if folder is None:
             raise UserError("an image must be a data URI with base64; files are not read here")
         path = folder / source.removeprefix("file://")
         if not path.is_file():
             raise UserError(f"no image {path}; correct the path, which begins at {folder}")
         return {"type": "image", "image": str(path)}
-    if isinstance(source, str) and found:
+    if isinstance(source, str) and match:
         try:
-            source = base64.b64decode(found[1], validate=True)
+            source = base64.b64decode(match[1], validate=True)
         except binascii.Error as error:
             raise UserError(f"an image's base64 is damaged ({error}); encode it again") from None
     if not isinstance(source, bytes):
         raise UserError(f"an image must be bytes, a path or a data URI, got {part!s:.80}")
-    return _kept(source, store)
+    return _store_picture(source, store)
 
 
-def _kept(data: bytes, store: ImageStore) -> dict[str, str]:
+def _store_picture(data: bytes, store: ImageStore) -> dict[str, str]:
     try:
-        image_store.opened(data)
+        image_store.open_picture(data)
     except ValueError as error:
         raise UserError(str(error)) from None
     return {"type": "image", "image": NAME + store.put(data)}
 
 
-def _fetched(url: str, hosts: Collection[str]) -> bytes:
+def _fetch(url: str, hosts: Collection[str]) -> bytes:
     import urllib.parse
     import urllib.request
 
@@ -151,13 +151,13 @@ class RowImages:
 
 def with_column(question: Any, images: Any, what: str) -> list[dict[str, Any]]:
     """Return messages with a row's images where the texts have MARK, else before the first text."""
-    given = list(images) if isinstance(images, list | tuple) else [images]
-    parts = [image if is_image(image) else {"type": "image", "image": image} for image in given]
+    items = list(images) if isinstance(images, list | tuple) else [images]
+    parts = [image if is_image(image) else {"type": "image", "image": image} for image in items]
     messages = [dict(m) for m in question] if isinstance(question, list) else [
         {"role": "user", "content": question}
     ]  # fmt: skip
     pieces = [_pieces(message.get("content")) for message in messages]
-    marks = sum(own.count(MARK) for own in pieces)
+    marks = sum(content.count(MARK) for content in pieces)
     if not marks:
         first = [at for at, message in enumerate(messages) if message.get("role") == "user"][:1]
         for at in first:
@@ -165,8 +165,8 @@ def with_column(question: Any, images: Any, what: str) -> list[dict[str, Any]]:
     if marks != len(parts):
         raise UserError(f"{what} has {marks} {MARK} and the row {len(parts)} images; make them fit")
     left = iter(parts)
-    for message, own in zip(messages, pieces, strict=True):
-        message["content"] = [next(left) if piece == MARK else piece for piece in own]
+    for message, content in zip(messages, pieces, strict=True):
+        message["content"] = [next(left) if piece == MARK else piece for piece in content]
     return messages
 
 
@@ -199,19 +199,19 @@ class ImagePrompts:
         self.store = store
         self._processor.tokenizer = self._texts = _Texts(tokenizer)
         self._lock = threading.Lock()  # of these, which a gateway uses in several threads
-        self._size = lru_cache(65536)(lambda name: image_store.opened(store.get(name)).size)
+        self._size = lru_cache(65536)(lambda name: image_store.open_picture(store.get(name)).size)
         self._for_sizes = lru_cache(4096)(self._expanded)
 
     def names(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         """Return the names of the images in messages, after putting their files into the store."""
-        found = []
+        names = []
         for part in images_in(messages):
             source = part["image"]
             if not source.startswith(NAME):
                 with explained(f"cannot read the image {source}", "correct its path"):
-                    source = _kept(Path(source).read_bytes(), self.store)["image"]
-            found.append(source.removeprefix(NAME))
-        return tuple(found)
+                    source = _store_picture(Path(source).read_bytes(), self.store)["image"]
+            names.append(source.removeprefix(NAME))
+        return tuple(names)
 
     def shown(self, uri: str) -> tuple[str, tuple[str, ...]]:
         """Return the placeholders of an image that a tool gave, and its name; raises UserError."""

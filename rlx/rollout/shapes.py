@@ -54,25 +54,25 @@ def stream(seed: int, split: str) -> Iterator[dict[str, Any]]:
     A picture has a row for each kind that it allows. UserError for another split than train and
     held_out, or without Pillow.
     """
-    for drawn in arithmetic.distinct("shapes", seed, split, lambda rng, _: _draw(rng, split)):
-        yield from drawn["rows"]
+    for entry in arithmetic.distinct("shapes", seed, split, lambda rng, _: _draw(rng, split)):
+        yield from entry["rows"]
 
 
 def questions(scene: Scene) -> dict[str, dict[str, list[str]]]:
     """Return the questions that a scene answers, by kind and answer."""
-    found: dict[str, dict[str, list[str]]] = {kind: {} for kind in KINDS}
+    table: dict[str, dict[str, list[str]]] = {kind: {} for kind in KINDS}
     for colour, shape in itertools.product((*COLOURS, ""), (*SHAPES, "")):
         same = [s for s in scene if colour in (s.colour, "") and shape in (s.shape, "")]
-        thing, one = f"{colour} {shape or 'shape'}".strip(), len(same) == 1
+        thing, unique = f"{colour} {shape or 'shape'}".strip(), len(same) == 1
         if colour or shape:
-            found["count"].setdefault(str(len(same)), []).append(f"how many {thing}s?")
-        if one and shape and not colour:
-            found["colour"].setdefault(same[0].colour, []).append(f"what colour is the {thing}?")
-        if one and colour and not shape:
-            found["shape"].setdefault(same[0].shape, []).append(f"what shape is {colour}?")
-        if one and shape and colour:
-            found["place"].setdefault(PLACES[same[0].cell], []).append(f"where is the {thing}?")
-    return found
+            table["count"].setdefault(str(len(same)), []).append(f"how many {thing}s?")
+        if unique and shape and not colour:
+            table["colour"].setdefault(same[0].colour, []).append(f"what colour is the {thing}?")
+        if unique and colour and not shape:
+            table["shape"].setdefault(same[0].shape, []).append(f"what shape is {colour}?")
+        if unique and shape and colour:
+            table["place"].setdefault(PLACES[same[0].cell], []).append(f"where is the {thing}?")
+    return table
 
 
 def wrong_answer(row: dict[str, Any]) -> str:

@@ -53,7 +53,7 @@ def capacity(state: Staleness, limits: Limits) -> int:
     batch.
     """
     concurrency = max(1, limits.concurrency) - state.running
-    staleness = _wanted(state.version, limits) - (state.accepted + state.running)
+    staleness = _groups_due(state.version, limits) - (state.accepted + state.running)
     return int(max(0, min(concurrency, staleness)))
 
 
@@ -63,7 +63,7 @@ def full(state: Staleness, limits: Limits) -> bool:
     A trainer that waits for this has batches that are exactly min(version, max_staleness) versions
     old.
     """
-    return state.accepted >= _wanted(state.consumed, limits)
+    return state.accepted >= _groups_due(state.consumed, limits)
 
 
 def admit(state: Staleness, limits: Limits, count: int = 1) -> Staleness:
@@ -100,7 +100,7 @@ def consume(state: Staleness, limits: Limits) -> Staleness:
     return replace(state, consumed=state.consumed + 1)
 
 
-def _wanted(version: int, limits: Limits) -> float:
+def _groups_due(version: int, limits: Limits) -> float:
     """Return how many groups since step 0 have a batch to go to, with `version` published."""
     horizon = limits.max_staleness + version + 1
     if limits.total_steps is not None:

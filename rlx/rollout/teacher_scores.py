@@ -13,8 +13,8 @@ import numpy as np
 
 from rlx.base import Group, Trajectory, UserError, with_images
 from rlx.rollout import workflows
-from rlx.rollout.datasets import answered
-from rlx.rollout.workflow_checks import checked
+from rlx.rollout.datasets import answered_tokens
+from rlx.rollout.workflow_checks import checked_group
 from rlx.rollout.workflows import Generator, Prompts, Task, Workflow
 
 
@@ -32,7 +32,7 @@ class Scored:
 
     async def run(self, fleet: Generator, task: Task) -> Group:
         """Return the workflow's group, scored; UserError if the scorer fails or refuses it."""
-        group = await checked(self.workflow, fleet, task)
+        group = await checked_group(self.workflow, fleet, task)
         scored = await asyncio.gather(*(self._scored(t, task) for t in group.trajectories))
         return replace(group, trajectories=tuple(scored))
 
@@ -45,8 +45,8 @@ class Scored:
     async def _ask(self, t: Trajectory, tokens: np.ndarray, at: np.ndarray, **options: Any) -> Any:
         """Return the fleet's finite scores at the ascending positions `at`."""
         try:
-            given = with_images(tokens, t.images)
-            scores = (await self.scorer.score(given, int(at[0]), **options))[at]
+            sequence = with_images(tokens, t.images)
+            scores = (await self.scorer.score(sequence, int(at[0]), **options))[at]
         except ValueError as error:
             raise UserError(f"{self.who} refuses trajectory {t.trajectory_id}: {error}") from error
         except UserError as error:
@@ -71,8 +71,8 @@ class TeacherScored(Scored):
         trained = np.flatnonzero(trajectory.loss_mask[1:]) + 1  # nothing comes before token 0
         logprobs = np.zeros(len(tokens), np.float32)
         if trained.size:
-            asked = self._ask(trajectory, tokens, trained, temperature=self.temperature)
-            logprobs[trained] = await asked
+            scores = self._ask(trajectory, tokens, trained, temperature=self.temperature)
+            logprobs[trained] = await scores
         return replace(trajectory, reference_logprobs=logprobs)
 
 
@@ -91,11 +91,11 @@ class ModelRewarded(Scored):
         tokens = trajectory.tokens
         if self.prompts:
             text, name = trajectory.completion, f"trajectory {trajectory.trajectory_id}"
-            tokens, *_ = answered(self.prompts, task.row, text, self.end, name)
+            tokens, *_ = answered_tokens(self.prompts, task.row, text, self.end, name)
             tokens = tokens[:-1] if trajectory.truncated else tokens
         last = np.array([len(tokens) - 1])
         value = float((await self._ask(trajectory, tokens, last, values=True))[0])
-        return _rewarded(trajectory, self.weight * value, {"reward/model": value})
+        return _with_reward(trajectory, self.weight * value, {"reward/model": value})
 
 
 @dataclass(eq=False)
@@ -113,15 +113,15 @@ class JudgeRewarded(Scored):
     async def _scored(self, trajectory: Trajectory, task: Task) -> Trajectory:
         if trajectory.oldest_version < 0:  # a row's own answer, for SFT or a pair
             return trajectory
-        asked = task.row.get(self.question_key, trajectory.prompt)
-        if not isinstance(asked, str):
-            asked = "\n".join(f"{message['role']}: {message['content']}" for message in asked)
+        question = task.row.get(self.question_key, trajectory.prompt)
+        if not isinstance(question, str):
+            question = "\n".join(f"{message['role']}: {message['content']}" for message in question)
         answer = str(task.row.get("answer", ""))
-        info = await self.scorer.grade(asked, trajectory.completion, answer)
-        return _rewarded(trajectory, self.weight * info["reward/judge"], info)
+        info = await self.scorer.grade(question, trajectory.completion, answer)
+        return _with_reward(trajectory, self.weight * info["reward/judge"], info)
 
 
-def _rewarded(trajectory: Trajectory, more: float, info: Mapping[str, float]) -> Trajectory:
+def _with_reward(trajectory: Trajectory, more: float, info: Mapping[str, float]) -> Trajectory:
     """Return a trajectory with `more` reward, for each of its turns too."""
     reward, *turns = (r + more for r in (trajectory.reward, *trajectory.turn_rewards))
     info = {**trajectory.info, **info}

@@ -66,11 +66,11 @@ class ToolUse:
     async def run(self, fleet: Generator, task: Task) -> Group:
         stop = tuple(self._ends)
         episodes = await begin(fleet, self._prompts, task, self._sampling, self._n, stop)
-        used = await run_all(*(self._answer(fleet, episode) for episode in episodes))
+        metrics = await run_all(*(self._answer(fleet, episode) for episode in episodes))
         graded = await self._rewards.grade([episode.reward_call() for episode in episodes])
-        parts = zip(episodes, graded.rewards, graded.infos, used, strict=True)
-        found = [episode.trajectory(r, {**info, **use}) for episode, r, info, use in parts]
-        return Group(task.group_id, tuple(found), task.row)
+        parts = zip(episodes, graded.rewards, graded.infos, metrics, strict=True)
+        trajectories = [episode.trajectory(r, {**info, **use}) for episode, r, info, use in parts]
+        return Group(task.group_id, tuple(trajectories), task.row)
 
     async def aclose(self) -> None:
         for tool in self._tools.values():
@@ -107,10 +107,10 @@ class ToolUse:
             episode.truncate()
         elif episode.truncated:
             over = "tokens"
-        found: dict[str, float] = {"calls": calls, "seconds": seconds, "outputs_cut": cut}
-        found |= {f"over_{budget}": budget == over for budget in ("calls", "seconds", "tokens")}
-        found |= {"success": right / calls} if calls else {}
-        return {f"tools/{name}": float(value) for name, value in found.items()}
+        metrics: dict[str, float] = {"calls": calls, "seconds": seconds, "outputs_cut": cut}
+        metrics |= {f"over_{budget}": budget == over for budget in ("calls", "seconds", "tokens")}
+        metrics |= {"success": right / calls} if calls else {}
+        return {f"tools/{name}": float(value) for name, value in metrics.items()}
 
     def _call(self, text: str) -> tuple[str, str | None]:
         """Return the first start marker and the call after it; None for a call without its end."""
@@ -130,8 +130,8 @@ class ToolUse:
 
     def _argument(self, start: str) -> str | None:
         """Return the name of a marked tool's only argument, a text; None if calls are JSON."""
-        known = self._marked[start].parameters["properties"] if start in self._marked else {}
-        return next(iter(known)) if [a.get("type") for a in known.values()] == ["string"] else None
+        props = self._marked[start].parameters["properties"] if start in self._marked else {}
+        return next(iter(props)) if [a.get("type") for a in props.values()] == ["string"] else None
 
     async def _run(self, start: str, body: str) -> tuple[str, bool]:
         """Return a call's output, and whether it succeeded."""
@@ -140,8 +140,8 @@ class ToolUse:
         except SandboxLost:  # not the model's fault: the attempt fails
             raise
         except (Exception, SystemExit) as error:  # of a user's tool
-            known = isinstance(error, toolbox.ToolError)
-            return f"Error: {error if known else user_code.words(error)}", False
+            is_tool_error = isinstance(error, toolbox.ToolError)
+            return f"Error: {error if is_tool_error else user_code.words(error)}", False
 
     def _read(self, start: str, body: str) -> tuple[toolbox.Tool, Mapping[str, Any]]:
         """Return tool and arguments of a call; raise ToolError if they cannot be read."""
@@ -149,13 +149,13 @@ class ToolUse:
         if tool and (name := self._argument(start)):
             return tool, {name: body.strip("\n")}
         try:
-            found = json.loads(body)
-            name, arguments = (tool.name, found) if tool else (found["name"], found["arguments"])
+            value = json.loads(body)
+            name, arguments = (tool.name, value) if tool else (value["name"], value["arguments"])
             return self._tools[name], {**arguments}
         except (ValueError, TypeError, KeyError, RecursionError):
-            known = tool.parameters["properties"] if tool else {}
-            wanted = ", ".join(known) if tool else f"name: {' or '.join(self._tools)}, arguments"
-            raise toolbox.ToolError(f"a call is a JSON object of {wanted}") from None
+            props = tool.parameters["properties"] if tool else {}
+            keys = ", ".join(props) if tool else f"name: {' or '.join(self._tools)}, arguments"
+            raise toolbox.ToolError(f"a call is a JSON object of {keys}") from None
 
     def _observation(self, text: str) -> tuple[PromptTokens, bool]:
         """Return the tokens of an output, none special but an image's, and whether it is whole."""
@@ -188,8 +188,8 @@ class ToolUse:
             if len(ids) > self._max_output:
                 break
             if at % 2:
-                shown, found = images.shown(piece)
-                names += found
+                shown, more = images.shown(piece)
+                names += more
             else:
                 if len(piece) > 128 * self._max_output:
                     raise UserError("the text around an image is too long; give a shorter one")

@@ -94,45 +94,45 @@ def _value(node: ast.expr) -> Fraction:
     """Return the value of an arithmetic node; ValueError for another one, or a large value."""
     match node:
         case ast.Constant(value=value) if type(value) in (int, float):
-            found = Fraction(str(value))
+            result = Fraction(str(value))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            found = -_value(operand)
+            result = -_value(operand)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             base, power = _value(left), _value(right)
             bits = (base.numerator * base.denominator).bit_length()
             if power.denominator != 1 or abs(power) * bits > 2 * _MOST_BITS:
                 raise ValueError("an exponent is not an integer, or too large")
-            found = base ** int(power)
+            result = base ** int(power)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            found = Fraction(_BINARY[type(op)](_value(left), _value(right)))
+            result = Fraction(_BINARY[type(op)](_value(left), _value(right)))
         case _:
             raise ValueError(f"{type(node).__name__} is not arithmetic")
-    if (found.numerator * found.denominator).bit_length() > _MOST_BITS:
+    if (result.numerator * result.denominator).bit_length() > _MOST_BITS:
         raise ValueError("a number has too many digits")
-    return found
+    return result
 
 
 def load(names: Sequence[str], sandbox: SandboxOptions) -> list[Tool]:
     """Return tools by name, made with `sandbox` if they take it; UserError if that fails."""
     if isinstance(names, str) or not names:
         raise UserError(f"{KEY}={names!r} names no tools; give a list such as ['calculator']")
-    found: dict[str, Tool] = {}
+    tools: dict[str, Tool] = {}
     for name in names:
         scheme, _, address = name.partition(":")
         tool = None if scheme == "mcp" else user_code.find(KEY, name, TOOLS)
         try:
-            for made in mcp_tools.tools(address) if tool is None else [_made(tool, sandbox)]:
-                _check(made, found)
-                found[made.name] = made
-                for example in made.parameters.get("examples", [])[:1]:
-                    run_alone(_try(made, example), "trial of a tool", _TRIAL_SECONDS)
+            for instance in mcp_tools.tools(address) if tool is None else [_tool(tool, sandbox)]:
+                _check(instance, tools)
+                tools[instance.name] = instance
+                for example in instance.parameters.get("examples", [])[:1]:
+                    run_alone(_try(instance, example), "trial of a tool", _TRIAL_SECONDS)
         except (Exception, SystemExit) as error:
             why = user_code.where(error, getattr(tool, "run", None))
             raise UserError(f"{KEY}: {name} cannot be used ({why})") from error
-    return list(found.values())
+    return list(tools.values())
 
 
-def _made(tool: Any, sandbox: SandboxOptions) -> Tool:
+def _tool(tool: Any, sandbox: SandboxOptions) -> Tool:
     if not inspect.isclass(tool):
         return tool
     takes = inspect.signature(tool).parameters
@@ -142,8 +142,8 @@ def _made(tool: Any, sandbox: SandboxOptions) -> Tool:
 def _check(tool: Any, others: Mapping[str, Tool]) -> None:
     """Raise UserError if an object is not a tool, or has another's name."""
     for part, kind in (("name", str), ("description", str), ("parameters", Mapping)):
-        if not isinstance(given := getattr(tool, part, None), kind):
-            raise UserError(f"its {part} is {given!r:.60}; give a {kind.__name__}")
+        if not isinstance(value := getattr(tool, part, None), kind):
+            raise UserError(f"its {part} is {value!r:.60}; give a {kind.__name__}")
     if not tool.name.isidentifier() or tool.name in others:
         raise UserError(f"its name {tool.name!r} is invalid or taken; rename it")
     if "properties" not in tool.parameters or not hasattr(tool, "run"):
@@ -164,7 +164,7 @@ async def call(tool: Tool, arguments: Mapping[str, Any]) -> str:
         if name in arguments and not isinstance(arguments[name], kinds):
             raise ToolError(f"{name} must be of type {about['type']}")
     if inspect.iscoroutinefunction(tool.run):
-        found = await tool.run(**arguments)
+        output = await tool.run(**arguments)
     else:
-        found = await asyncio.to_thread(tool.run, **arguments)
-    return data_uri(found) or str(found)
+        output = await asyncio.to_thread(tool.run, **arguments)
+    return data_uri(output) or str(output)

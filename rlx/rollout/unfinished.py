@@ -40,9 +40,9 @@ class Attempt:
     ) -> list[Completion]:
         """Return `n` completions, as `Fleet.generate`."""
         prompt = np.asarray(prompt_tokens, np.int32).tobytes()
-        asked = f"{self.seed} {n} {sampling} ".encode() + prompt
-        self._asked[asked] += 1
-        call = seed_of(asked + b"%d" % self._asked[asked])
+        request = f"{self.seed} {n} {sampling} ".encode() + prompt
+        self._asked[request] += 1
+        call = seed_of(request + b"%d" % self._asked[request])
         if sampling.seed is None:
             sampling = replace(sampling, seed=call)
         for sample in (samples := [PartialSample(index) for index in range(n)]):
@@ -72,8 +72,8 @@ class Unfinished:
 
     def restore(self, kept: Mapping[int, Samples], groups: Container[int], ended: bool) -> None:
         """Keep samples of these groups for the attempts to come; if `ended`, only ended ones."""
-        for group_id, own in kept.items():
-            for key, pieces in own.items():
+        for group_id, samples in kept.items():
+            for key, pieces in samples.items():
                 if group_id in groups and (pieces[-1].stop_reason or not ended):
                     self.kept.setdefault(group_id, {})[key] = pieces
                 else:
@@ -81,15 +81,15 @@ class Unfinished:
 
     def counts(self) -> dict[str, int]:
         """Return the prompts, samples and tokens to continue, and the tokens to make again."""
-        ends = [pieces[-1].end for own in self.kept.values() for pieces in own.values()]
-        kept = {"prompts": len(self.kept), "samples": len(ends), "tokens": sum(ends)}
-        return {**kept, "repeated_tokens": self.repeated}
+        ends = [pieces[-1].end for samples in self.kept.values() for pieces in samples.values()]
+        numbers = {"prompts": len(self.kept), "samples": len(ends), "tokens": sum(ends)}
+        return {**numbers, "repeated_tokens": self.repeated}
 
     def begin(self, group_id: int, fleet: Any, seed: int) -> Attempt:
-        found = self._live[group_id] = Attempt(fleet, seed, self.kept.pop(group_id, {}))
+        attempt = self._live[group_id] = Attempt(fleet, seed, self.kept.pop(group_id, {}))
         if not self._timer:
             self.write()
-        return found
+        return attempt
 
     def end(self, group_id: int, finished: bool = True) -> None:
         """Forget an attempt that has ended."""
@@ -102,7 +102,7 @@ class Unfinished:
 
     def write(self) -> None:
         """Note what came since the last call, and again after a while if attempts are left."""
-        new = [(group_id, *each) for group_id, own in self._live.items() for each in own.new]
+        new = [(group_id, *each) for group_id, live in self._live.items() for each in live.new]
         for attempt in self._live.values():
             attempt.new.clear()
         if new:

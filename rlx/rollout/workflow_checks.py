@@ -27,16 +27,18 @@ class TrajectoryError(RuntimeError):
     """A group that cannot be trained on; the message shows workflow, row and reason."""
 
 
-async def checked(workflow: Workflow, fleet: Generator, task: Task, max_tokens: int = 0) -> Group:
+async def checked_group(
+    workflow: Workflow, fleet: Generator, task: Task, max_tokens: int = 0
+) -> Group:
     """Return a task's group; raise TrajectoryError if it is unfit or above `max_tokens` > 0."""
     # The workflow gets a copy of the row, because checkpoints hold the row as it was read.
     try:
         group = await workflow.run(fleet, replace(task, row=dict(task.row)))
     except SystemExit as error:  # which would end the loop of all attempts
         raise RuntimeError(f"SystemExit: {error}").with_traceback(error.__traceback__) from None
-    if found := _wrong(group, task, max_tokens):
+    if problem := _wrong(group, task, max_tokens):
         name, row = workflows.name(workflow), describe(task.row)
-        raise TrajectoryError(f"workflow {name} gave, for row {row}, {found}")
+        raise TrajectoryError(f"workflow {name} gave, for row {row}, {problem}")
     return replace(group, row=task.row)
 
 
@@ -45,7 +47,7 @@ def dry_run(workflow: Workflow, row: Mapping[str, Any], name: str, token: int) -
 
     async def once() -> None:
         try:
-            await checked(workflow, _OneToken(token), Task(row, 0, 0))
+            await checked_group(workflow, _OneToken(token), Task(row, 0, 0))
         finally:
             await workflows.close(workflow)
 
@@ -82,8 +84,8 @@ def _wrong(group: Any, task: Task, max_tokens: int) -> str:
     for t in group.trajectories:
         if not isinstance(t, Trajectory):
             return f"a {type(t).__name__}, not a Trajectory"
-        if found := _unfit(t, max_tokens):
-            return f"trajectory {t.trajectory_id} with {found}"
+        if problem := _unfit(t, max_tokens):
+            return f"trajectory {t.trajectory_id} with {problem}"
     ids = [t.trajectory_id for t in group.trajectories]
     if len({i.partition(".")[0] for i in ids}) != 1 or len(set(ids)) < len(ids):
         return f'trajectories {ids[:4]}, not of ids "{{group_id}}.{{sample}}" each'
@@ -92,8 +94,8 @@ def _wrong(group: Any, task: Task, max_tokens: int) -> str:
 
 def _unfit(trajectory: Trajectory, max_tokens: int) -> str:
     """Return why a trajectory cannot be trained on; empty if it can."""
-    given = (trajectory.reward, *trajectory.turn_rewards)
-    if wrong := [found for reward in given if (found := reward_pool.problem(reward))]:
+    rewards = (trajectory.reward, *trajectory.turn_rewards)
+    if wrong := [problem for reward in rewards if (problem := reward_pool.problem(reward))]:
         return f"the reward {wrong[0]}"
     for name in (*_ARRAYS, *(each for each in _OPTIONAL if getattr(trajectory, each) is not None)):
         if not isinstance(array := getattr(trajectory, name), np.ndarray) or array.ndim != 1:
@@ -103,8 +105,8 @@ def _unfit(trajectory: Trajectory, max_tokens: int) -> str:
     for name, value in trajectory.info.items():
         if not isinstance(name, str) or not isinstance(value, numbers.Real | np.bool_):
             return f"info[{name!r}] that is not a number: {str(value)[:60]!r}"
-    if found := malformed(trajectory):
-        return f"inconsistent shapes: {found}"
+    if problem := malformed(trajectory):
+        return f"inconsistent shapes: {problem}"
     if not np.isfinite(trajectory.behaviour_logprobs).all():
         return "behaviour_logprobs that are not finite"
     if 0 < max_tokens < (length := len(trajectory.tokens)):

@@ -81,12 +81,12 @@ def render(tokenizer: Any, question: Any, system_prompt: str = "") -> str:
 
 def chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **template: Any) -> str:
     """Return a conversation's text up to the start of the answer, shielded for `encode`."""
-    found = controls(tokenizer)
-    patterns = [found.strict if m.get("role") == "tool" else found.pattern for m in messages]
-    own = [shielded(m, pattern) for m, pattern in zip(messages, patterns, strict=True)]
-    template = shielded(template, found.strict)  # further variables, such as `tools`
+    control = controls(tokenizer)
+    patterns = [control.strict if m.get("role") == "tool" else control.pattern for m in messages]
+    copies = [shielded(m, pattern) for m, pattern in zip(messages, patterns, strict=True)]
+    template = shielded(template, control.strict)  # further variables, such as `tools`
     return tokenizer.apply_chat_template(
-        own, add_generation_prompt=True, tokenize=False, **template
+        copies, add_generation_prompt=True, tokenize=False, **template
     )
 
 
@@ -147,9 +147,9 @@ class Prompts:
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "Prompts":
         """Return prompts that describe `tools` to the model."""
-        found = copy.copy(self)
-        found._variables = {"tools": list(tools)}
-        return found
+        prompts = copy.copy(self)
+        prompts._variables = {"tools": list(tools)}
+        return prompts
 
     def text(self, row: Mapping[str, Any]) -> str:
         return plain(self._render(row))
@@ -228,9 +228,9 @@ class RLVR:
     async def run(self, fleet: Generator, task: Task) -> Group:
         row, group_id = task.row, task.group_id
         text, prompt = self._prompts.text(row), self._prompts.ids(row, f"group {group_id}")
-        drawn = dataclasses.replace(task.sampling or self._sampling, seed=task.seed)
+        sampling = dataclasses.replace(task.sampling or self._sampling, seed=task.seed)
         n = task.n or self._n
-        completions = await fleet.generate(prompt, drawn, n, priority=task.priority)
+        completions = await fleet.generate(prompt, sampling, n, priority=task.priority)
         ids = [completion.tokens.tolist() for completion in completions]
         texts = self._prompts.tokenizer.batch_decode(
             ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -248,14 +248,14 @@ class RLVR:
 
 
 def trajectory(
-    asked: Any, sampled: Completion, reward: float, trajectory_id: str, **further: Any
+    prompt_ids: Any, sampled: Completion, reward: float, trajectory_id: str, **further: Any
 ) -> Trajectory:
-    """Return a single turn, with the prompt `asked`, as `joined` does."""
-    found = joined([(asked, sampled)], reward, trajectory_id, **further)
-    return dataclasses.replace(found, turn_ids=None)
+    """Return a single turn, as `joined_turns` does."""
+    turn = joined_turns([(prompt_ids, sampled)], reward, trajectory_id, **further)
+    return dataclasses.replace(turn, turn_ids=None)
 
 
-def joined(
+def joined_turns(
     turns: Sequence[tuple[Any, Completion]],
     reward: float,
     trajectory_id: str,
@@ -267,16 +267,16 @@ def joined(
     Each has the new tokens that the model read ([P] int, not trained on) and its completion.
     """
     columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
-    for number, (seen, sampled) in enumerate(turns, first):
-        blank, drawn = len(seen), len(sampled.tokens)
-        columns["tokens"] += [seen, sampled.tokens]
-        columns["loss_mask"] += [np.zeros(blank), np.ones(drawn)]
+    for number, (shown, sampled) in enumerate(turns, first):
+        blank, count = len(shown), len(sampled.tokens)
+        columns["tokens"] += [shown, sampled.tokens]
+        columns["loss_mask"] += [np.zeros(blank), np.ones(count)]
         columns["behaviour_logprobs"] += [np.zeros(blank), sampled.logprobs]
         columns["versions"] += [np.full(blank, -1), sampled.versions]
-        columns["turn_ids"] += [np.full(blank + drawn, number)]
+        columns["turn_ids"] += [np.full(blank + count, number)]
     arrays: dict[str, Any] = {k: np.concatenate(v).astype(_COLUMNS[k]) for k, v in columns.items()}
-    parts = [part for seen, sampled in turns for part in (Chunk(0, seen), sampled)]
+    parts = [part for shown, sampled in turns for part in (Chunk(0, shown), sampled)]
     return Trajectory(
         **arrays, **joined_masks(parts), **further, reward=reward, trajectory_id=trajectory_id,
-        images=images_of(*(seen for seen, _ in turns)), stop_reason=turns[-1][1].stop_reason,
+        images=images_of(*(shown for shown, _ in turns)), stop_reason=turns[-1][1].stop_reason,
     )  # fmt: skip

@@ -40,8 +40,8 @@ def apply_allocation(
         return config
     config = config.copy_and_resolve_references()
     if text == AUTO:
-        begun = read_json(workdir / "config.json") if workdir else {}
-        text = begun.get("allocation_mode", "") if begun else _choose(config, trains, workdir)
+        record = read_json(workdir / "config.json") if workdir else {}
+        text = record.get("allocation_mode", "") if record else _choose(config, trains, workdir)
         config.allocation_mode = text
         return apply_allocation(config, trains)
     parsed, usual = allocation.parse(text), default()
@@ -90,12 +90,12 @@ def share(config: ConfigDict, gpus: Sequence[str], processes: int = 0) -> GpuSha
     if not config.allocation_mode or not gpus:
         return None
     parsed = allocation.parse(config.allocation_mode)
-    own = sum(part.gpus for part in parsed.parts if part.trains)
-    wanted = own if config.trainer == "torch" else 1
+    trainer_gpus = sum(part.gpus for part in parsed.parts if part.trains)
+    count = trainer_gpus if config.trainer == "torch" else 1
     refuse((
-        (processes not in (0, wanted),  # of the trainer, which all see its GPUs; 0: unknown
-         f"allocation_mode={config.allocation_mode} needs a trainer of {wanted} process"
-         f"{'es' * (wanted != 1)}, and this one has {processes}; set train.mesh and "
+        (processes not in (0, count),  # of the trainer, which all see its GPUs; 0: unknown
+         f"allocation_mode={config.allocation_mode} needs a trainer of {count} process"
+         f"{'es' * (count != 1)}, and this one has {processes}; set train.mesh and "
          "fleet.addresses instead"),
         (config.teacher.path and (config.teacher.engine or config.fleet.engine) == "vllm",
          f"allocation_mode={config.allocation_mode} has no GPU for the teacher's servers; start "
@@ -109,8 +109,8 @@ def share(config: ConfigDict, gpus: Sequence[str], processes: int = 0) -> GpuSha
 
 def gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Return the names of the GPUs that this process may use."""
-    if (given := environment.get(VISIBLE)) is not None:
-        return tuple(name for name in given.replace(" ", "").split(",") if name not in ("", "-1"))
+    if (text := environment.get(VISIBLE)) is not None:
+        return tuple(name for name in text.replace(" ", "").split(",") if name not in ("", "-1"))
     return tuple(map(str, range(machine.nvidia_gpus())))
 
 

@@ -47,38 +47,38 @@ class Precision(NamedTuple):
     def speed(self, metrics: Mapping[str, Any], seconds: float) -> dict[str, float]:
         """Return the metrics of an update that took `seconds`, by its tokens and FLOPs."""
         rate = metrics["n_tokens"] / seconds / self.devices
-        known = {"mfu": metrics["model_flops"] / seconds / self.peak} if self.peak else {}
-        return {"update_seconds": seconds, "tokens_per_second_per_device": rate, **known}
+        mfu = {"mfu": metrics["model_flops"] / seconds / self.peak} if self.peak else {}
+        return {"update_seconds": seconds, "tokens_per_second_per_device": rate, **mfu}
 
 
 def decide_dtypes(
-    config: ConfigDict, model: ModelConfig, devices: Devices, begun: str = "", processes: int = 1
+    config: ConfigDict, model: ModelConfig, devices: Devices, before: str = "", processes: int = 1
 ) -> Precision:
     """Return the dtypes that `auto` means; on a CPU measure products for up to half a second."""
-    wanted = config.model.compute_dtype  # `begun` is the dtype with which the run began, or ""
-    known, native = wanted.replace(AUTO, begun.replace(AUTO, "")), devices.has_bfloat16
+    setting = config.model.compute_dtype  # `before` is the dtype with which the run began, or ""
+    fixed, native = setting.replace(AUTO, before.replace(AUTO, "")), devices.has_bfloat16
     width, inner = model.model_dim, model.expert_dim or model.mlp_dim
     fewer = max(16, int(_FLOPS / (2 * width * inner)))
     shape = min(config.train.max_tokens_per_microbatch or fewer, fewer), width, inner
     work = {"float32": 0.0, "bfloat16": 0.0}  # seconds of processor time in all threads
-    taken: dict[str, list[float]] = {dtype: [] for dtype in work}
+    times: dict[str, list[float]] = {dtype: [] for dtype in work}
     if devices.platform == "cpu":
         product, tried = trainers.library(config).product, [*work][: 1 + native]
-        runs = [(dtype, product(shape, dtype)) for dtype in ([known] if known else tried)]
+        runs = [(dtype, product(shape, dtype)) for dtype in ([fixed] if fixed else tried)]
         end = time.monotonic() + _SECONDS
         for n, (dtype, run) in enumerate(runs * _REPEATS):  # in turns; the first ones compile
             if n < 3 * len(runs) or time.monotonic() < end:
-                taken[dtype].append(_timed(run))
-        work |= {dtype: statistics.median(found) for dtype, found in taken.items() if found}
-    dtype = known or choose_dtype(native, **work)
+                times[dtype].append(_timed(run))
+        work |= {dtype: statistics.median(samples) for dtype, samples in times.items() if samples}
+    dtype = fixed or choose_dtype(native, **work)
     peak = devices.count * peak_flops(devices.kind, dtype)  # devices of all `processes`
     if work[dtype]:  # not by the clock: servers start meanwhile
         peak = processes * len(os.sched_getaffinity(0)) * 2 * math.prod(shape) / work[dtype]
-    why = "as the run began" if known else f"bfloat16 is {'' if native else 'not '}native here"
+    why = "as the run began" if fixed else f"bfloat16 is {'' if native else 'not '}native here"
     if all(work.values()):
         gain = work["float32"] / work["bfloat16"]
         why = f"products in bfloat16 are {gain:.1f} times as fast as in float32"
-    message = f"model.compute_dtype=auto is {dtype}: {why}" * (wanted == AUTO)
+    message = f"model.compute_dtype=auto is {dtype}: {why}" * (setting == AUTO)
     keys = "compute_dtype", "publish_dtype"
     dtypes = {key: config.model[key].replace(AUTO, dtype) for key in keys}
     return Precision(dtypes, message, devices.count, peak)
@@ -86,10 +86,10 @@ def decide_dtypes(
 
 def _timed(run: Callable[[], Any]) -> float:
     """Return a call's seconds of processor time, which other processes lengthen less."""
-    begun = time.process_time()
+    start = time.process_time()
     for _ in range(_BLOCK):  # the kernel counts other threads' time in ticks of some milliseconds
         run()
-    return (time.process_time() - begun) / _BLOCK
+    return (time.process_time() - start) / _BLOCK
 
 
 def choose_dtype(native: bool, float32: float, bfloat16: float) -> str:
@@ -106,23 +106,23 @@ class Fit(NamedTuple):
 
 def decide_microbatches(
     config: ConfigDict, sizes: RunSizes, devices: Devices, planned: Planned,
-    begun: Mapping[str, Any] | None = None,
+    before: Mapping[str, Any] | None = None,
 ) -> Fit:  # fmt: skip
     """Return the values that the config leaves open, for the devices of all processes.
 
-    `sizes` have the values of a CPU for these. A run with a checkpoint keeps what it has `begun`.
+    `sizes` have the values of a CPU for these. A run with a checkpoint keeps those of `before`.
     """
-    given = {REMAT: config.model.remat, TOKENS: config.train.max_tokens_per_microbatch}
-    left = {key: value for key, value in given.items() if value in (AUTO, 0)}
+    values = {REMAT: config.model.remat, TOKENS: config.train.max_tokens_per_microbatch}
+    left = {key: value for key, value in values.items() if value in (AUTO, 0)}
     train, why = sizes.train, "as on a CPU"
-    found: tuple[str, int] = train.remat, train.token_budget
-    if begun:
-        found, why = (begun[REMAT], begun[TOKENS]), "as the run began"
+    choice: tuple[str, int] = train.remat, train.token_budget
+    if before:
+        choice, why = (before[REMAT], before[TOKENS]), "as the run began"
     elif left and devices.platform == "gpu" and devices.memory:
         room = SHARE * devices.memory
-        whole = whole_minibatch(sizes, mesh_axes(train.mesh, devices.count))
+        minibatch = whole_minibatch(sizes, mesh_axes(train.mesh, devices.count))
         larger = [train.token_budget]
-        while TOKENS in left and larger[-1] < whole and 2 * larger[-1] <= LARGEST:
+        while TOKENS in left and larger[-1] < minibatch and 2 * larger[-1] <= LARGEST:
             larger.append(2 * larger[-1])
 
         @cache
@@ -130,12 +130,12 @@ def decide_microbatches(
             return planned(replace(sizes, train=replace(train, remat=kind, token_budget=tokens)))
 
         kinds = KINDS[config.trainer] if REMAT in left else (train.remat,)
-        found = choose(kinds, larger, lambda *one: needed(*one) <= room)
-        need = needed(*found)
+        choice = choose(kinds, larger, lambda *one: needed(*one) <= room)
+        need = needed(*choice)
         why = f"a step needs {size(int(need))} of {size(int(room))}" + "; none fits" * (need > room)
-    chosen = dict(zip(given, found, strict=True))
-    named = " and ".join(f"{key}={value} is {chosen[key]}" for key, value in left.items())
-    return Fit({key: chosen[key] for key in left}, f"{named}: {why}" if left else "")
+    chosen = dict(zip(values, choice, strict=True))
+    text = " and ".join(f"{key}={value} is {chosen[key]}" for key, value in left.items())
+    return Fit({key: chosen[key] for key in left}, f"{text}: {why}" if left else "")
 
 
 def choose(

@@ -25,7 +25,7 @@ class _Stored(NamedTuple):
     read: Callable[[], np.ndarray]
 
 
-def _stored(path: Path, rows: tuple[parameters.Row, ...]) -> dict[str, _Stored]:
+def _stored_tensors(path: Path, rows: tuple[parameters.Row, ...]) -> dict[str, _Stored]:
     return _of_jax(path, rows) if (path / "state").is_dir() else _of_torch(path)
 
 
@@ -42,49 +42,49 @@ def _of_jax(path: Path, rows: tuple[parameters.Row, ...]) -> dict[str, _Stored]:
         if leaf not in leaves:
             continue
         place = {"driver": "ocdbt", "base": base, "path": f"{leaf}/"}
-        found = tensorstore.open({"driver": "zarr", "kvstore": place}, read=True).result()
+        array = tensorstore.open({"driver": "zarr", "kvstore": place}, read=True).result()
         for at, name in zip(row.places, row.names, strict=True):
-            part = found[at] if at else found
+            part = array[at] if at else array
             parts.setdefault(name, []).append(part.T if row.transposed else part)
     # An HF tensor may concatenate several of ours.
-    whole = {k: tensorstore.concat(x, axis=0) if x[1:] else x[0] for k, x in parts.items()}
+    tensors = {k: tensorstore.concat(x, axis=0) if x[1:] else x[0] for k, x in parts.items()}
 
     def read(name: str) -> np.ndarray:
-        return np.asarray(whole[name].read().result(), order="C")
+        return np.asarray(tensors[name].read().result(), order="C")
 
-    return {k: _Stored(tuple(x.shape), partial(read, k)) for k, x in whole.items()}
+    return {k: _Stored(tuple(x.shape), partial(read, k)) for k, x in tensors.items()}
 
 
 def _of_torch(path: Path) -> dict[str, _Stored]:
     from rlx_torch.torch_checkpoint import TorchCheckpoint
 
-    found, stored = TorchCheckpoint(path), {}
-    for key in filter(lambda key: key.startswith(_OF_TORCH), found):
+    checkpoint, stored = TorchCheckpoint(path), {}
+    for key in filter(lambda key: key.startswith(_OF_TORCH), checkpoint):
         name = key.removeprefix(_OF_TORCH)
         if ".default." in name:  # an adapter, as PEFT names it
             name = PREFIX + name.replace(".default", "")
-        stored[name] = _Stored(found.shape(key), partial(found.__getitem__, key))
+        stored[name] = _Stored(checkpoint.shape(key), partial(checkpoint.__getitem__, key))
     return stored
 
 
 def policy_of(path: Path, model: ModelConfig, dtype: str = "") -> Buckets:
     """Return a checkpoint's policy by HF names, in `dtype` or its own; UserError if unfit."""
     rows = parameters.table(model)
-    found, shapes = _stored(path, rows), dict[str, tuple[int, ...]]()
+    tensors, shapes = _stored_tensors(path, rows), dict[str, tuple[int, ...]]()
     for row in rows:
         for name in row.names:
-            shapes[name] = found[name].shape if name in found else ()
+            shapes[name] = tensors[name].shape if name in tensors else ()
             if shapes[name] != row.hf_shape:
                 raise UserError(
                     f"checkpoint {path} has {name} as {list(shapes[name]) or 'nothing'}, the model "
                     f"wants {list(row.hf_shape)}; give the checkpoint's model"
                 )
-    kind = np.dtype(dtype or found[next(iter(shapes))].read().dtype)
+    kind = np.dtype(dtype or tensors[next(iter(shapes))].read().dtype)
     specs = {name: np.broadcast_to(np.zeros((), kind), shape) for name, shape in shapes.items()}
-    return Buckets(specs, ({name: found[name].read().astype(kind)} for name in shapes))
+    return Buckets(specs, ({name: tensors[name].read().astype(kind)} for name in shapes))
 
 
 def adapters_of(path: Path, model: ModelConfig, lora: LoraConfig) -> dict[str, np.ndarray]:
     """Return a checkpoint's adapters under PEFT names."""
-    found = _stored(path, lora_config.table(model, lora))
-    return {name: each.read() for name, each in found.items() if name.startswith(PREFIX)}
+    tensors = _stored_tensors(path, lora_config.table(model, lora))
+    return {name: tensor.read() for name, tensor in tensors.items() if name.startswith(PREFIX)}

@@ -61,17 +61,17 @@ def set_up(environment: MutableMapping[str, str]) -> None:
     places += [f"{place}/nvidia/cu13/bin" for place in sys.path]
     ptxas = shutil.which("ptxas", path=os.pathsep.join(places))  # without it XLA ends the process
     if not ptxas or not any(map(find_spec, xla_flags.PLUGINS)):
-        own = version("jaxlib")
+        pin = version("jaxlib")
         raise UserError(
             "--compile-for needs JAX's CUDA plugin and ptxas, which are not installed; run: pip "
-            f"install --no-deps jax-cuda13-plugin=={own} jax-cuda13-pjrt=={own} nvidia-cuda-nvcc "
+            f"install --no-deps jax-cuda13-plugin=={pin} jax-cuda13-pjrt=={pin} nvidia-cuda-nvcc "
             "nvidia-nvvm"
         )
     environment["JAX_PLATFORMS"] = "cpu"
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's warnings of each rematerialisation
-    given = environment.get("XLA_FLAGS", "")
-    flags = (flag for flag in (*xla_flags.FLAGS, *FLAGS) if flag.partition("=")[0] not in given)
-    environment["XLA_FLAGS"] = " ".join([given, *flags]).strip()
+    value = environment.get("XLA_FLAGS", "")
+    flags = (flag for flag in (*xla_flags.FLAGS, *FLAGS) if flag.partition("=")[0] not in value)
+    environment["XLA_FLAGS"] = " ".join([value, *flags]).strip()
 
 
 def findings(config: ConfigDict, text: str) -> Iterator[Finding]:  # text: see gpu_cards.parse
@@ -86,9 +86,9 @@ def findings(config: ConfigDict, text: str) -> Iterator[Finding]:  # text: see g
         if choice:
             yield Finding("compiled", "choice", "ok", choice)
         trainer, programs = jax_trainer.programs(run.sizes, devices)
-        held = ", ".join(f"{name} {size(part)}" for name, part in trainer.bytes_held().items())
+        parts = ", ".join(f"{name} {size(part)}" for name, part in trainer.bytes_held().items())
         mesh = run.sizes.train.mesh or f"fsdp:{len(devices)}"
-        what = f"{len(devices)} × {run.card.kind}, {mesh}; {held} on each"
+        what = f"{len(devices)} × {run.card.kind}, {mesh}; {parts} on each"
         yield Finding("compiled", "GPUs", "ok", what)
         for name, program, beside in programs:
             row, reading = _compile(name, program, run, TRAINER_FULL, {"rest of the state": beside})
@@ -140,9 +140,9 @@ def scan(config: ConfigDict, text: str) -> Iterator[Finding]:
     run = _Target.of(config, text)
     best: tuple[float, str] = 0.0, ""
     with device_programs.gpus(run.card.target(), run.hosts, run.each) as devices:
-        for mesh, kept in product(_meshes(run), auto_values.KINDS["jax"]):
-            options = replace(run.sizes.train, mesh=mesh, remat=kept)
-            name = f"{mesh} {kept}"
+        for mesh, remat in product(_meshes(run), auto_values.KINDS["jax"]):
+            options = replace(run.sizes.train, mesh=mesh, remat=remat)
+            name = f"{mesh} {remat}"
             try:
                 trainer, programs = jax_trainer.programs(replace(run.sizes, train=options), devices)
                 _, program, beside = next(programs)
@@ -150,7 +150,7 @@ def scan(config: ConfigDict, text: str) -> Iterator[Finding]:
             except (RuntimeError, UserError) as error:  # JAX's errors of XLA are RuntimeErrors
                 yield Finding("scan", name, "warning", str(error).partition("\n")[0][:200])
                 continue
-            planned = device_programs.planned(compiled.memory_analysis()) + beside
+            planned = device_programs.planned_bytes(compiled.memory_analysis()) + beside
             reading = gpu_program.read(compiled.as_text(), run.each)
             slow, fast = (reading.seconds(run.card, reach) for reach in (SLOW, FAST))
             tokens = trainer.tokens_a_device(run.sizes.row_length)
@@ -160,7 +160,7 @@ def scan(config: ConfigDict, text: str) -> Iterator[Finding]:
                 f"and GPU; waits {reading.waiting(run.card):.2g} s of {slow:.3g}"
             )
             yield Finding("scan", name, "ok" if fits else "absent", what)
-            best = max(best, (tokens / slow * fits, f"train.mesh={mesh} model.remat={kept}"))
+            best = max(best, (tokens / slow * fits, f"train.mesh={mesh} model.remat={remat}"))
     yield Finding("scan", "best", "ok" if best[0] else "problem", best[1] or "none fits")
 
 
@@ -201,8 +201,8 @@ class _Target:
         model = directory.load_config(path).within(RunOptions.of(config).context)
         for key in ("compute_dtype", "publish_dtype"):
             config.model[key] = config.model[key].replace(AUTO, "bfloat16")
-        own = DEFAULT_SHARE if shares_gpus(config) else OWN_MEMORY
-        share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", own))
+        default = DEFAULT_SHARE if shares_gpus(config) else OWN_MEMORY
+        share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", default))
         return cls(config, model, sizes_of(config, model), card, hosts, each, share)
 
     def fitted(self, planned: auto_values.Planned) -> tuple["_Target", str]:
@@ -215,21 +215,21 @@ class _Target:
 
 
 def _compile(
-    name: str, program: Any, run: _Target, remedy: str, other: Mapping[str, int],
+    name: str, program: Any, run: _Target, remedy: str, extra: Mapping[str, int],
     trips: Iterable[int] = (),
 ) -> tuple[Finding, Reading]:  # fmt: skip
-    """Return a program's row of memory, with `other` bytes next to it, and what it does."""
+    """Return a program's row of memory, with `extra` bytes next to it, and what it does."""
     from rlx.train import device_programs
 
-    began, memory = time.monotonic(), run.card.memory
+    start, memory = time.monotonic(), run.card.memory
     compiled = program.compile()
     plan = compiled.memory_analysis()
-    total = device_programs.planned(plan) + sum(other.values())
+    total = device_programs.planned_bytes(plan) + sum(extra.values())
     what = (
         f"{size(total)} of {size(memory)} planned: arguments "
         f"{size(plan.argument_size_in_bytes)}, temporaries {size(plan.temp_size_in_bytes)}"
-        f"{''.join(f', {what} {size(count)}' for what, count in other.items() if count)}; "
-        f"compiled in {time.monotonic() - began:.0f} s"
+        f"{''.join(f', {what} {size(count)}' for what, count in extra.items() if count)}; "
+        f"compiled in {time.monotonic() - start:.0f} s"
     )
     more = f"JAX takes {run.share:.0%} of a GPU; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
     level, remedy = ("problem", remedy) if total > LARGEST_SHARE * memory else ("warning", more)
@@ -274,7 +274,7 @@ def _speed_row(name: str, reading: Reading, run: _Target, trained: float) -> Fin
     return Finding("compiled", f"{name} time", "ok", what + (f"; {calls}" if calls else ""))
 
 
-def _hidden(collectives: list[Collective], card: Card) -> float:
+def _hidden_share(collectives: list[Collective], card: Card) -> float:
     """Return the share of the bytes that travel while products run."""
     total = sum(c.bytes for c in collectives)
     return sum(c.hidden(card) for c in collectives) / total if total else 0.0
@@ -286,7 +286,7 @@ def _collective_rows(name: str, reading: Reading, card: Card) -> Iterator[Findin
     if total < 1e6:
         return
     gathers = [c for c in reading.collectives if c.kind == "all-gather"]
-    hidden, gathered = (_hidden(some, card) for some in (reading.collectives, gathers))
+    hidden, gathered = (_hidden_share(some, card) for some in (reading.collectives, gathers))
     waited = [
         f"{size(int(c.bytes))} by {c.times} × {c.kind} of {c.shape} "
         f"({c.place}, {'between hosts' if c.cards else 'within a host'})"
@@ -296,8 +296,8 @@ def _collective_rows(name: str, reading: Reading, card: Card) -> Iterator[Findin
     kinds = Counter[str]()
     for one in reading.collectives:
         kinds[one.kind] += int(one.bytes)
-    each = ", ".join(f"{kind} {size(part)}" for kind, part in kinds.items())
-    what = f"{size(int(total))} a GPU ({each}), {hidden:.0%} of it hidden by products"
+    parts = ", ".join(f"{kind} {size(part)}" for kind, part in kinds.items())
+    what = f"{size(int(total))} a GPU ({parts}), {hidden:.0%} of it hidden by products"
     what += f", of what is gathered {gathered:.0%}" if gathers else ""
     if waited:
         what += "; waits for " + ", ".join(waited[:SHOWN])

@@ -36,10 +36,10 @@ def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterat
     bad, model = {row.name for row in problems(rows)}, vars(inputs).get("model_config")
     if model and "values" not in bad:
         config = config.copy_and_resolve_references()
-        judged = partial(decide_dtypes, config, model, devices)
-        row, precision = attempt("config", "dtype", judged, attrgetter("message"))
+        decide = partial(decide_dtypes, config, model, devices)
+        row, precision = attempt("config", "dtype", decide, attrgetter("message"))
         config.model.update(precision.dtypes if precision else {})
-        if row.found:
+        if row.result:
             yield row
     sizes = sizes_of(config, model) if model and not bad & {"values", "algorithm"} else None
     if sizes and model:
@@ -68,16 +68,16 @@ def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterat
 @contextmanager
 def record_check(rows: list[Finding], area: str, name: str) -> Iterator[Callable[..., None]]:
     """Add the row of a check, unless it needs an input that an earlier check did not find."""
-    made: list[Finding] = []
+    findings: list[Finding] = []
     try:
-        yield lambda *texts: made.append(advised(area, name, *texts)) if texts[0] else None
+        yield lambda *texts: findings.append(advised(area, name, *texts)) if texts[0] else None
     except Missing:
         return
     except Exception as error:
         row = problem(area, name, error)
-        if row.found not in {row.found for row in rows}:
+        if row.result not in {row.result for row in rows}:
             rows.append(row)
-    rows += made
+    rows += findings
 
 
 def _mesh(config: ConfigDict, model: ModelConfig, devices: machine.Devices) -> str:
@@ -86,12 +86,12 @@ def _mesh(config: ConfigDict, model: ModelConfig, devices: machine.Devices) -> s
     axes = mesh_axes(text, count)
     hosts = max(math.prod(axes.values()) // count, 1)  # this is one of them
     check_devices(text, hosts * count)
-    named = ", ".join(f"{name}:{size}" for name, size in axes.items() if size > 1) or "one device"
+    layout = ", ".join(f"{name}:{size}" for name, size in axes.items() if size > 1) or "one device"
     more = f" on {hosts} hosts like this one" if hosts > 1 else ""
     parts = math.prod(axes[name] for name in WEIGHTS)
-    whole = f"whole: {parts} does not divide the width {model.model_dim}"
-    weights = whole if model.model_dim % parts else f"cut in {parts * axes['tensor']}"
-    return f"{named}{more}; rows cut in {num_row_shards(axes)}, parameters {weights}"
+    note = f"whole: {parts} does not divide the width {model.model_dim}"
+    weights = note if model.model_dim % parts else f"cut in {parts * axes['tensor']}"
+    return f"{layout}{more}; rows cut in {num_row_shards(axes)}, parameters {weights}"
 
 
 def judge_attention(compute_dtype: str) -> Finding:
@@ -150,13 +150,13 @@ def judge_staleness(config: ConfigDict, group: int) -> Finding:
 def check_capacity(sizes: RunSizes, workdir: Path, devices: machine.Devices) -> Iterator[Finding]:
     """Yield the rows of a train step's memory, of published weights, and of checkpoints."""
     pieces = memory.trainer(sizes, devices)
-    needed, there = sum(pieces.values()), devices.memory  # 0: unknown
+    needed, room = sum(pieces.values()), devices.memory  # 0: unknown
     if devices.platform == "cpu":
-        there = available_memory.memory().free
-    what = memory.estimate(pieces, sizes.train.mesh) + f"; {size(there)} free" * bool(there)
-    tight = there and needed > _TIGHT * there
+        room = available_memory.memory().free
+    what = memory.estimate(pieces, sizes.train.mesh) + f"; {size(room)} free" * bool(room)
+    tight = room and needed > _TIGHT * room
     least = needed * (_LEAST if devices.platform == "gpu" else 1.0)
-    level = ("problem" if least > there else "warning") if tight else "ok"
+    level = ("problem" if least > room else "warning") if tight else "ok"
     yield Finding("memory", "trainer", level, what, memory.remedy(sizes, devices) if tight else "")
     if sizes.has_fleet:
         yield machine.check_publish_dir(sizes.publish_dir, memory.in_publish_dir(sizes))

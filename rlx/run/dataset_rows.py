@@ -28,7 +28,7 @@ def rows(
     """Return the sources of training rows, held-out rows, and `eval.sets`; UserError if unfit."""
     keys, kind, n = config.data, config.data.kind, config.eval.num_questions
     names = ANSWERS.get(algorithm.data, ())
-    named = [] if options.online else data.named_sources(keys)
+    sources = [] if options.online else data.named_sources(keys)
     texts = {keys[name]: f"data.{name}" for name in names}
     pictures = RowImages(images, keys.image_key, keys.image_hosts)
 
@@ -43,16 +43,16 @@ def rows(
 
     def solved(rows: list[dict]) -> Source:
         right, wrong = _SOLUTIONS[kind]
-        made = {keys[name]: wrong if name == "rejected_key" else right for name in names}
-        return Source(kind, [row | {key: of(row) for key, of in made.items()} for row in rows])
+        solutions = {keys[name]: wrong if name == "rejected_key" else right for name in names}
+        return Source(kind, [row | {key: of(row) for key, of in solutions.items()} for row in rows])
 
-    if not named and kind in data.GENERATED:
-        train = [solved(data.generated(kind, config.seed, "train", TRAIN_PROBLEMS, pictures))]
-        held_out = solved(data.generated(kind, 0, "held_out", n, pictures) if n else [])
+    if not sources and kind in data.GENERATED:
+        train = [solved(data.generated_rows(kind, config.seed, "train", TRAIN_PROBLEMS, pictures))]
+        held_out = solved(data.generated_rows(kind, 0, "held_out", n, pictures) if n else [])
     else:
-        train = [Source(name, load(name, not names, "train"), weight) for name, weight in named]
-        own = keys.dataset if keys.dataset and data.takes_split(keys.dataset) else keys.eval
-        held_out = Source(own, load(own, options.served, "test", n) if own and n else [])
+        train = [Source(name, load(name, not names, "train"), weight) for name, weight in sources]
+        origin = keys.dataset if keys.dataset and data.takes_split(keys.dataset) else keys.eval
+        held_out = Source(origin, load(origin, options.served, "test", n) if origin and n else [])
     sets = [Source(name, load(place, True, "test", n)) for name, place in config.eval.sets if n]
     graded = [held_out, *sets] if options.served else []
     if options.online:  # one row, for the gate
@@ -76,14 +76,14 @@ def fitting(
     rows: list[dict], name: str, check: Callable[[dict, str], None], overlong: str
 ) -> list[dict]:
     """Return the rows that pass `check`, which takes a row and its name; UserError for others."""
-    found: list[dict] = []
+    valid: list[dict] = []
     for index, row in enumerate(rows):
         try:
             check(row, f"row {index + 1} of {name}")
-            found.append(row)
+            valid.append(row)
         except Overlong as error:
             if overlong != "skip":  # which leaves them out, if any row is left
                 raise
-            if index + 1 == len(rows) and not found:
+            if index + 1 == len(rows) and not valid:
                 raise UserError(f"data.overlong=skip leaves no row of {name}: {error}") from None
-    return found
+    return valid

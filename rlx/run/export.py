@@ -48,38 +48,38 @@ class Export:
         """Give `send` the policy of `state`, in the form that the fleet loads; see `hand_over`."""
         if not self._lora or self._publish != "adapter":
             return hand_over(self._update.weights(state), send)
-        own = self._lora.scale, self._dtype, self.base
+        fields = self._lora.scale, self._dtype, self.base
         adapters = self._update.weights(state, adapters=True)
-        return hand_over(adapters, lambda tensors: send(Adapter(tensors, *own)))
+        return hand_over(adapters, lambda tensors: send(Adapter(tensors, *fields)))
 
     def save(
         self, workdir: Path, state: State, submit: Callable[..., Future], saved: Future[Any]
     ) -> Sequence[Future]:
         """Begin to write `workdir`/hf, merged, and for LoRA `workdir`/adapter in PEFT's format."""
         # They replace earlier directories once their checkpoint, `saved`, is complete.
-        written = [self.write(workdir / "hf", state, submit, saved.result)]
+        futures = [self.write(workdir / "hf", state, submit, saved.result)]
         if self._lora:
             place, base = workdir / "adapter", str(self._model_dir)
             write = partial(submit, peft.write, place, self._lora, base=base)
             adapters = self._update.weights(state, adapters=True)
-            written.append(hand_over(adapters, write, saved.result))
-        return written
+            futures.append(hand_over(adapters, write, saved.result))
+        return futures
 
     def write(
         self, path: Path, state: State, submit: Callable[..., Future],
         last: Callable[[], Any] = lambda: None,
     ) -> Future[list[int]]:  # fmt: skip
         """Begin to write the merged HF directory `path`; the future has its sums."""
-        model, written = self._update.model, self._written
+        model, tokenizer = self._update.model, self._written
         return hand_over(
             self._update.weights(state),
-            lambda tensors: submit(write_directory, path, model, tensors, *written),
+            lambda tensors: submit(write_directory, path, model, tensors, *tokenizer),
             last,
         )
 
 
 def hand_over(
-    made: Buckets, send: Callable[[Buckets], Future], last: Callable[[], Any] = lambda: None
+    buckets: Buckets, send: Callable[[Buckets], Future], last: Callable[[], Any] = lambda: None
 ) -> Future:
     """Give `send` buckets that are made in this thread and read in another; return its future.
 
@@ -96,24 +96,24 @@ def hand_over(
             room.release()
         last()
 
-    sent = send(Buckets(made.tensors, taken()))
+    future = send(Buckets(buckets.tensors, taken()))
     try:
-        for bucket in made:
+        for bucket in buckets:
             queue.put(bucket)
             del bucket
             while not room.acquire(timeout=POLL_SECONDS):
-                if sent.done():
-                    return sent
+                if future.done():
+                    return future
     finally:
         queue.put(None)  # the reader notices missing buckets
-    return sent
+    return future
 
 
 def prune(directory: Path, keep: int) -> None:
     """Delete all exports (see `Position.name`) except the newest `keep`; 0: delete none."""
     steps = {
-        int(named[1]): path for path in directory.iterdir()
-        if (named := re.fullmatch(r"epoch\d+epochstep\d+globalstep(\d+)", path.name))
+        int(match[1]): path for path in directory.iterdir()
+        if (match := re.fullmatch(r"epoch\d+epochstep\d+globalstep(\d+)", path.name))
     }  # fmt: skip
     for step in sorted(steps)[:-keep] if keep else ():
         shutil.rmtree(steps[step])
@@ -121,10 +121,10 @@ def prune(directory: Path, keep: int) -> None:
 
 def require_base(host: Mapping[str, Any], base: bytes, directory: Path) -> None:
     """Raise UserError unless a checkpoint's adapters belong to the base with this digest."""
-    wanted = host.get("lora_base", "")  # both digests are empty without LoRA
-    if wanted != base.hex():
+    digest = host.get("lora_base", "")  # both digests are empty without LoRA
+    if digest != base.hex():
         raise UserError(
-            f"the checkpoint's adapters belong to base {wanted[:12] or 'none'} and {directory} is "
+            f"the checkpoint's adapters belong to base {digest[:12] or 'none'} and {directory} is "
             f"{base.hex()[:12]}; give their base model"
         )
 
@@ -141,11 +141,11 @@ def checkpoint_to_hf(
     host = checkpoint.read_host(path)
     run = host.get("config", {})
     lora = lora_of(run["lora"]) if "lora" in run else None
-    described, begun = run.get("model", {}), path.absolute().parents[1] / INITIAL
-    directory: Path | None = begun  # of the run's random first weights
-    if not lora or model or not described.get("random_init") or not begun.is_dir():
-        named = model or described.get("path", "")
-        directory = directories.resolve(named, "--model") if named else None
+    section, initial = run.get("model", {}), path.absolute().parents[1] / INITIAL
+    directory: Path | None = initial  # of the run's random first weights
+    if not lora or model or not section.get("random_init") or not initial.is_dir():
+        name = model or section.get("path", "")
+        directory = directories.resolve(name, "--model") if name else None
     if "model" in host:
         config = ModelConfig.from_hf(host["model"])
     elif directory:

@@ -21,7 +21,7 @@ from ml_collections import ConfigDict, config_flags
 
 from rlx.base import UserError, nearest
 from rlx.cli.command import Parser, say
-from rlx.cli.key_names import embedded, meant, unknown_key
+from rlx.cli.key_names import configs_home, nearest_key, unknown_key
 from rlx.config import OPTIONS, check_tuple, leaves, with_environment
 from rlx.launch import allocation
 from rlx.train.train_options import AUTO
@@ -44,16 +44,16 @@ def parse(
     """
     # Other commands write --dry-run; both are right.
     argv = [re.sub("^--(?!config)[^=]+", lambda m: f"--{m[0][2:].replace('-', '_')}", argument)
-            for argument in _joined(argv)]  # fmt: skip
+            for argument in _joined_flags(argv)]  # fmt: skip
     overrides = [a for a in argv if a.startswith("--config.")]
     plain = [a for a in argv[1:] if a not in overrides]
     values, rest = _parser(argv[0], switches, strings).parse_known_args(plain)
-    if asked := config_needed or values.config or overrides:
+    if has_config := config_needed or values.config or overrides:
         _check_file(values.config, plain)
     _check_flags(plain, ("config", *strings, *switches))
-    config = overridden(_load(values.config), overrides) if asked else None
+    config = with_overrides(_load(values.config), overrides) if has_config else None
     if rest:
-        key = meant(rest[0].partition("=")[0].lstrip("+"), OPTIONS) if "=" in rest[0] else ""
+        key = nearest_key(rest[0].partition("=")[0].lstrip("+"), OPTIONS) if "=" in rest[0] else ""
         hint = f"did you mean --config.{key}=…?" if key else "flags start with --, see --help"
         raise UserError(f"unexpected argument {rest[0]!r}; {hint}")
     return config, values
@@ -84,9 +84,9 @@ def _boolean(text: str) -> bool:
     return text.lower() == "true"
 
 
-def _load(given: str) -> ConfigDict:
+def _load(text: str) -> ConfigDict:
     """Return what get_config of FILE[:ARG] returns; UserError with the line of a mistake in it."""
-    name, *arguments = given.split(":", 1)
+    name, *arguments = text.split(":", 1)
     file = Path(name)
     if file.suffix in _YAML:
         from rlx.areal import areal_yaml
@@ -95,7 +95,7 @@ def _load(given: str) -> ConfigDict:
     try:
         with _neighbours(file):
             make = runpy.run_path(name).get("get_config")
-            made = make(*arguments) if callable(make) else None
+            config = make(*arguments) if callable(make) else None
     except UserError:
         raise
     except Exception as error:
@@ -103,13 +103,13 @@ def _load(given: str) -> ConfigDict:
     if not callable(make):
         what = "define get_config(), which returns a ConfigDict"
         raise UserError(f"{file} has no function get_config; {what}")
-    if not isinstance(made, ConfigDict):
-        what = f"returns {type(made).__name__.removesuffix('Type')}"
+    if not isinstance(config, ConfigDict):
+        what = f"returns {type(config).__name__.removesuffix('Type')}"
         raise UserError(f"get_config() of {file} {what}; let it return a ConfigDict")
-    return made
+    return config
 
 
-def overridden(config: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
+def with_overrides(config: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
     """Return `config` after flags `--config.KEY=VALUE`, and what its values stand for."""
     known, argv = dict(leaves(config)), ["rlx"]
     for override in overrides:
@@ -148,8 +148,8 @@ def _check_value(key: str, text: str, default: Any) -> Any:
     """Raise UserError where the text of a flag is no number, or no truth value, as the default."""
     kind, words = type(default), {int: "a whole number", float: "a number", bool: "True or False"}
     with suppress(ValueError):
-        read = flags.BooleanParser().parse if kind is bool else kind
-        return kind in words and read(text)
+        reader = flags.BooleanParser().parse if kind is bool else kind
+        return kind in words and reader(text)
     raise UserError(f"--config.{key}={text} is not {words[kind]}; give one like {default}")
 
 
@@ -162,7 +162,7 @@ def number(values: Any, name: str, kind: Callable[[str], Any], default: Any) -> 
         raise UserError(f"--{name}={text} is not a number; give one like {default}") from None
 
 
-def _joined(argv: list[str]) -> list[str]:
+def _joined_flags(argv: list[str]) -> list[str]:
     """Return `argv` with `--config FILE` as `--config=FILE`, and the path for rlx:NAME."""
     joined: list[str] = []
     for argument in argv:
@@ -170,7 +170,7 @@ def _joined(argv: list[str]) -> list[str]:
             argument = f"{joined.pop()}={argument}"
         if argument.startswith("--config=rlx:"):
             name, *more = argument.removeprefix("--config=rlx:").split(":", 1)
-            if name not in (names := shipped()):
+            if name not in (names := shipped_configs()):
                 near = nearest(name, names)
                 hint = f"did you mean rlx:{near}?" if near else "`rlx configs` lists them"
                 raise UserError(f"no config rlx:{name}; {hint}")
@@ -179,12 +179,12 @@ def _joined(argv: list[str]) -> list[str]:
     return joined
 
 
-def shipped() -> dict[str, Path]:
+def shipped_configs() -> dict[str, Path]:
     """Return name → file of each config that comes with rlx."""
-    place = embedded() / "configs"
+    place = configs_home() / "configs"
     paths = [path.relative_to(place) for path in sorted(place.glob("**/*.py"))]
-    own = [path for path in paths if path.parts[0] not in ("agents", "data")]
-    return {str(path.with_suffix("")): place / path for path in own}
+    configs = [path for path in paths if path.parts[0] not in ("agents", "data")]
+    return {str(path.with_suffix("")): place / path for path in configs}
 
 
 def _as_tuple(text: str) -> str:
@@ -208,8 +208,8 @@ def _mistake(error: BaseException) -> str:
     if key and frame.filename.endswith("config_dict.py"):
         source = "\n".join(f.line or "" for f in traceback.extract_tb(error.__traceback__))
         source = re.sub(r"""\[["'](\w+)["']\]""", r".\1", source)
-        whole = re.search(rf"\w\.((?:\w+\.)*{key[1]}(?:\.\w+)*)", source)
-        return str(unknown_key(whole[1] if whole else key[1], OPTIONS))
+        match = re.search(rf"\w\.((?:\w+\.)*{key[1]}(?:\.\w+)*)", source)
+        return str(unknown_key(match[1] if match else key[1], OPTIONS))
     return f"{type(error).__name__}: {text}; mend the config, --traceback shows more"
 
 
@@ -224,15 +224,17 @@ def _place(error: BaseException, file: Path) -> str:
 
 def config_file(argv: list[str]) -> Path:
     """Return the config's file on a command line; the working directory where there is none."""
-    given = (a.split("=", 1)[1].split(":", 1)[0] for a in _joined(argv) if a[:9] == "--config=")
-    return Path(next(given, ""))
+    files = (
+        a.split("=", 1)[1].split(":", 1)[0] for a in _joined_flags(argv) if a[:9] == "--config="
+    )
+    return Path(next(files, ""))
 
 
 @contextmanager
 def _neighbours(file: Path) -> Iterator[None]:
     """Let DIR/configs/x.py import `configs.y`, its neighbour or one of rlx, wherever it is run."""
-    root, own = str(file.absolute().parent.parent), str(embedded())
-    last = [own] if own not in sys.path else []
+    root, rlx_root = str(file.absolute().parent.parent), str(configs_home())
+    last = [rlx_root] if rlx_root not in sys.path else []
     sys.path[:] = [root, *sys.path, *last]
     try:
         yield
@@ -248,7 +250,7 @@ def _check_flags(arguments: Sequence[str], names: Sequence[str]) -> None:
         if argument[:2] != "--" or name in (*names, "help"):
             continue
         near = nearest(name, names)
-        key = f"--{near}" if near else meant(name.removeprefix("config_"), OPTIONS)
+        key = f"--{near}" if near else nearest_key(name.removeprefix("config_"), OPTIONS)
         if key and key.strip("-") in names:
             raise UserError(f"unknown flag --{name}; did you mean {key}?")
         if key and "config" in names and key[:2] != "--":
@@ -257,15 +259,15 @@ def _check_flags(arguments: Sequence[str], names: Sequence[str]) -> None:
 
 def _check_file(config_file: str, arguments: Sequence[str]) -> None:
     if not config_file:
-        bare = [f"rlx:{a}" if a in shipped() else a for a in arguments if a[:1] != "-"]
-        given = [a for a in bare if a.endswith((".py", *_YAML)) or a[:4] == "rlx:"]
-        raise UserError(f"no --config=FILE given; try --config={[*given, 'rlx:arithmetic'][0]}")
+        bare = [f"rlx:{a}" if a in shipped_configs() else a for a in arguments if a[:1] != "-"]
+        files = [a for a in bare if a.endswith((".py", *_YAML)) or a[:4] == "rlx:"]
+        raise UserError(f"no --config=FILE given; try --config={[*files, 'rlx:arithmetic'][0]}")
     path = Path(config_file.split(":", 1)[0])
     if path.is_dir():
         raise UserError(f"--config={path} is a directory; give one of its .py files")
     if not path.is_file() and path.suffix not in _YAML:
         near = nearest(path.name, (other.name for other in path.parent.glob("*.py")))
-        own = "" if near else nearest(path.stem, shipped())
-        near = str(path.with_name(near)) if near else own and f"rlx:{own}"
+        name = "" if near else nearest(path.stem, shipped_configs())
+        near = str(path.with_name(near)) if near else name and f"rlx:{name}"
         hint = f"did you mean {near}?" if near else "give the path of a .py with get_config()"
         raise UserError(f"no config file {path}; {hint}")

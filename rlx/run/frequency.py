@@ -52,7 +52,7 @@ def to_host(now: Position, last: Mapping[str, Position]) -> dict[str, Any]:
     return {"now": asdict(now), **{kind: asdict(last[kind]) for kind in KINDS}}
 
 
-def from_host(host: Mapping[str, Any], begun: Position) -> tuple[Position, dict[str, Position]]:
-    """Return the position and the last one of each kind in `host`; `begun` where it has none."""
-    found = {kind: Position(**host[kind]) for kind in ("now", *KINDS) if kind in host}
-    return found.get("now", begun), {kind: found.get(kind, begun) for kind in KINDS}
+def from_host(host: Mapping[str, Any], start: Position) -> tuple[Position, dict[str, Position]]:
+    """Return the position and the last one of each kind in `host`; `start` where it has none."""
+    positions = {kind: Position(**host[kind]) for kind in ("now", *KINDS) if kind in host}
+    return positions.get("now", start), {kind: positions.get(kind, start) for kind in KINDS}

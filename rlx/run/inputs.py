@@ -59,7 +59,7 @@ class Inputs:
     prompts: Prompts  # renders rows into prompts
     images: ImageStore  # of the rows
     reward_pool: RewardPool
-    named: NamedWorkflow  # factory of the workflow in `rollout.workflow`
+    workflow_factory: NamedWorkflow  # factory of the workflow in `rollout.workflow`
     workflow: Workflow
     read: list[Source]  # sources of all rows, including overlong ones, as of `dataset_rows.rows`
     sources: list[Source]  # sources of `train_rows`, in order
@@ -112,8 +112,8 @@ def _read_model(config: ConfigDict, inputs: Inputs, row: Row) -> None:
             say(f"names and shapes {fit}, by the headers of {count} file{'s' * (count > 1)}")
     with row("model", "teacher") as say:
         teacher.check(options.teacher, inputs.algorithm, inputs.model_dir, directory.check)
-        known = "its vocabulary is the student's"
-        say(known if options.teacher.path else ", ".join(options.teacher.addresses))
+        note = "its vocabulary is the student's"
+        say(note if options.teacher.path else ", ".join(options.teacher.addresses))
     with row("model", "tokenizer") as say:
         tokenizer = load_tokenizer(inputs.model_dir, data.system_prompt, data.chat_template)
         most = inputs.model_config.vocab_size
@@ -138,7 +138,7 @@ def _read_rows(config: ConfigDict, inputs: Inputs, row: Row) -> None:
     with row("config", "workflow"):
         inputs.reward_pool = pool_of(config, inputs.weights, config.reward.workers)
         kwargs = loading.parse_kwargs(config.rollout.workflow_kwargs, "rollout.workflow_kwargs")
-        inputs.named = NamedWorkflow(
+        inputs.workflow_factory = NamedWorkflow(
             config.rollout.workflow, kwargs, inputs.prompts, options.sampling,
             config.sampling.n_samples, SandboxOptions(**config.sandbox),
         )  # fmt: skip
@@ -159,16 +159,16 @@ def _read_rows(config: ConfigDict, inputs: Inputs, row: Row) -> None:
         say(f"{', '.join(counts)} to train on, {len(held_out.rows)} held out")
     with row("data", "prompts") as say:
         workflow = inputs.workflow
-        own = workflow if isinstance(workflow, AnswerWorkflow | ToolUse) else inputs.prompts
-        kept, notes = [], []
-        for name, found, weight in inputs.read:
-            rows = dataset_rows.fitting(found, name, own.check, config.data.overlong)
-            kept.append(Source(name, rows, weight))
-            if lost := len(found) - len(rows):
-                notes.append(f"{lost} of {len(found)} rows of {name} are too long and skipped "
+        checker = workflow if isinstance(workflow, AnswerWorkflow | ToolUse) else inputs.prompts
+        sources, notes = [], []
+        for name, all_rows, weight in inputs.read:
+            rows = dataset_rows.fitting(all_rows, name, checker.check, config.data.overlong)
+            sources.append(Source(name, rows, weight))
+            if lost := len(all_rows) - len(rows):
+                notes.append(f"{lost} of {len(all_rows)} rows of {name} are too long and skipped "
                              "(data.overlong=skip)")  # fmt: skip
-        *inputs.sources, (_, inputs.eval_rows, _) = kept[:end]
-        inputs.eval_sets = {name: rows for name, rows, _ in kept[end:]}
+        *inputs.sources, (_, inputs.eval_rows, _) = sources[:end]
+        inputs.eval_sets = {name: rows for name, rows, _ in sources[end:]}
         inputs.train_rows = [row for source in inputs.sources for row in source.rows]
         notes += filter(None, [rewards.float_answers(inputs.weights, inputs.train_rows)])
         inputs.held_out = []
@@ -181,13 +181,13 @@ def _read_rows(config: ConfigDict, inputs: Inputs, row: Row) -> None:
         first = (inputs.train_rows if answered else inputs.eval_rows)[:1]
         if first and options.served:
             _try_rewards(config, inputs, first[0])
-            inputs.named.try_out(first[0])
+            inputs.workflow_factory.try_out(first[0])
 
 
 def _workflow(config: ConfigDict, inputs: Inputs) -> Workflow:
     """Return the workflow that makes groups of the algorithm's kind."""
     prompts, keys, options, agents = inputs.prompts, config.data, inputs.options, agents_of(config)
-    answering = inputs.named.build(inputs.reward_pool, agents)
+    answering = inputs.workflow_factory.build(inputs.reward_pool, agents)
     if inputs.algorithm.data == "rollouts":
         if not options.online:
             return answering
@@ -226,19 +226,22 @@ def _model_rewarded(
             f"wanted a reward model of {longest}; train one with preset reward_model"
         )
     system, question = config.data.system_prompt, config.data.question_key
-    own, given = load_tokenizer(place, system), prompts.tokenizer
-    if (own.get_vocab(), own.chat_template) == (given.get_vocab(), given.chat_template):
+    tokenizer, usual = load_tokenizer(place, system), prompts.tokenizer
+    if (tokenizer.get_vocab(), tokenizer.chat_template) == (usual.get_vocab(), usual.chat_template):
         return make
-    read = Prompts(own, system_prompt=system, question_key=question)
-    return partial(make, prompts=read, end=end_token(own, model.eos_token_ids))
+    renderer = Prompts(tokenizer, system_prompt=system, question_key=question)
+    return partial(make, prompts=renderer, end=end_token(tokenizer, model.eos_token_ids))
 
 
 def _try_rewards(config: ConfigDict, inputs: Inputs, row: Mapping[str, Any]) -> None:
     """Raise UserError if a user's reward fails on a short completion of `row`."""
-    own, prompts = {name: 1.0 for name in inputs.weights if user_code.is_own(name)}, inputs.prompts
+    weights, prompts = (
+        {name: 1.0 for name in inputs.weights if user_code.is_own(name)},
+        inputs.prompts,
+    )
     ids = encode(prompts.tokenizer, _ANSWER)
     call = RewardCall(prompts.text(row), _ANSWER, prompts.ids(row), ids, row)
-    with closing(pool_of(config, own, 1)) as pool:
+    with closing(pool_of(config, weights, 1)) as pool:
         try:
             pool.compute([call] * min(2, config.sampling.n_samples))
         except RewardError as error:

@@ -52,7 +52,7 @@ def devices() -> Devices:
     first, platform = jax.devices()[0], jax.default_backend()
     capability = str(getattr(first, "compute_capability", ""))
     limit = (first.memory_stats() or {}).get("bytes_limit", 0)
-    if not limit and (card := gpu_cards.named(first.device_kind)):  # an allocator without one
+    if not limit and (card := gpu_cards.card_of(first.device_kind)):  # an allocator without one
         limit = int(gpu_cards.LARGEST_SHARE * card.memory)
     return Devices(platform, first.device_kind, jax.device_count(), limit, capability)
 
@@ -68,7 +68,7 @@ def planned(sizes: memory.RunSizes, devices: Sequence[jax.Device] = ()) -> float
         if "RESOURCE_EXHAUSTED" in str(error):
             return math.inf
         raise
-    return device_programs.planned(plan) + beside
+    return device_programs.planned_bytes(plan) + beside
 
 
 def programs(
@@ -76,14 +76,14 @@ def programs(
 ) -> tuple[device_programs.ShapesUpdate, Iterator[device_programs.Lowered]]:
     """Return a trainer without arrays for some devices, and the programs of its train batch."""
     trainer = device_programs.ShapesUpdate(sizes.model, sizes.train, list(devices))
-    whole = memory.whole_minibatch(sizes, mesh.mesh_axes(sizes.train.mesh, len(devices)))
-    return trainer, trainer.lowered(sizes.row_length, accumulates=whole > sizes.train.token_budget)
+    tokens = memory.whole_minibatch(sizes, mesh.mesh_axes(sizes.train.mesh, len(devices)))
+    return trainer, trainer.lowered(sizes.row_length, accumulates=tokens > sizes.train.token_budget)
 
 
 def product(shape: tuple[int, int, int], dtype: str) -> Callable[[], Any]:
     """Return a function that multiplies [T, D] by [D, F] as the decoder does, and waits."""
-    given, multiply = (jnp.ones(shape[:2], dtype), jnp.ones(shape[1:], dtype)), jax.jit(ops.matmul)
-    return lambda: multiply(*given).block_until_ready()
+    args, multiply = (jnp.ones(shape[:2], dtype), jnp.ones(shape[1:], dtype)), jax.jit(ops.matmul)
+    return lambda: multiply(*args).block_until_ready()
 
 
 def check_devices(inputs: Inputs) -> None:

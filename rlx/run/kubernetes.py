@@ -86,8 +86,8 @@ def manifests(
 
 def ray_job(config: ConfigDict, workdir: Path, flags: Sequence[str], pods: Pods) -> list[Manifest]:
     """Return KubeRay's RayJob of a run: a Ray cluster that lives as long as its command."""
-    s, own = config.scheduler, (f"--workdir={workdir}", "--config.scheduler.type=ray")
-    command = ("python3", "-m", "rlx.main", *flags, *own)
+    s, extra = config.scheduler, (f"--workdir={workdir}", "--config.scheduler.type=ray")
+    command = ("python3", "-m", "rlx.main", *flags, *extra)
     group = {"rayStartParams": {}, "template": {"spec": pods.spec(s.gpus_per_node)}}
     cluster: Manifest = {"headGroupSpec": group}
     if s.nodes > 1:
@@ -102,9 +102,9 @@ def ray_job(config: ConfigDict, workdir: Path, flags: Sequence[str], pods: Pods)
     return [{"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": about, "spec": spec}]
 
 
-def text(found: Sequence[Manifest]) -> str:
+def text(documents: Sequence[Manifest]) -> str:
     """Return manifests as YAML, scripts as blocks of lines."""
-    return yaml.dump_all(found, Dumper=_Dumper, sort_keys=False, width=1 << 16)
+    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1 << 16)
 
 
 class _Dumper(yaml.SafeDumper):

@@ -99,7 +99,7 @@ def run(
     ):
         if hosts.index:
             return RunResult(workdir, *trainers.follow(config, hosts), [], [])
-        if step := resume.finished(config, workdir):
+        if step := resume.finished_steps(config, workdir):
             say(f"all {step} steps are done; raise --config.total_steps to train on in {workdir}")
             conductor.stop(hosts, step=step, complete=True)
             return _result(workdir, step, True)
@@ -121,11 +121,11 @@ def run(
             )  # fmt: skip
             advice = partial(parts.advice, started=False)
             if config.observe.metrics_port:
-                stack.enter_context(trainer_metrics.served(parts))
+                stack.enter_context(trainer_metrics.serve_metrics(parts))
             with failures.friendly_errors(advice, "before the first step"):
-                built = build(parts, stack, killed, hosts, gpus, early)
+                start = build(parts, stack, killed, hosts, gpus, early)
             watch(parts)
-            loop = _Loop(parts, *built)
+            loop = _Loop(parts, *start)
             stack.push(loop.close)
             with loop.save_on_failure():
                 for groups in loop.batches():
@@ -151,7 +151,7 @@ class _Loop:
         self.progress, self.timeline, self.writer = parts.progress, parts.timeline, parts.writer
         self.held_out = parts.held_out
         self.last_record, self.computed = time.monotonic(), 0.0  # when the last step was computed
-        self.now = parts.begun  # position of `step`
+        self.now = parts.initial  # position of `step`
         self.rows = _ENDLESS if options.online else max(1, len(parts.inputs.train_rows))  # an epoch
         self.served, self.generated = options.served, 0
         self.fruitless = 0  # consecutive recorded steps without learning
@@ -255,7 +255,7 @@ class _Loop:
     def train(self, groups: list[Group]) -> None:
         """Dispatch one batch, record the step before it, publish the new weights."""
         self._take_turn(SLEEPS.index(self.config.fleet.sleep))
-        begun = time.monotonic()
+        start = time.monotonic()
         with (
             self._phase("train", step=self.step + 1),
             self.timeline.span("trainer", "pack and dispatch", step=self.step + 1),
@@ -267,18 +267,18 @@ class _Loop:
         if self.saves.due("eval", self.now):
             self.held_out.add(self.step)
         self._record()
-        read = self.device.submit(self._read, self.step, metrics, begun)
-        self.under_way, self.saveable = (self.step, groups, read), True
+        future = self.device.submit(self._read, self.step, metrics, start)
+        self.under_way, self.saveable = (self.step, groups, future), True
         self._measure()
         self._publish()
 
-    def _read(self, step: int, metrics: Mapping[str, Any], begun: float) -> Mapping[str, Any]:
+    def _read(self, step: int, metrics: Mapping[str, Any], start: float) -> Mapping[str, Any]:
         """Wait in the device thread until a step is computed; return its metrics and speed."""
         with self.timeline.span("trainer", "compute", track="device", step=step):
-            found = dict(metrics)
+            values = dict(metrics)
         # A step that is dispatched early computes only after the step before it.
         last, self.computed = self.computed, time.monotonic()
-        return found | self.parts.precision.speed(found, self.computed - max(begun, last))
+        return values | self.parts.precision.speed(values, self.computed - max(start, last))
 
     def _publish(self) -> None:
         """Begin to publish the new weights; wait only for the previous publish."""
@@ -337,10 +337,10 @@ class _Loop:
         """Wait for the current step, if any; write and show its record."""
         if not self.under_way:
             return
-        step, groups, read = self.under_way
+        step, groups, future = self.under_way
         with self._phase("train", step=step):
             saveable, self.saveable, self.under_way = self.saveable, False, None
-            metrics = read.result()
+            metrics = future.result()
         now = time.monotonic()
         counters = self.executor.counters()
         generated = int(counters.pop("generated_tokens"))

@@ -38,10 +38,10 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
         if dry_run:
             return DONE
         with interrupts(run.interrupt):
-            ended = retry(run.attempt, config, workdir)
-    if ended.failure:
-        raise UserError(f"{ended.failure}; logs are in {workdir.absolute() / 'logs'}")
-    return ended.status
+            outcome = retry(run.attempt, config, workdir)
+    if outcome.failure:
+        raise UserError(f"{outcome.failure}; logs are in {workdir.absolute() / 'logs'}")
+    return outcome.status
 
 
 class _RayRun:
@@ -60,8 +60,8 @@ class _RayRun:
     def plan(self, weights: bool = True) -> tuple[Process, ...]:
         """Plan the processes on the current nodes; raise UserError if they do not fit."""
         hosts, port = self._cluster.hosts(), _PORTS + secrets.randbelow(_PORTS_OF_RUNS)
-        given = self._config, self._workdir, self._flags, hosts, self._directory, port
-        plan = processes_of(*given, weights=weights)
+        args = self._config, self._workdir, self._flags, hosts, self._directory, port
+        plan = processes_of(*args, weights=weights)
         self._cluster.check(plan)
         return plan
 
@@ -92,16 +92,16 @@ class _RayRun:
     def _start_when_it_fits(self) -> None:
         """Start the processes; wait for more nodes if there are too few."""
         seconds = self._config.scheduler.wait_seconds
-        deadline, said = time.monotonic() + seconds, set[str]()
+        deadline, messages = time.monotonic() + seconds, set[str]()
         while True:
             try:
                 return self._start(self.plan())
             except UserError as error:
                 if time.monotonic() > deadline or self._stop.is_set():
                     raise
-                if str(error) not in said:
+                if str(error) not in messages:
                     say(f"waiting {seconds:g} s for nodes: {error}")
-                said.add(str(error))
+                messages.add(str(error))
             time.sleep(1.0)
 
     def _start(self, plan: Sequence[Process]) -> None:
@@ -132,9 +132,9 @@ class _RayRun:
         trainers = [one for one in self._running if one.process.role == "trainer"]
         end, interrupted = None, False
         while not all(one.over for one in trainers) and (not end or time.monotonic() < end):
-            random, written = self._config.model.random_init, (self._workdir / INITIAL).is_dir()
+            random, weights = self._config.model.random_init, (self._workdir / INITIAL).is_dir()
             for one in self._running:
-                if not one.asked and (written or not random):  # the trainer writes random weights
+                if not one.reply and (weights or not random):  # the trainer writes random weights
                     self._begin(one)
             if self._stop.is_set() and not interrupted:  # a signal handler must not call Ray
                 self._cluster.interrupt(trainers[0])

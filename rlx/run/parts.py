@@ -97,7 +97,7 @@ class Parts:
     gate: Gate | None = None
     turns: Turns | None = None  # where trainer and servers share a device in turns
     tracer: Any = None  # of rollouts' spans
-    begun: Position = field(init=False)  # at the start
+    initial: Position = field(init=False)  # at the start
     last: Mapping[str, Position] = field(init=False)  # by kind of `frequency.KINDS`
 
     def advice(self, started: bool = True) -> str:
@@ -115,29 +115,29 @@ def build(
 ) -> tuple[State, int]:  # the train state, which the first update donates, and its step
     """Build and start everything; `stack` ends it in reverse order. UserError if a part fails."""
     config, workdir, inputs, hooks = parts.config, parts.workdir, parts.inputs, parts.hooks
-    begun, library = time.monotonic(), trainers.library(config)
+    started_at, library = time.monotonic(), trainers.library(config)
     cores = sorted(os.sched_getaffinity(0))
-    own = 0 if config.fleet.addresses else config.fleet.num_servers
+    num_servers = 0 if config.fleet.addresses else config.fleet.num_servers
     scorers = [each for each in (inputs.options.teacher, inputs.options.reward_model) if each]
-    plan = _cpu_plan(config, cores, own + sum(each.num_local for each in scorers))
+    plan = _cpu_plan(config, cores, num_servers + sum(each.num_local for each in scorers))
     os.sched_setaffinity(0, plan.trainer)  # before JAX makes its threads
     stack.callback(os.sched_setaffinity, 0, cores)
-    begun_in = dict(flags.leaves(read_json(workdir / "config.json")))
+    before = dict(flags.leaves(read_json(workdir / "config.json")))
     parts.precision = precision = decide_dtypes(
-        config, inputs.model_config, library.devices(), begun_in.get("model.compute_dtype", ""),
+        config, inputs.model_config, library.devices(), before.get("model.compute_dtype", ""),
         hosts.count,
     )  # fmt: skip
     config.model.update(precision.dtypes)
     sizes = sizes_of(config, inputs.model_config)
-    begun_in = begun_in if checkpoint.checkpoints(workdir / "checkpoints") else {}
-    fit = decide_microbatches(config, sizes, library.devices(), library.planned, begun_in)
+    before = before if checkpoint.checkpoints(workdir / "checkpoints") else {}
+    fit = decide_microbatches(config, sizes, library.devices(), library.planned, before)
     config.update_from_flattened_dict(fit.keys)
     if turns := in_turns(config, hosts.count, library.devices()):
         config.fleet.kv_on_update = "recompute"  # as servers do after a sleep, for replays
     parts.sizes = sizes = sizes_of(config, inputs.model_config)
-    found = {"remat": sizes.train.remat, "token_budget": sizes.train.token_budget}
+    fitted = {"remat": sizes.train.remat, "token_budget": sizes.train.token_budget}
     inputs.images.move(workdir / "images")
-    decided = {**precision.dtypes, **found, "image_dir": str(workdir / "images")}
+    decided = {**precision.dtypes, **fitted, "image_dir": str(workdir / "images")}
     inputs.train = replace(inputs.train, **decided)
     inputs.options = options = RunOptions.of(config)
     messages = [precision.message, fit.message, *resume.prepare_workdir(config, workdir)]
@@ -148,8 +148,8 @@ def build(
     log = workdir / "console.log"
     progress = stack.enter_context(Progress(config.total_steps, title=workdir.name, log=log))
     parts.progress, say = progress, progress.message
-    warned = _warnings(parts, killed, library.devices().platform)
-    for text in filter(None, itertools.chain(messages, [inputs.notes], warned)):
+    warnings = _warnings(parts, killed, library.devices().platform)
+    for text in filter(None, itertools.chain(messages, [inputs.notes], warnings)):
         say(text)
 
     def stop_after_step() -> None:
@@ -165,7 +165,7 @@ def build(
     if token:  # for the next run in this process
         stack.callback(os.environ.__setitem__, wire.TOKEN_VARIABLE, token)
     places = iter(plan.servers)
-    own_plan = CpuPlan(plan.trainer, tuple(itertools.islice(places, own)))
+    own_plan = CpuPlan(plan.trainer, tuple(itertools.islice(places, num_servers)))
     library.check_devices(inputs)
     model_dir = inputs.model_dir
     if config.model.random_init:
@@ -213,7 +213,7 @@ def build(
     state = restored.state if restored else update.init()
 
     parts.laps["trainer"] = time.monotonic_ns()
-    parts.elapsed = lambda: earlier + time.monotonic() - begun
+    parts.elapsed = lambda: earlier + time.monotonic() - started_at
     hooks.say = say
     place = {
         "cores": len(cores), "trainer_cores": len(plan.trainer),
@@ -230,11 +230,11 @@ def build(
     hooks.begin(as_json(config), workdir, step)
     note_skip = _skip_notes(workdir / "skipped.jsonl", say)
     positions = restored.host.get("positions", {}) if restored else {}
-    parts.begun, parts.last = from_host(positions, Position(step=step, seconds=earlier))
+    parts.initial, parts.last = from_host(positions, Position(step=step, seconds=earlier))
     parts.held_out = HeldOut(
         rows=inputs.eval_rows, groups=inputs.held_out, sets=inputs.eval_sets,
         sampling=options.evaluation if options.served else None,
-        drawn=replace(options.sampling, return_masks=False, seed=config.seed),
+        random_sampling=replace(options.sampling, return_masks=False, seed=config.seed),
         n_samples=config.eval.samples, total_steps=config.total_steps, start=step,
         done={record["step"] for record in read_jsonl(workdir / "eval.jsonl")},
         owed=parts.last["eval"].step, patience=options.patience,
@@ -244,14 +244,14 @@ def build(
     parts.fleet = fleet = NoFleet()
     parts.laps["records"] = time.monotonic_ns()
     if options.served:
-        kept, level = config.fleet.kv_on_update, CACHE if turns else None
+        kv, level = config.fleet.kv_on_update, CACHE if turns else None
         parts.fleet = fleet = servers.fleet(
-            limits=options.limits, kv_on_update=kept, on_message=say, sleep=level,
+            limits=options.limits, kv_on_update=kv, on_message=say, sleep=level,
             image=inputs.images.get,
         )  # fmt: skip
     fleets = {
-        name: teacher.fleet(found, options.limits, say, name, inputs.images.get)
-        for name, found in scoring.items()
+        name: teacher.fleet(scorer, options.limits, say, name, inputs.images.get)
+        for name, scorer in scoring.items()
     }
     parts.teacher_fleet = fleets.get(options.teacher.name)
     parts.loop = loop = LoopThread("executor")
@@ -300,16 +300,16 @@ def early_servers(config: ConfigDict) -> Iterator[list[Popen]]:
     """Start the run's servers before its inputs are read, where these do not change the engine."""
     fleet, model, options = config.fleet, config.model, RunOptions.of(config)
     elsewhere = fleet.addresses or fleet.join or Cluster.of(os.environ, **config.cluster).count > 1
-    other = fleet.engine != "jax" or model.random_init or config.allocation_mode
+    unfit = fleet.engine != "jax" or model.random_init or config.allocation_mode
     cores, place = sorted(os.sched_getaffinity(0)), directory.at_hand(model.path)
     likely = "bfloat16" if Devices().has_bfloat16 else "float32"  # what `auto` will be
     dtype = model.publish_dtype.replace(AUTO, model.compute_dtype).replace(AUTO, likely)
-    given = {**options.servers, "dtype": dtype}
+    settings = {**options.servers, "dtype": dtype}
     servers = list[Popen]()
     with ExitStack() as stack:
-        if place and not (elsewhere or other or options.teacher or options.reward_model):
+        if place and not (elsewhere or unfit or options.teacher or options.reward_model):
             for i, cpus in enumerate(_cpu_plan(config, cores, fleet.num_servers).servers):
-                servers.append(start_early(place, cpus, config.seed + i, given))
+                servers.append(start_early(place, cpus, config.seed + i, settings))
                 stack.enter_context(servers[-1])
                 stack.callback(servers[-1].kill)  # if it was not taken
         yield servers
@@ -337,8 +337,8 @@ def _warnings(parts: Parts, killed: Killed | None, platform: str) -> Iterator[st
     """Yield warnings about this run's samples, memory and disk; empty ones do not matter."""
     options = parts.inputs.options
     if options.teacher and (cut := options.sampling.truncation):
-        drawn = "the policy's over those drawn from, which biases the KL; leave it out"
-        yield f"{cut} in config.sampling: the teacher's logprobs are over all tokens, {drawn}"
+        reason = "the policy's over those drawn from, which biases the KL; leave it out"
+        yield f"{cut} in config.sampling: the teacher's logprobs are over all tokens, {reason}"
     yield str(killed or "")
     if platform == "cpu":
         always = bool(killed and killed.for_memory)
@@ -348,8 +348,8 @@ def _warnings(parts: Parts, killed: Killed | None, platform: str) -> Iterator[st
 
 def disk_warning(sizes: memory.RunSizes, workdir: Path) -> str:
     """Return a warning about disk space for checkpoints; raise DiskFull if none fits."""
-    found = (path for name in ("checkpoints", "hf") for path in (workdir / name).rglob("*"))
-    used = sum(path.stat().st_size for path in found if path.is_file())
+    paths = (path for name in ("checkpoints", "hf") for path in (workdir / name).rglob("*"))
+    used = sum(path.stat().st_size for path in paths if path.is_file())
     return memory.full_disk_warning(sizes, shutil.disk_usage(workdir).free, used)
 
 
@@ -369,8 +369,8 @@ def publish_dir(
         return fleet.publish_dir
     need = f"and two versions of the weights need {size(needed)}"
     what = f"fleet.publish_dir={fleet.publish_dir} has {size(free)} free, {need}"
-    own = not (fleet.addresses or fleet.join)
-    if (own or fleet.publish != "path") and needed <= shutil.disk_usage(workdir).free:
+    local = not (fleet.addresses or fleet.join)
+    if (local or fleet.publish != "path") and needed <= shutil.disk_usage(workdir).free:
         say(f"{what}; using the slower {workdir}; in Docker set --shm-size=8g")
         return str(workdir.absolute())
     raise UserError(f"{what}; in Docker set --shm-size=8g, or set it to a disk with space")
@@ -411,8 +411,8 @@ def _records(
     before = restored.host.get("config", now) if restored else now
     changed = list(resume.differences(before, now))
     writer = MetricsWriter(workdir, parts.hooks, step + 1, place, now, changed)
-    own = [*own_files(), flags.config_file(sys.argv), Path(config.data.chat_template)]
-    environment.keep(workdir / "code" / f"start-{writer.start}", own)
+    files = [*own_files(), flags.config_file(sys.argv), Path(config.data.chat_template)]
+    environment.keep(workdir / "code" / f"start-{writer.start}", files)
     if writer.unreadable:
         moved = f"were moved to {workdir}/*.unreadable"
         say(f"{writer.unreadable} corrupt lines of the run's records {moved}")
@@ -443,21 +443,21 @@ def _recover(
     saved = restored.host["executor"] if restored else executor.state()
     at = history.position(saved if restored else None)
     records = (record for record, _ in journals.read(place, at[0] if at else 0))
-    found = history.recover(saved, at, records)
+    recovery = history.recover(saved, at, records)
     allow = parts.config.data.allow_change
-    if changed := executor.restore(found.host, found.groups, allow, found.samples):
+    if changed := executor.restore(recovery.host, recovery.groups, allow, recovery.samples):
         say(f"{changed}; continuing, because data.allow_change is set")
-    kept = executor.unfinished.counts()
-    if any(kept.values()):
-        parts.writer.note(found.host["step"], continued=kept)
-    if restored or found.groups or any(kept.values()):
-        say(resume.continuation(found, last, kept))
+    counts = executor.unfinished.counts()
+    if any(counts.values()):
+        parts.writer.note(recovery.host["step"], continued=counts)
+    if restored or recovery.groups or any(counts.values()):
+        say(resume.continuation(recovery, last, counts))
     if not parts.config.journal.keep:
         shutil.rmtree(place, ignore_errors=True)
-    step, rows = found.host["step"], found.host["cursor"]["digest"]
+    step, rows = recovery.host["step"], recovery.host["cursor"]["digest"]
     about = {"start": parts.writer.start, "step": step, "order": step + executor.num_repeated}
-    parts.journal.append("start", {**about, "whole": found.whole, "rows": rows})
-    return found
+    parts.journal.append("start", {**about, "whole": recovery.complete, "rows": rows})
+    return recovery
 
 
 def _executor(
@@ -495,8 +495,8 @@ def _end_late(parts: Parts) -> None:
     grace, saved = parts.config.scheduler.grace_seconds, parts.workdir / "checkpoints"
     step = max(map(checkpoint.step_of, checkpoint.checkpoints(saved)), default=0)
     what = f"the step does not end within scheduler.grace_seconds={grace}"
-    kept = f"the checkpoint of step {step} and the journal, which has the groups since"
-    parts.progress.message(f"{what}; ending with {kept}")
+    left = f"the checkpoint of step {step} and the journal, which has the groups since"
+    parts.progress.message(f"{what}; ending with {left}")
     try:
         parts.executor.close()
         parts.journal.close()

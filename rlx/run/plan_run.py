@@ -65,14 +65,14 @@ class PlanRequest:
         last = max(run.batches.groups) + 1
         config, mode = run.config(last), run.config(last).allocation_mode
         place = run.start(last).get("environment", {})
-        there, card = place.get("devices", ""), CARDS.get(values.gpu)
-        if there.endswith("cpu") and not card:
+        devices, card = place.get("devices", ""), CARDS.get(values.gpu)
+        if devices.endswith("cpu") and not card:
             peak = place.get("peak_flops", 0.0) / place["cores"]
             return cls(config, values, replace(CPU, peak=peak or CPU.peak), place["cores"], run)
-        card = card or gpu_cards.named(there)
+        card = card or gpu_cards.card_of(devices)
         count = int(values.gpus or (allocation.parse(mode).gpus if mode else 0))
         if card is None or not count:
-            what = f"{workdir} ran on {there or 'unknown devices'} without allocation_mode"
+            what = f"{workdir} ran on {devices or 'unknown devices'} without allocation_mode"
             raise UserError(f"{what}; give GPUs to plan for, such as --gpus=8 --gpu=h100")
         return cls(config, values, card, count, run)
 
@@ -81,8 +81,8 @@ class PlanRequest:
         if work.cores:
             return allocation.parse(f"jax:d{max(1, work.sizes.num_servers)}+jax:f1")
         mode = self.config.allocation_mode if self.run else ""
-        found = allocation.parse(mode) if mode else None
-        return found if found and len(found.parts) == 2 and found.gpus == self.gpus else None
+        split = allocation.parse(mode) if mode else None
+        return split if split and len(split.parts) == 2 and split.gpus == self.gpus else None
 
     def workload(self, changed: Mapping[str, Any]) -> Workload:
         """Return the workload of the config with some keys changed."""
@@ -95,7 +95,7 @@ class PlanRequest:
         model = directory.load_config(path).within(options.context)
         sizes = sizes_of(config, model)
         algorithm = sizes.train.algorithm
-        prompts, answers, turns, observed = self._recorded
+        prompts, answers, turns, observed = self._recorded_lengths
         limit = sizes.max_new_tokens
         usual = self._number("prompt_tokens", sizes.max_prompt_tokens / 2)
         prompt = statistics.mean(prompts or [usual])
@@ -108,30 +108,30 @@ class PlanRequest:
             sizes, self.card, limits_of(config), lengths, prompt, config.fleet.slots,
             algorithm.needs_proximal_pass(sizes.train.minibatches) + algorithm.needs_reference,
             config.trainer, self._number("tool_seconds", 0.0), turns, observed,
-            config.fleet.kv_on_update != "keep", shared=self._shared(sizes, prompt),
+            config.fleet.kv_on_update != "keep", shared=self._shared_tokens(sizes, prompt),
             cores=self.gpus * (self.card.kind == CPU.kind), fanout=config.fleet.relay_fanout,
         )  # fmt: skip
 
-    def _shared(self, sizes: RunSizes, prompt: float) -> float:
+    def _shared_tokens(self, sizes: RunSizes, prompt: float) -> float:
         """Return the first tokens computed once for a group, by the run's steps; 0 without."""
         train, n = sizes.train, sizes.n_samples
         if "context" in train.mesh or train.share_prefixes == "off":
             return 0.0
         steps = [*self.run.metrics.values()][-RECENT:] if self.run else []
-        known = [s["n_shared_tokens"] / s["n_seqs"] for s in steps if "n_shared_tokens" in s]
-        return statistics.mean(known) * n / max(1, n - 1) if known else prompt
+        tokens = [s["n_shared_tokens"] / s["n_seqs"] for s in steps if "n_shared_tokens" in s]
+        return statistics.mean(tokens) * n / max(1, n - 1) if tokens else prompt
 
     @cached_property
     def measured(self) -> dict[str, float]:
         """Seconds of a step's phases in the second half of the run, where there are any."""
         records = [record for _, record in sorted(self.run.metrics.items())] if self.run else []
-        found = measured_phases(records[len(records) // 2 - 1 :])
-        if "train" in found:  # with packing and records, which the trainer does not wait for
-            found["train"] = found["step"] - found.get("wait", 0.0)
-        return found
+        seconds = measured_phases(records[len(records) // 2 - 1 :])
+        if "train" in seconds:  # with packing and records, which the trainer does not wait for
+            seconds["train"] = seconds["step"] - seconds.get("wait", 0.0)
+        return seconds
 
     @cached_property
-    def _recorded(self) -> tuple[list[float], list[float], float, float]:
+    def _recorded_lengths(self) -> tuple[list[float], list[float], float, float]:
         """Tokens of a run's prompts and answers; mean turns, and tokens that one more adds."""
         run = self.run
         steps = sorted(run.batches.groups)[-RECENT:] if run else []
@@ -147,21 +147,21 @@ class PlanRequest:
 
     def plans(self, work: Workload) -> list[SplitPlan]:
         """Return plans, fastest first: of --allocation, or the best ones."""
-        if (own := self.own(work)) and work.cores:
-            return [search.plan(work, own)]
+        if (run_split := self.own(work)) and work.cores:
+            return [search.plan(work, run_split)]
         if not self.values.allocation:
             return search.best(work, self.gpus)
-        found = allocation.parse(self.values.allocation)
-        if len(found.parts) != 2 or found.gpus != self.gpus:
-            why = f"has {found.gpus} GPUs and {len(found.parts)} parts, not servers and a trainer "
+        split = allocation.parse(self.values.allocation)
+        if len(split.parts) != 2 or split.gpus != self.gpus:
+            why = f"has {split.gpus} GPUs and {len(split.parts)} parts, not servers and a trainer "
             why += f"of --gpus={self.gpus} together"
-        elif search.fits(work, found):
-            return [search.plan(work, found)]
+        elif search.fits(work, split):
+            return [search.plan(work, split)]
         else:
             why = f"does not fit GPUs of {size(self.card.memory)}: the trainer has "
-            why += f"{size(work.trainer_bytes(found))} on each"
+            why += f"{size(work.trainer_bytes(split))} on each"
         best = search.best(work, self.gpus)[0]
-        raise UserError(f"--allocation={found} {why}; the best that fits is {best.allocation}")
+        raise UserError(f"--allocation={split} {why}; the best that fits is {best.allocation}")
 
 
 def turns_of(masks: Sequence[np.ndarray]) -> tuple[list[float], list[float], float, float]:
@@ -200,7 +200,7 @@ def probe(config: ConfigDict, workdir: Path) -> None:
 
 def choose(config: ConfigDict, kind: str, gpus: int, workdir: Path | None) -> str:
     """Say, write and return the fastest allocation, "" if nothing is generated; or UserError."""
-    card = gpu_cards.named(kind)
+    card = gpu_cards.card_of(kind)
     if card is None:
         usual = f"vllm:d{gpus - 1}+{config.trainer}:f1" if gpus > 1 else "vllm:d1|jax:f1"
         what = f"allocation_mode=auto: the GPU {kind!r} is unknown"
@@ -226,26 +226,26 @@ def judge_idle(config: ConfigDict, kind: str) -> Finding | None:
     GPUs of an unknown `kind` count as H100s, which changes seconds more than shares.
     """
     mode = config.allocation_mode
-    found, card = allocation.parse(mode), gpu_cards.named(kind) or CARDS["h100"]
-    work = PlanRequest(config, None, card, found.gpus, None).workload({})
-    if len(found.parts) != 2 or not search.fits(work, found):
+    split, card = allocation.parse(mode), gpu_cards.card_of(kind) or CARDS["h100"]
+    work = PlanRequest(config, None, card, split.gpus, None).workload({})
+    if len(split.parts) != 2 or not search.fits(work, split):
         return None
-    own = search.plan(work, found)
-    what = f"{_idle(own)} with {mode} on {found.gpus} × {card.kind}, by the plan"
-    if own.longest_idle <= IDLE:
+    current = search.plan(work, split)
+    what = f"{_idle(current)} with {mode} on {split.gpus} × {card.kind}, by the plan"
+    if current.longest_idle <= IDLE:
         return advised("config", "plan", what)
     remedy = "no split avoids it: raise rollout.max_staleness, and rollout.max_concurrent_rollouts"
-    better = (plan for plan in search.best(work, found.gpus) if plan.longest_idle <= IDLE)
+    better = (plan for plan in search.best(work, split.gpus) if plan.longest_idle <= IDLE)
     if plan := next(better, None):  # the fastest
-        step, before = plan.prediction.step_seconds, own.prediction.step_seconds
+        step, before = plan.prediction.step_seconds, current.prediction.step_seconds
         remedy = f"set allocation_mode={plan.allocation}: {_idle(plan)}, "
         remedy += f"{step:.3g} s a step in place of {before:.3g}"
     return advised("config", "plan", what, remedy)
 
 
 def _idle(plan: SplitPlan) -> str:
-    found = plan.prediction
-    return f"trainer idle {found.trainer_idle:.0%}, servers idle {found.servers_idle:.0%}"
+    means = plan.prediction
+    return f"trainer idle {means.trainer_idle:.0%}, servers idle {means.servers_idle:.0%}"
 
 
 def _write(plan: SplitPlan, workdir: Path) -> None:
@@ -254,70 +254,70 @@ def _write(plan: SplitPlan, workdir: Path) -> None:
     write_atomically(workdir / "plan.json", json.dumps(jsonable(record)).encode())
 
 
-def lines(asked: PlanRequest) -> Iterator[str]:
+def lines(query: PlanRequest) -> Iterator[str]:
     """Yield what to print; write the timeline if one is wanted."""
-    key, _, wanted = asked.values.what_if.partition("=")
-    settings = [f"--config.{key}={value}" for value in wanted.split(",")] if key else []
-    work = asked.workload({})
-    yield _workload_line(asked, work)
-    own = asked.own(work) if asked.run else None
-    if asked.run:
-        step, seconds = asked.measured["step"], asked.measured
+    key, _, choices = query.values.what_if.partition("=")
+    settings = [f"--config.{key}={value}" for value in choices.split(",")] if key else []
+    work = query.workload({})
+    yield _workload_line(query, work)
+    split = query.own(work) if query.run else None
+    if query.run:
+        step, seconds = query.measured["step"], query.measured
         idle = [max(0.0, 1 - seconds.get(phase, step) / step) for phase in ("train", "generate")]
         idles = f"trainer idle {idle[0]:.0%}, servers idle {idle[1]:.0%}"
-        yield f"measured in {asked.run.workdir}: {step:.3g} s a step, {idles}"
-        own = own if {"generate", "train"} <= asked.measured.keys() else None
-        if own:
-            if not (work.cores or (asked.run.workdir / "plan.json").exists()):
-                _write(search.plan(work, own), asked.run.workdir)
-            work = search.refit(work, own, asked.measured)
+        yield f"measured in {query.run.workdir}: {step:.3g} s a step, {idles}"
+        split = split if {"generate", "train"} <= query.measured.keys() else None
+        if split:
+            if not (work.cores or (query.run.workdir / "plan.json").exists()):
+                _write(search.plan(work, split), query.run.workdir)
+            work = search.refit(work, split, query.measured)
             serve, train = work.factors
             times = f"servers take {serve:.3g} and the trainer {train:.3g} times the seconds"
             yield f"refitted: {times} of their data sheets, and the plans below count on that"
-    error = "" if own else f" ±{work.calibration.error:.0%}"
+    error = "" if split else f" ±{work.calibration.error:.0%}"
     header = (_HEADER[0], f"step s{error}", *_HEADER[1:])
     if settings:
-        if asked.values.explain or asked.values.timeline or asked.values.dollars:
+        if query.values.explain or query.values.timeline or query.values.dollars:
             need = "--explain, --timeline and --dollars need one plan; leave one of them out"
             raise UserError(f"--what_if prints a plan for each value, and {need}")
         rows: list[tuple[str, ...]] = [(key, *header)]
         for setting in settings:
-            changed = asked.workload(changes(asked.config, [setting]))
-            found = asked.plans(replace(changed, factors=work.factors))[0]
-            rows.append((setting.partition("=")[2], *_row(found)))
+            changed = query.workload(changes(query.config, [setting]))
+            plan = query.plans(replace(changed, factors=work.factors))[0]
+            rows.append((setting.partition("=")[2], *_row(plan)))
         yield from aligned(rows)
         return
-    plans = asked.plans(work)
+    plans = query.plans(work)
     yield from aligned([header, *map(_row, plans)])
     yield from _advice(plans[0])
-    if own:
-        yield _change(asked, work, own, plans[0])
-    if asked.values.dollars:
-        price = asked._number("dollars", 0.0) * asked.gpus / 3600 * plans[0].prediction.step_seconds
-        steps = asked.config.total_steps
-        price *= 1 + _lost(asked.config, plans[0])
+    if split:
+        yield _change(query, work, split, plans[0])
+    if query.values.dollars:
+        price = query._number("dollars", 0.0) * query.gpus / 3600 * plans[0].prediction.step_seconds
+        steps = query.config.total_steps
+        price *= 1 + _failure_factor(query.config, plans[0])
         yield f"a step costs {price:.3g} dollars, {steps} steps {price * steps:,.0f}"
-    if asked.values.explain:
+    if query.values.explain:
         yield from _terms(work, plans[0])
-        share, gpus = _lost(asked.config, plans[0]), plans[0].trainer_gpus
+        share, gpus = _failure_factor(query.config, plans[0]), plans[0].trainer_gpus
         often = f"one every {_FAILURE_HOURS / gpus:,.0f} h on {gpus} GPUs, as in Llama 3's training"
         yield f"failures of the trainer: {often}; restarts and repeated steps take {share:.2%} more"
-    if asked.values.timeline:
+    if query.values.timeline:
         timeline = Timeline()
         for process, name, start, end in plans[0].prediction.spans:
             timeline.add(process, "main", name, int(start * 1e9), int(end * 1e9))
-        timeline.save(asked.values.timeline)
-        yield f"wrote {asked.values.timeline}; open it at https://ui.perfetto.dev"
+        timeline.save(query.values.timeline)
+        yield f"wrote {query.values.timeline}; open it at https://ui.perfetto.dev"
 
 
-def _workload_line(asked: PlanRequest, work: Workload) -> str:
+def _workload_line(query: PlanRequest, work: Workload) -> str:
     limits, lengths = work.limits, work.lengths
     longest = lengths.quantiles[-1]
     cut = sum(n >= longest for n in lengths.quantiles) / len(lengths.quantiles)
     turns = f" in {work.turns} turns" if work.turns > 1 else ""
-    origin = "measured" if asked.run else "given" if asked.values.answer_tokens else "assumed"
+    origin = "measured" if query.run else "given" if query.values.answer_tokens else "assumed"
     return (
-        f"{asked.gpus} × {work.card.kind}: {limits.batch_prompts} prompts × "
+        f"{query.gpus} × {work.card.kind}: {limits.batch_prompts} prompts × "
         f"{work.sizes.n_samples} answers a step, prompts of {work.prompt_tokens:,.0f} tokens, "
         f"answers of {lengths.mean:,.0f} ({origin}){turns}, "
         f"{cut:.0%} of them at {longest:,.0f}; at most "
@@ -326,30 +326,30 @@ def _workload_line(asked: PlanRequest, work: Workload) -> str:
 
 
 def _row(plan: SplitPlan) -> tuple[str, ...]:
-    found = plan.prediction
-    mean = sum(lag * share for lag, share in found.lags.items())
-    speed = found.tokens / found.step_seconds / plan.allocation.gpus
+    means = plan.prediction
+    mean = sum(lag * share for lag, share in means.lags.items())
+    speed = means.tokens / means.step_seconds / plan.allocation.gpus
     return (
-        str(plan.allocation), f"{found.step_seconds:,.3g}", f"{speed:,.0f}",
-        f"{found.trainer_idle:.0%}", f"{found.servers_idle:.0%}",
-        f"{mean:.1f} (max {max(found.lags, default=0)})", size(plan.trainer_bytes),
+        str(plan.allocation), f"{means.step_seconds:,.3g}", f"{speed:,.0f}",
+        f"{means.trainer_idle:.0%}", f"{means.servers_idle:.0%}",
+        f"{mean:.1f} (max {max(means.lags, default=0)})", size(plan.trainer_bytes),
     )  # fmt: skip
 
 
 def _advice(plan: SplitPlan) -> Iterator[str]:
     """Yield what holds the best plan back."""
-    found = plan.prediction
-    if found.preempted > 0:
+    means = plan.prediction
+    if means.preempted > 0:
         remedy = "lower fleet.slots or give a server more GPUs"
-        yield f"servers run out of KV cache {found.preempted:.0f} times a step; {remedy}"
-    if min(found.trainer_idle, found.servers_idle) > IDLE:
+        yield f"servers run out of KV cache {means.preempted:.0f} times a step; {remedy}"
+    if min(means.trainer_idle, means.servers_idle) > IDLE:
         remedy = (
             "raise rollout.max_staleness and rollout.max_concurrent_rollouts, or use fewer GPUs"
         )
         yield f"both sides wait: the tail of long answers decides; {remedy}"
 
 
-def _lost(config: ConfigDict, plan: SplitPlan) -> float:
+def _failure_factor(config: ConfigDict, plan: SplitPlan) -> float:
     """Return the time that the trainer's failures take, for one of the time without them.
 
     A server's failure takes its share of the tokens only, until it is back.
@@ -360,8 +360,8 @@ def _lost(config: ConfigDict, plan: SplitPlan) -> float:
 
 def _terms(work: Workload, plan: SplitPlan) -> Iterator[str]:
     """Yield the terms that a step's seconds are made of."""
-    setup, found, longest = work.setup(plan.allocation), plan.prediction, work.lengths.quantiles[-1]
-    server, running = setup.server, found.running
+    setup, means, longest = work.setup(plan.allocation), plan.prediction, work.lengths.quantiles[-1]
+    server, running = setup.server, means.running
     context = work.prompt_tokens + work.lengths.mean / 2
     decode = server.decode_seconds(running, running * context)
     yield (
@@ -371,30 +371,34 @@ def _terms(work: Workload, plan: SplitPlan) -> Iterator[str]:
     )
     alone = longest * server.decode_seconds(1, context)
     yield f"longest answer: {longest:,.0f} tokens, {alone:,.0f} s alone"
-    trained = found.step_seconds * (1 - found.trainer_idle)
+    trained = means.step_seconds * (1 - means.trainer_idle)
     yield (
         f"trainer: {trained:,.3g} s a step on {setup.training.gpus} GPUs with "
-        f"{setup.training.forwards:g} more forward passes; publish {found.publish_seconds:.2g} s, "
+        f"{setup.training.forwards:g} more forward passes; publish {means.publish_seconds:.2g} s, "
         f"servers pause {server.load_seconds():.2g} s"
     )
     constants = asdict(work.calibration).items()
     yield "constants: " + ", ".join(f"{name} {value:g}" for name, value in constants)
 
 
-def _change(asked: PlanRequest, work: Workload, own: allocation.Allocation, best: SplitPlan) -> str:
+def _change(
+    query: PlanRequest, work: Workload, split: allocation.Allocation, best: SplitPlan
+) -> str:
     """Return the change of a run that makes its steps shortest, by the refitted plan."""
     limits = work.limits
-    now = search.plan(work, own).prediction.step_seconds
-    found = {f"allocation_mode={best.allocation}": best.prediction.step_seconds}
+    now = search.plan(work, split).prediction.step_seconds
+    tries = {f"allocation_mode={best.allocation}": best.prediction.step_seconds}
     for key, value in {
         "rollout.max_staleness": int(limits.max_staleness) + 1,
         **({} if limits.samples else {"rollout.max_concurrent_rollouts": 2 * limits.concurrency}),
         **({"fleet.num_servers": work.sizes.num_servers + 1} if work.cores else {}),
     }.items():
-        changed = replace(asked.workload({key: value}), factors=work.factors)
-        plan = search.plan(changed, asked.own(changed) or own)
-        found[f"{key}={value}"] = plan.prediction.step_seconds
-    setting, seconds = min(found.items(), key=itemgetter(1))
+        changed = replace(query.workload({key: value}), factors=work.factors)
+        plan = search.plan(changed, query.own(changed) or split)
+        tries[f"{key}={value}"] = plan.prediction.step_seconds
+    setting, seconds = min(tries.items(), key=itemgetter(1))
     if seconds > _FASTER * now:
-        return f"nothing to change: {own} takes {now:.3g} s a step, and no setting tried is faster"
-    return f"change {setting}: {seconds:.3g} s a step in place of {now:.3g} s with {own}"
+        return (
+            f"nothing to change: {split} takes {now:.3g} s a step, and no setting tried is faster"
+        )
+    return f"change {setting}: {seconds:.3g} s a step in place of {now:.3g} s with {split}"

@@ -56,8 +56,8 @@ class RemoteCopies:
         if checkpoint.checkpoints(place):
             return
         try:
-            found = [*self._complete("checkpoints")]
-            for name in reversed(found) if self._auto else ():
+            names = [*self._complete("checkpoints")]
+            for name in reversed(names) if self._auto else ():
                 temporary = place / f".writing-{name}"  # an interrupted one goes at the next start
                 shutil.rmtree(temporary, ignore_errors=True)
                 source = f"{self._root}/checkpoints/{name}/"
@@ -74,7 +74,7 @@ class RemoteCopies:
         except Exception as error:
             what = f"cannot read checkpoint.copy_to={self._place}: {error}"
             raise UserError(f"{what}; correct it, or unset it to begin without copies") from error
-        if found:
+        if names:
             why = "none of them is whole" if self._auto else "recover_mode=off resumes none"
             remedy = "give another checkpoint.copy_to or --workdir"
             raise UserError(f"{self._root} has checkpoints, and {why}; {remedy}")
@@ -114,11 +114,11 @@ class RemoteCopies:
     def _copy(self) -> None:
         """Make the store as the workdir is now."""
         for kind, keep in self._keep.items():
-            there = self._complete(kind)
+            marks = self._complete(kind)
             for directory in (self._workdir / kind).glob("*"):
                 try:
                     if _NAME.fullmatch(directory.name):
-                        self._put(f"{self._root}/{kind}/{directory.name}", directory, there)
+                        self._put(f"{self._root}/{kind}/{directory.name}", directory, marks)
                 except FileNotFoundError:
                     if directory.exists():  # else it is deleted, because there are newer ones
                         raise
@@ -128,8 +128,8 @@ class RemoteCopies:
             if (self._workdir / file).exists():
                 self._store.put_file(str(self._workdir / file), f"{self._root}/{file}")
 
-    def _put(self, target: str, directory: Path, there: Mapping[str, str]) -> None:
-        if there.get(directory.name) == (mark := _mark(directory)):
+    def _put(self, target: str, directory: Path, marks: Mapping[str, str]) -> None:
+        if marks.get(directory.name) == (mark := _mark(directory)):
             return
         self._forget(target)
         self._store.put(f"{directory}/", f"{target}/", recursive=True)
@@ -139,12 +139,12 @@ class RemoteCopies:
     def _complete(self, kind: str) -> dict[str, str]:
         """Return name → mark of what is complete in the store, by step."""
         self._store.invalidate_cache()
-        place, found = f"{self._root}/{kind}", []
+        place, copies = f"{self._root}/{kind}", []
         for path in self._store.ls(place, detail=False) if self._store.exists(place) else ():
-            named = _NAME.fullmatch(path.removesuffix(COMPLETE).rpartition("/")[2])
-            if named and path.endswith(COMPLETE):
-                found.append((int(named[1]), named[0], path))
-        return {name: self._store.cat_file(path).decode() for _, name, path in sorted(found)}
+            match = _NAME.fullmatch(path.removesuffix(COMPLETE).rpartition("/")[2])
+            if match and path.endswith(COMPLETE):
+                copies.append((int(match[1]), match[0], path))
+        return {name: self._store.cat_file(path).decode() for _, name, path in sorted(copies)}
 
     def _forget(self, path: str) -> None:
         for each in (f"{path}{COMPLETE}", path):

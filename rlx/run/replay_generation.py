@@ -33,25 +33,25 @@ _SEARCHED = 3  # samples of a step that differ, before no prefill is looked for
 class Compared(NamedTuple):
     """A sample that was made again."""
 
-    own: Recording
-    made: Completion
+    recording: Recording
+    completion: Completion
     same: int  # tokens before the first that differs
     gaps: np.ndarray  # [same], |Δ logprob| of these tokens, nats
 
     @property
     def differs(self) -> bool:
         """Whether a token differs, or one of the two ended before the other."""
-        return self.same < max(len(self.made.tokens), len(self.own.made.tokens))
+        return self.same < max(len(self.completion.tokens), len(self.recording.completion.tokens))
 
     def __str__(self) -> str:
-        at, size = self.same, len(self.own.made.tokens)
-        recorded, made = (
+        at, size = self.same, len(self.recording.completion.tokens)
+        recorded, new = (
             f"{c.tokens[at]} (version {c.versions[at]}, logprob {c.logprobs[at]:.7g})"
             if at < len(c.tokens) else "no token"
-            for c in (self.own.made, self.made)
+            for c in (self.recording.completion, self.completion)
         )  # fmt: skip
-        where = f"sample {self.own.request.request_id} differs at token {at} of {size}"
-        return f"{where}: recorded {recorded}, made {made}"
+        where = f"sample {self.recording.request.request_id} differs at token {at} of {size}"
+        return f"{where}: recorded {recorded}, made {new}"
 
 
 class Generation:
@@ -84,7 +84,7 @@ class Generation:
         if self._options:
             self._engine.end()
         how = f"{self._furthest:.1g} nats at most ({self._moved})" if self._moved else "bit for bit"
-        return f"made again: {_listed(self._counts)}; logprobs compared {how}"
+        return f"made again: {_counts_text(self._counts)}; logprobs compared {how}"
 
     def _keep(self, version: int, update: Update, state: State) -> None:
         """Keep a version's weights as its servers loaded them, and remove those too old."""
@@ -106,28 +106,28 @@ class Generation:
 
     def _compare(self, step: int, devices: str) -> bool:
         """Compare and report the samples of a step; return whether all are as recorded."""
-        found, there = self._begin(step), self._recorded.start(step).get("environment", {})
+        samples, run_env = self._begin(step), self._recorded.start(step).get("environment", {})
         # The bits of a server depend on its own number of threads.
-        threads = there.get("server_cores", there.get("compute_threads"))
-        self._moved = elsewhere({**there, "compute_threads": threads}, devices)
+        threads = run_env.get("server_cores", run_env.get("compute_threads"))
+        self._moved = elsewhere({**run_env, "compute_threads": threads}, devices)
         self._bound = ROUNDING[self._options["dtype"]] if self._moved else 0.0
-        known = [r for r in found if min(r.made.versions) in self._weights]
+        usable = [r for r in samples if min(r.completion.versions) in self._weights]
         results = list[Compared]()
-        for each in self._again(known[: self._most]):
+        for result in self._again(usable[: self._most]):
             search = sum(r.differs for r in results) < _SEARCHED
-            results.append(self._explained(each) if search else each)
+            results.append(self._explained(result) if search else result)
         counts = count(results)
-        counts["samples begun before the first weights of this replay"] = len(found) - len(known)
+        counts["samples begun before the first weights of this replay"] = len(samples) - len(usable)
         self._counts += counts
         self._furthest = max([self._furthest, *(r.gaps.max(initial=0.0) for r in results)])
         wrong = [str(r) for r in results if r.differs]
-        self._say("; ".join([f"step {step}: {_listed(counts)}", *wrong[:1]]))
+        self._say("; ".join([f"step {step}: {_counts_text(counts)}", *wrong[:1]]))
         return not wrong
 
     def _begin(self, step: int) -> list[Recording]:
         """Return the samples of a step, after the engine has the options of its servers."""
         recorded, config = self._recorded, self._recorded.config(step)
-        run, found = RunOptions.of(config), list[Recording]()
+        run, samples = RunOptions.of(config), list[Recording]()
         names = "slots", "max_model_len", "decode_steps", "dtype"
         options = {**{n: run.servers[n] for n in names}, "kv": config.fleet.kv_on_update}
         if options != self._options:
@@ -136,62 +136,69 @@ class Generation:
         for group in recorded.groups(step):
             attempt = recorded.batches.attempts.get(group.group_id, 0)
             seed = group_seed(config.seed, group.group_id, attempt)
-            found += recordings(group, replace(run.sampling, seed=seed))
-        return found
+            samples += recordings(group, replace(run.sampling, seed=seed))
+        return samples
 
-    def _again(self, asked: Sequence[Recording]) -> list[Compared]:
-        made = self._engine.make(asked, self._weights.__getitem__)
-        return [compared(*pair, self._bound) for pair in zip(asked, made, strict=True)]
+    def _again(self, samples: Sequence[Recording]) -> list[Compared]:
+        completions = self._engine.make(samples, self._weights.__getitem__)
+        return [
+            compare_samples(*pair, self._bound) for pair in zip(samples, completions, strict=True)
+        ]
 
-    def _explained(self, found: Compared) -> Compared:
+    def _explained(self, result: Compared) -> Compared:
         """Find the prefills that explain a difference."""
         # A server that continues a sample computes its cache from its tokens, with other last bits.
         # The journal does not have the decode call, so each is tried, the latest first.
-        while found.differs:
-            had, first = found.own.prefills, found.same // self._options["decode_steps"]
-            calls = [call for call in range(first, 0, -1) if call not in had]
-            tries = [replace(found.own, prefills=had | {call}) for call in calls]
+        while result.differs:
+            prefills, first = (
+                result.recording.prefills,
+                result.same // self._options["decode_steps"],
+            )
+            calls = [call for call in range(first, 0, -1) if call not in prefills]
+            tries = [replace(result.recording, prefills=prefills | {call}) for call in calls]
             again = self._again(tries[: self._options["slots"]])
-            best = max(again, key=lambda each: each.same, default=found)
-            if best.same <= found.same:
+            best = max(again, key=lambda each: each.same, default=result)
+            if best.same <= result.same:
                 break
-            found = best
-        return found
+            result = best
+        return result
 
 
 def recordings(group: Group, sampling: Sampling) -> list[Recording]:
     """Return the samples of a group of single turns, which one request with `sampling` made."""
-    found = []
+    samples = []
     for index, t in enumerate(group.trajectories):
         first = int(np.argmax(t.versions >= 0))
         request = Request(t.trajectory_id, t.tokens[:first], sampling, first_index=index)
-        own, logprobs, versions = t.tokens[first:], t.behaviour_logprobs[first:], t.versions[first:]
-        found.append(Recording(request, Completion(own, logprobs, versions, t.stop_reason)))
-    return found
+        ids, logprobs, versions = t.tokens[first:], t.behaviour_logprobs[first:], t.versions[first:]
+        samples.append(Recording(request, Completion(ids, logprobs, versions, t.stop_reason)))
+    return samples
 
 
-def compared(own: Recording, made: Completion, bound: float) -> Compared:
+def compare_samples(recording: Recording, completion: Completion, bound: float) -> Compared:
     """Compare tokens, versions, and logprobs, which may differ by `bound` nats."""
-    size = min(len(made.tokens), len(own.made.tokens))
-    gaps = np.abs(made.logprobs[:size] - own.made.logprobs[:size])
-    other = made.tokens[:size] != own.made.tokens[:size]
-    other |= (made.versions[:size] != own.made.versions[:size]) | (gaps > bound)
-    same = int(other.argmax()) if other.any() else size
-    return Compared(own, made, same, gaps[:same])
+    size = min(len(completion.tokens), len(recording.completion.tokens))
+    gaps = np.abs(completion.logprobs[:size] - recording.completion.logprobs[:size])
+    differs = completion.tokens[:size] != recording.completion.tokens[:size]
+    differs |= (completion.versions[:size] != recording.completion.versions[:size]) | (gaps > bound)
+    same = int(differs.argmax()) if differs.any() else size
+    return Compared(recording, completion, same, gaps[:same])
 
 
 def count(results: Sequence[Compared]) -> Counter[str]:
     """Return the numbers of a step by what they count."""
     return Counter({
         "samples": len(results),
-        "tokens": sum(len(r.own.made.tokens) for r in results),
+        "tokens": sum(len(r.recording.completion.tokens) for r in results),
         "as recorded": sum(r.same for r in results),
-        "samples with several versions": sum(len({*r.own.made.versions}) > 1 for r in results),
-        "samples continued after a prefill": sum(bool(r.own.prefills) for r in results),
+        "samples with several versions": sum(
+            len({*r.recording.completion.versions}) > 1 for r in results
+        ),
+        "samples continued after a prefill": sum(bool(r.recording.prefills) for r in results),
         "logprobs with other last bits": sum(np.count_nonzero(r.gaps) for r in results),
         "samples that differ": sum(r.differs for r in results),
     })  # fmt: skip
 
 
-def _listed(counts: Mapping[str, int]) -> str:
+def _counts_text(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{number} {what}" for what, number in counts.items() if number)

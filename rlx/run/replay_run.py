@@ -70,17 +70,17 @@ class Recorded:
 
     def model(self, config: ConfigDict) -> Path:
         """Return the HF directory of the first weights."""
-        made = self.workdir / INITIAL
-        return made if made.is_dir() else directory.resolve(config.model.path)
+        initial = self.workdir / INITIAL
+        return initial if initial.is_dir() else directory.resolve(config.model.path)
 
     def groups(self, step: int) -> list[Group]:
         return [place.read().group() for place in self.batches.groups[step - 1]]
 
 
-def config_of(found: Mapping[str, Any]) -> ConfigDict:
+def config_of(values: Mapping[str, Any]) -> ConfigDict:
     """Return the config that `as_json` wrote."""
     config = default()
-    config.update({key: value for key, value in found.items() if value is not None})
+    config.update({key: value for key, value in values.items() if value is not None})
     return config
 
 
@@ -98,21 +98,21 @@ def plan(recorded: Recorded, first: int = 0, last: int = 0, generation: bool = F
 
     UserError if the journal or the checkpoints do not reach these steps.
     """
-    there = {step + 1 for step in recorded.batches.groups}
-    last = last or max(there & recorded.metrics.keys(), default=0)
-    found = checkpoint.checkpoints(recorded.workdir / "checkpoints")
-    whole = [path for path in found if checkpoint.verify(path) is None]
-    known = {0: None, **{checkpoint.step_of(path): path for path in whole}}
-    begins = [step for step in known if step < last and set(range(step + 1, last + 1)) <= there]
+    steps = {step + 1 for step in recorded.batches.groups}
+    last = last or max(steps & recorded.metrics.keys(), default=0)
+    paths = checkpoint.checkpoints(recorded.workdir / "checkpoints")
+    checkpoints = [path for path in paths if checkpoint.verify(path) is None]
+    origins = {0: None, **{checkpoint.step_of(path): path for path in checkpoints}}
+    begins = [step for step in origins if step < last and set(range(step + 1, last + 1)) <= steps]
     begins = [step for step in begins if step < first] if first else begins[:1]
     if generation and begins:  # begin before the versions of these steps' samples, if possible
         oldest = max(0, first - 1 - recorded.config(last).rollout.max_staleness)
         begins = [step for step in begins if step <= oldest] or [min(begins)]
     if not begins:
-        has = f"the journal has steps {min(there)} to {max(there)}"
+        has = f"the journal has steps {min(steps)} to {max(steps)}"
         what = f"cannot replay steps {first or 1} to {last}: {has}, and checkpoints are after steps"
-        raise UserError(f"{what} {[*known][1:]}; give other steps with --from and --until")
-    return Plan(known[max(begins)], max(begins), first or max(begins) + 1, last)
+        raise UserError(f"{what} {[*origins][1:]}; give other steps with --from and --until")
+    return Plan(origins[max(begins)], max(begins), first or max(begins) + 1, last)
 
 
 def replay(
@@ -127,8 +127,8 @@ def replay(
     """Train and compare; return whether all steps are bitwise those of the run."""
     config = recorded.config(plan.begin + 1, changed)
     check(config)
-    there = recorded.start(plan.begin + 1).get("environment", {})
-    with _place(there), gpu_environment(config):
+    run_env = recorded.start(plan.begin + 1).get("environment", {})
+    with _place(run_env), gpu_environment(config):
         library = trainers.library(config)
         with trainers.join_processes(config, Event()) as hosts:
             if hosts.index:
@@ -139,10 +139,10 @@ def replay(
 
             def make(config: ConfigDict) -> Update:
                 options = TrainOptions.of(config), RunOptions.of(config).context
-                own = {"path": str(model), "image_dir": str(recorded.workdir / "images")}
-                return conductor.driver(hosts, partial(library.make, *options), **own)
+                paths = {"path": str(model), "image_dir": str(recorded.workdir / "images")}
+                return conductor.driver(hosts, partial(library.make, *options), **paths)
 
-            begun, differing, compared, same = time.monotonic(), 0, Counter[str](), True
+            start, differing, compared, same = time.monotonic(), 0, Counter[str](), True
             origin = plan.origin or f"the first weights in {model}"
             say(f"replaying steps {plan.begin + 1} to {plan.last} from {origin}")
             for step, update, state, metrics in _steps(recorded, plan, changed, make, model):
@@ -153,24 +153,24 @@ def replay(
                     continue
                 record, sums = recorded.metrics.get(step), recorded.batches.weights.get(step)
                 compared.update(steps=bool(record), versions=bool(sums))
-                if found := difference(metrics, record or {}, sums, update, state):
+                if text := difference(metrics, record or {}, sums, update, state):
                     differing += 1
-                    say(f"step {step} differs: {found}") if differing == 1 else None
+                    say(f"step {step} differs: {text}") if differing == 1 else None
             if out:
                 write_directory(out / "hf", update.model, update.weights(state), source=model)
             steps = range(plan.begin + 1, plan.last + 1)
             trained = sum(recorded.metrics.get(s, {}).get("step_seconds", 0.0) for s in steps)
-            took = f"in {time.monotonic() - begun:.1f} s; the run took {trained:.1f} s for them"
+            times = f"in {time.monotonic() - start:.1f} s; the run took {trained:.1f} s for them"
             if differing:
-                say(f"{differing} of {compared['steps']} steps differ, {took}")
+                say(f"{differing} of {compared['steps']} steps differ, {times}")
             else:
                 both = (
                     f"{compared['steps']} steps and the weights of {compared['versions']} versions"
                 )
-                say(f"the metrics of {both} are bitwise those of the run, {took}")
+                say(f"the metrics of {both} are bitwise those of the run, {times}")
             if differing or not same:
                 why = [f"{key} is {value}" for key, value in changed.items()]
-                why += filter(None, [elsewhere(there, update.devices)])
+                why += filter(None, [elsewhere(run_env, update.devices)])
                 say("; ".join(why) or "settings, machine and packages are those of the run")
             conductor.stop(hosts, step=plan.last, complete=True)
     return same and not differing
@@ -205,24 +205,24 @@ def _steps(
 
 
 def difference(
-    made: Mapping[str, Any], record: Mapping[str, Any], sums: Mapping[str, Any] | None,
+    metrics: Mapping[str, Any], record: Mapping[str, Any], sums: Mapping[str, Any] | None,
     update: Update, state: State,
 ) -> str:  # fmt: skip
     """Return how metrics differ from a line of metrics.jsonl, or weights from the journal's."""
-    found = [
+    texts = [
         f"{name} {record[name]} → {value}"
-        for name, value in jsonable(made).items()
+        for name, value in jsonable(metrics).items()
         if name in record and name not in _OF_THE_RUN and record[name] != value
     ]
-    found[_SHOWN:] = [f"{len(found) - _SHOWN} more metrics"] * (len(found) > _SHOWN)
+    texts[_SHOWN:] = [f"{len(texts) - _SHOWN} more metrics"] * (len(texts) > _SHOWN)
     if sums:
         weights = update.weights(state, sums["adapters"])
         with open(os.devnull, "wb", buffering=0) as nothing:
-            own = weights.write(nothing)
-        pairs = zip(["the header", *weights.tensors], own, sums["sums"], strict=False)
+            new_sums = weights.write(nothing)
+        pairs = zip(["the header", *weights.tensors], new_sums, sums["sums"], strict=False)
         names = [name for name, new, old in pairs if new != old]  # each sum includes those before
-        found += [f"the first tensor that differs is {name}" for name in names[:1]]
-    return "; ".join(found)
+        texts += [f"the first tensor that differs is {name}" for name in names[:1]]
+    return "; ".join(texts)
 
 
 # Facts of the run in metrics.jsonl, whose names a user's statistic may have too.
@@ -232,10 +232,10 @@ _OF_THE_RUN = (
 )  # fmt: skip
 
 
-def elsewhere(there: Mapping[str, Any], devices: str) -> str:
-    """Return how this process differs from the run's, in the environment `there`, or ""."""
+def elsewhere(run_env: Mapping[str, Any], devices: str) -> str:
+    """Return how this process differs from the run's environment `run_env`, or ""."""
     place = {"trainer_cores": len(os.sched_getaffinity(0)), "devices": devices}
-    return resume.machine_warning(there, environment.describe(place))
+    return resume.machine_warning(run_env, environment.describe(place))
 
 
 @contextmanager
@@ -243,10 +243,10 @@ def _place(recorded: Mapping[str, Any]) -> Iterator[None]:
     """Give this process the threads and XLA flags of the run's trainer, which decide its bits."""
     cores, flags = sorted(os.sched_getaffinity(0)), recorded.get("variables", {}).get("XLA_FLAGS")
     # XLA takes the number of its threads from NPROC, torch from the cores.
-    wanted = {"NPROC": str(recorded.get("compute_threads", "")), "XLA_FLAGS": flags or ""}
+    variables = {"NPROC": str(recorded.get("compute_threads", "")), "XLA_FLAGS": flags or ""}
     os.sched_setaffinity(0, cores[: recorded.get("trainer_cores", len(cores))])
     try:
-        with changed_environment({k: v for k, v in wanted.items() if v and k not in os.environ}):
+        with changed_environment({k: v for k, v in variables.items() if v and k not in os.environ}):
             yield
     finally:
         os.sched_setaffinity(0, cores)
@@ -264,9 +264,9 @@ def as_flag(config: ConfigDict, place: Path) -> str:
 
 def changes(config: ConfigDict, settings: list[str]) -> dict[str, Any]:
     """Return key → value of what flags `--config.KEY=VALUE` change in a config."""
-    made = flags.overridden(config_of(before := as_json(config)), settings)
-    old, now = dict(leaves(before)), dict(leaves(made))
-    return {key: now[key] for key, value in leaves(as_json(made)) if old.get(key) != value}
+    after = flags.with_overrides(config_of(before := as_json(config)), settings)
+    old, now = dict(leaves(before)), dict(leaves(after))
+    return {key: now[key] for key, value in leaves(as_json(after)) if old.get(key) != value}
 
 
 def write_bundle(path: Path, recorded: Recorded, plan: Plan) -> None:
@@ -294,8 +294,8 @@ def write_bundle(path: Path, recorded: Recorded, plan: Plan) -> None:
 
 
 def _below(place: Path, name: str) -> dict[str, Path]:
-    found = sorted(path for path in place.rglob("*") if path.is_file())
-    return {f"{name}/{path.relative_to(place)}": path for path in found}
+    paths = sorted(path for path in place.rglob("*") if path.is_file())
+    return {f"{name}/{path.relative_to(place)}": path for path in paths}
 
 
 def _records(recorded: Recorded, plan: Plan) -> Iterator[bytes]:
@@ -313,7 +313,7 @@ def _records(recorded: Recorded, plan: Plan) -> Iterator[bytes]:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Path]:
+def open_run(path: Path) -> Iterator[Path]:
     """Yield the directory of a run, or of an unpacked bundle; UserError if it is damaged."""
     if path.is_dir():
         yield path

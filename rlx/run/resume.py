@@ -52,28 +52,28 @@ def prepare_workdir(config: ConfigDict, workdir: Path) -> list[str]:
     new = as_json(config)
     before = read_json(workdir / "config.json")
     changed = [text for text in differences(before, new) if not text.startswith(_FREE)]
-    found = checkpoint.checkpoints(workdir / "checkpoints")
+    checkpoints = checkpoint.checkpoints(workdir / "checkpoints")
     off = config.checkpoint.recover_mode == "off"
     messages = []
-    resumed = bool(found) and not off
-    other = (changed or not before) and (workdir / "metrics.jsonl").exists()
+    resumed = bool(checkpoints) and not off
+    another_run = (changed or not before) and (workdir / "metrics.jsonl").exists()
     refuse((
-        (off and any(checkpoint.verify(path) is None for path in found),
+        (off and any(checkpoint.verify(path) is None for path in checkpoints),
          f"{workdir} holds another run, with a checkpoint to resume, and "
          "checkpoint.recover_mode=off; remove that to resume it, or give a fresh --workdir"),
-        (other and not resumed,
+        (another_run and not resumed,
          f"{workdir} holds another run ({(changed or ['of an unknown config'])[0]}) and no "
          "checkpoint to resume; give a fresh --workdir, or its config to start again"),
     ))  # fmt: skip
-    if not resumed and (found or any((workdir / name).exists() for name in RECORDS)):
+    if not resumed and (checkpoints or any((workdir / name).exists() for name in RECORDS)):
         step = read_last(workdir / "metrics.jsonl").get("step", 0)
         forget(workdir, 0)
         shutil.rmtree(workdir / "tensorboard", ignore_errors=True)
         for name in (*RECORDS, "skipped.jsonl", "timeline.json", "report.html", BOARD_ID):
             (workdir / name).unlink(missing_ok=True)
-        ended = f"the last attempt ended after step {step} without a checkpoint"
-        messages.append(f"starting again: {ended}")
-        for path in found:  # all are damaged
+        reason = f"the last attempt ended after step {step} without a checkpoint"
+        messages.append(f"starting again: {reason}")
+        for path in checkpoints:  # all are damaged
             messages.append(f"{path} is damaged and is kept as {checkpoint.set_aside(path).name}")
     if not resumed and (off or changed or not before):
         shutil.rmtree(workdir / "journal", ignore_errors=True)
@@ -83,34 +83,34 @@ def prepare_workdir(config: ConfigDict, workdir: Path) -> list[str]:
     return messages
 
 
-def finished(config: ConfigDict, workdir: Path) -> int:
+def finished_steps(config: ConfigDict, workdir: Path) -> int:
     """Return the steps of a complete run in `workdir`; 0 if there is none."""
     *_, last = {}, *read_jsonl(workdir / STARTS)
     done = last["step"] if last.get("ended") == "finished" and has_step(last) else 0
-    kept = map(checkpoint.step_of, checkpoint.checkpoints(workdir / "checkpoints"))
+    steps = map(checkpoint.step_of, checkpoint.checkpoints(workdir / "checkpoints"))
     auto = config.checkpoint.recover_mode == "auto"
-    return done if auto and done >= config.total_steps and done in kept else 0
+    return done if auto and done >= config.total_steps and done in steps else 0
 
 
-def continuation(found: Recovered, last: Mapping[str, Any], kept: Mapping[str, int]) -> str:
+def continuation(recovery: Recovered, last: Mapping[str, Any], counts: Mapping[str, int]) -> str:
     """Return the steps and prompts that a run repeats, and the samples that it continues.
 
-    `last` is the record of the last step after the checkpoint; `kept` is from `Unfinished`.
+    `last` is the record of the last step after the checkpoint; `counts` are from `Unfinished`.
     """
-    host, groups = found.host, len(found.groups)
+    host, groups = recovery.host, len(recovery.groups)
     step, steps = host["step"], max(0, last.get("step", host["step"]) - host["step"])
-    prompts = len(host["pending"]) - kept["prompts"]
+    prompts = len(host["pending"]) - counts["prompts"]
     if steps and isinstance(admitted := last.get("admitted"), int):
         prompts += max(0, admitted - host["admitted"])
-    had = f"; the journal had {groups} finished group{'s' * (groups != 1)}" * bool(groups)
-    if kept["samples"]:
-        had += f"; continued: {kept['tokens']} tokens of {kept['samples']} samples"
-    if kept["repeated_tokens"]:
-        had += f"; {kept['repeated_tokens']} tokens are made again"
+    more = f"; the journal had {groups} finished group{'s' * (groups != 1)}" * bool(groups)
+    if counts["samples"]:
+        more += f"; continued: {counts['tokens']} tokens of {counts['samples']} samples"
+    if counts["repeated_tokens"]:
+        more += f"; {counts['repeated_tokens']} tokens are made again"
     repeated = f"repeated: {steps} step{'s' * (steps != 1)}, {prompts} prompt{'s' * (prompts != 1)}"
-    if not (steps or prompts or kept["repeated_tokens"]):
+    if not (steps or prompts or counts["repeated_tokens"]):
         repeated = "nothing is repeated"
-    return f"resuming after step {step}; {repeated}{had}"
+    return f"resuming after step {step}; {repeated}{more}"
 
 
 def setting_changes(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Iterator[str]:

@@ -82,8 +82,8 @@ class RunOptions:
 
 def check_reward(config: ConfigDict) -> dict[str, float]:
     """Return name → weight of the run's rewards; none where its workflow has no use for them."""
-    given = rewards.weights_of(config.reward.name, config.reward.terms)
-    weights = {k: v for k, v in given.items() if k not in (rewards.MODEL, rewards.JUDGE)}
+    terms = rewards.weights_of(config.reward.name, config.reward.terms)
+    weights = {k: v for k, v in terms.items() if k not in (rewards.MODEL, rewards.JUDGE)}
     if not named_workflow.uses_rewards(workflow := config.rollout.workflow, "rollout.workflow"):
         if config.reward.terms and weights:
             why = f"rollout.workflow={workflow} gives rewards by itself"
@@ -133,9 +133,13 @@ def joining_of(config: ConfigDict) -> Joining | None:
 
 def limits_of(config: ConfigDict, total_steps: int | None = None) -> Limits:
     """Return what governs admission; `concurrency.follow` changes it where the config has auto."""
-    own = config.rollout
-    limits = Limits(own.batch_prompts, own.max_staleness, own.max_concurrent_rollouts, total_steps)
-    return limits if limits.concurrency else concurrency.tuned(limits, config.sampling.n_samples)
+    r = config.rollout
+    limits = Limits(r.batch_prompts, r.max_staleness, r.max_concurrent_rollouts, total_steps)
+    return (
+        limits
+        if limits.concurrency
+        else concurrency.tunable_limits(limits, config.sampling.n_samples)
+    )
 
 
 def sizes_of(config: ConfigDict, model: ModelConfig) -> RunSizes:

@@ -32,31 +32,31 @@ SEAMS = (  # keys of the config that may name user code
 
 def findings(config: ConfigDict | None, workdir: Path) -> Iterator[Finding]:
     """Yield rows for the doctor's table."""
-    started = []  # engines of servers that the run starts
+    engines = []  # engines of servers that the run starts
     if config and config.fleet.num_servers and not config.fleet.addresses:
-        started.append(config.fleet.engine)
+        engines.append(config.fleet.engine)
     if config and config.teacher.path and not config.teacher.addresses:
-        started.append(config.teacher.engine or config.fleet.engine)
-    yield from packages.check(needed=tuple({"vllm"} & {*started}))
+        engines.append(config.teacher.engine or config.fleet.engine)
+    yield from packages.check(needed=tuple({"vllm"} & {*engines}))
     devices = machine.devices()
     yield from machine.check(workdir, devices)
     if config is None:
         return
     if config.allocation_mode:
         allocated = partial(_allocate, config, devices)
-        row, made = attempt("config", "allocation", allocated, itemgetter(2))
+        row, result = attempt("config", "allocation", allocated, itemgetter(2))
         yield row
-        config, devices, _ = made or (config, devices, "")
+        config, devices, _ = result or (config, devices, "")
     place = partial(Cluster.of, os.environ, **config.cluster)
-    row, one = attempt("config", "cluster", place, lambda c: f"{c}; {c.source}".rstrip("; "))
-    if one is None or one.count > 1:
+    row, cluster = attempt("config", "cluster", place, lambda c: f"{c}; {c.source}".rstrip("; "))
+    if cluster is None or cluster.count > 1:
         yield row
-    given = {name: value for name, value in leaves(config) if name.endswith(".addresses")}
-    for name, addresses in given.items():
-        row, found = attempt("machine", name, partial(read_addresses, addresses), str)
-        if found is None:
+    options = {name: value for name, value in leaves(config) if name.endswith(".addresses")}
+    for name, addresses in options.items():
+        row, entries = attempt("machine", name, partial(read_addresses, addresses), str)
+        if entries is None:
             yield row
-        for address in found or ():
+        for address in entries or ():
             yield machine.judge_address(address, str(refusal(address, _REACH_SECONDS) or ""), name)
     if isinstance(devices, str):  # the next checks need JAX
         return
@@ -104,9 +104,9 @@ def user_plugins(config: ConfigDict) -> Iterator[Finding]:
 def _load(key: str, entry: str) -> str:
     """Return `mine.py:score (FILE, line N)` for the object that `entry` names."""
     if key == "observe.writers":
-        Hooks(named := writers.load([entry]))
-    found = named[0][1] if key == "observe.writers" else user_code.find(key, entry)
-    thing = found if inspect.isroutine(found) or inspect.isclass(found) else type(found)
+        Hooks(pairs := writers.load([entry]))
+    plugin = pairs[0][1] if key == "observe.writers" else user_code.find(key, entry)
+    thing = plugin if inspect.isroutine(plugin) or inspect.isclass(plugin) else type(plugin)
     with suppress(OSError, TypeError):  # made by code, not by a file
         return f"{entry} ({inspect.getfile(thing)}, line {inspect.getsourcelines(thing)[1]})"
     return entry

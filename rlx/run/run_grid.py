@@ -51,13 +51,13 @@ def grid(axes: Sequence[str], count: int = 0) -> dict[str, list[str]]:
             raise UserError(f"{axis!r} is no axis of a sweep; write KEY=VALUE,VALUE, as seed=0,1,2")
         choices.append([f"{key}={value}" for value in re.split(r",(?![^(]*\))", values)])
     pairs = [*itertools.product(*choices)]
-    found = {re.sub(r"[^\w.+=,-]+", "_", ",".join(pair)): pair for pair in pairs}
-    if len(found) < len(pairs):
+    by_name = {re.sub(r"[^\w.+=,-]+", "_", ",".join(pair)): pair for pair in pairs}
+    if len(by_name) < len(pairs):
         raise UserError(f"{' '.join(axes)} has a value twice; leave one out")
     chosen = sorted(random.Random(0).sample(range(len(pairs)), min(count, len(pairs))))
-    names = [*found]
-    kept = [names[i] for i in chosen] or names
-    return {name: [f"--config.{pair}" for pair in found[name]] for name in kept}
+    names = [*by_name]
+    picks = [names[i] for i in chosen] or names
+    return {name: [f"--config.{pair}" for pair in by_name[name]] for name in picks}
 
 
 def slots(jobs: int, config: ConfigDict) -> list[Slot]:
@@ -75,12 +75,12 @@ def _share(items: Sequence, i: int, count: int) -> Sequence:
     return items[len(items) * i // count : len(items) * (i + 1) // count]
 
 
-def unfinished(runs: Mapping[str, Sequence[str]], workdir: Path) -> dict[str, Sequence[str]]:
+def unfinished_runs(runs: Mapping[str, Sequence[str]], workdir: Path) -> dict[str, Sequence[str]]:
     """Return the runs that are not finished in `workdir`/NAME; UserError for a wrong setting."""
-    configs = {name: config_of(given) for name, given in runs.items()}
+    configs = {name: config_of(argv) for name, argv in runs.items()}
     for config in configs.values():
         check(config)
-    return {n: runs[n] for n, c in configs.items() if not resume.finished(c, workdir / n)}
+    return {n: runs[n] for n, c in configs.items() if not resume.finished_steps(c, workdir / n)}
 
 
 def halve(
@@ -95,7 +95,7 @@ def halve(
     """
     left, status = dict(runs), 0
     for n in range(rounds, 0, -1):
-        steps = {name: max(1, config_of(given).total_steps >> n) for name, given in left.items()}
+        steps = {name: max(1, config_of(argv).total_steps >> n) for name, argv in left.items()}
         status = run_all(left, workdir, free, steps) or status
         if status == INTERRUPTED:
             break
@@ -107,9 +107,9 @@ def halve(
     return status, left
 
 
-def config_of(given: Sequence[str]) -> ConfigDict:
+def config_of(argv: Sequence[str]) -> ConfigDict:
     """Return the config that these flags of a sweep stand for."""
-    return apply_allocation(flags.parse(["rlx.sweep", *given])[0])
+    return apply_allocation(flags.parse(["rlx.sweep", *argv])[0])
 
 
 def run_all(
@@ -155,12 +155,12 @@ def run_all(
     return status
 
 
-def _start(given: Sequence[str], workdir: Path, slot: Slot) -> subprocess.Popen[bytes]:
+def _start(argv: Sequence[str], workdir: Path, slot: Slot) -> subprocess.Popen[bytes]:
     make_directory(workdir)
     cores, cards = slot
-    seen = {VISIBLE: ",".join(cards)} if cards else {}
-    command = (sys.executable, "-m", "rlx.main", *given, f"--workdir={workdir}")
-    env = {**os.environ, **seen, PARENT: str(os.getpid())}
+    visible = {VISIBLE: ",".join(cards)} if cards else {}
+    command = (sys.executable, "-m", "rlx.main", *argv, f"--workdir={workdir}")
+    env = {**os.environ, **visible, PARENT: str(os.getpid())}
     with (workdir / OUTPUT).open("ab") as out:
         return start_on(command, cores, stdin=subprocess.DEVNULL, stdout=out, env=env)
 

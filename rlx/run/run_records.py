@@ -27,13 +27,13 @@ def step_record(
     **values: Any,  # further values of the step
 ) -> dict[str, Any]:
     """Return one line of metrics.jsonl."""
-    own = {
+    facts = {
         "step": step, "global_step": step, "step_seconds": step_seconds,
         "generated_tokens_per_second": generated_tokens / step_seconds,
         "consumed_tokens_per_second": metrics["n_valid_tokens"] / step_seconds,
         **values,
     }  # fmt: skip
-    record = {**own, **metrics, **own}  # a user's statistic cannot replace these
+    record = {**facts, **metrics, **facts}  # a user's statistic cannot replace these
     return {k: v for k, v in record.items() if data == "rollouts" or k not in OF_ROLLOUTS}
 
 
@@ -48,8 +48,8 @@ def fruitless(record: Mapping[str, Any], minibatches: int) -> str:
 
 def transcripts(step: int, groups: Sequence[Group], count: int) -> list[dict[str, Any]]:
     """Return `count` trajectories of a batch, evenly from the best reward to the worst."""
-    found = [(group, t) for group in groups for t in group.trajectories]
-    ranked = sorted(found, key=lambda pair: (-pair[1].reward, pair[1].trajectory_id))
+    pairs = [(group, t) for group in groups for t in group.trajectories]
+    ranked = sorted(pairs, key=lambda pair: (-pair[1].reward, pair[1].trajectory_id))
     last = len(ranked) - 1
     chosen = {round(i * last / max(1, count - 1)) for i in range(count) if ranked}
     return [_transcript(step, *ranked[i]) for i in sorted(chosen)]

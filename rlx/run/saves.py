@@ -37,9 +37,9 @@ class Saves:
     def due(self, kind: str, now: Position) -> bool:
         """Return whether a checkpoint, eval or export is due now, and count it as done."""
         clock = kind != "checkpoint" or not self._checkpoint  # it waits for the current save
-        if found := due(self._parts.config[kind], self.last[kind], now, clock):
+        if is_due := due(self._parts.config[kind], self.last[kind], now, clock):
             self.last[kind] = now
-        return found
+        return is_due
 
     def save(self, state: State, now: Position) -> None:
         """Begin to save a checkpoint and its HF directory; raise DiskFull if they cannot fit."""
@@ -111,8 +111,8 @@ class Saves:
     def show(self) -> Path | None:
         """Write the timeline and the report; return the report's path."""
         self._parts.timeline.save(self._parts.workdir / "timeline.json")
-        there = (self._parts.workdir / "metrics.jsonl").exists()
-        return write_report(self._parts.workdir, default().to_dict()) if there else None
+        has_metrics = (self._parts.workdir / "metrics.jsonl").exists()
+        return write_report(self._parts.workdir, default().to_dict()) if has_metrics else None
 
     @contextmanager
     def report_full_disk(self) -> Iterator[None]:

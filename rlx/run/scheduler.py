@@ -48,10 +48,10 @@ def retry(attempt: Callable[[], Ended], config: ConfigDict, workdir: Path) -> En
     retries = 3 if config.scheduler.retries < 0 else config.scheduler.retries
     for n in range(1, retries + 1):
         before = steps_in(workdir)
-        ended = attempt()
-        if not ended.failure or (ended.by_itself and steps_in(workdir) <= before):
-            return ended
-        say(f"{ended.failure}; resuming from the last checkpoint (retry {n} of {retries})")
+        outcome = attempt()
+        if not outcome.failure or (outcome.by_itself and steps_in(workdir) <= before):
+            return outcome
+        say(f"{outcome.failure}; resuming from the last checkpoint (retry {n} of {retries})")
     return attempt()
 
 
@@ -70,8 +70,8 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
         return _launch_here(config, workdir)
     os.environ.pop(PARENT, None)  # of a sweep, on this host only
     module: Any = import_module(SCHEDULERS[config.scheduler.type])
-    given = [flag for flag in flags if flag.lstrip("-").partition("=")[0] != "dry_run"]
-    return module.launch(config, workdir, given, dry_run)
+    args = [flag for flag in flags if flag.lstrip("-").partition("=")[0] != "dry_run"]
+    return module.launch(config, workdir, args, dry_run)
 
 
 def _launch_here(config: ConfigDict, workdir: Path) -> int:
@@ -80,11 +80,11 @@ def _launch_here(config: ConfigDict, workdir: Path) -> int:
 
     def attempt() -> Ended:
         # In its own session, so that this process forwards Ctrl-C.
-        environment, asked = {**os.environ, PARENT: str(os.getpid())}, Event()
+        environment, stop = {**os.environ, PARENT: str(os.getpid())}, Event()
         process = subprocess.Popen(command, env=environment, start_new_session=True)
 
         def ask() -> None:
-            asked.set()
+            stop.set()
             process.send_signal(signal.SIGINT)
 
         try:
@@ -98,7 +98,7 @@ def _launch_here(config: ConfigDict, workdir: Path) -> int:
             process.kill()
             process.wait()
         words = f"the run ended {exit_reason.words(status, 0)} after step {steps_in(workdir)}"
-        over = asked.is_set() or status in (DONE, INTERRUPTED)
+        over = stop.is_set() or status in (DONE, INTERRUPTED)
         return Ended(status if status >= 0 else 128 - status, "" if over else words, status >= 0)
 
     return retry(attempt, config, workdir).status
@@ -125,28 +125,28 @@ def processes_of(
     if config.model.random_init:
         model = workdir / INITIAL
     elif not model:
-        found = resolve(config.model.path, weights=weights).resolve()
+        path = resolve(config.model.path, weights=weights).resolve()
         # Without weights here a server downloads them: a dry run's script can be submitted.
-        model = found if weights or list(found.glob("*.safetensors")) else config.model.path
+        model = path if weights or list(path.glob("*.safetensors")) else config.model.path
     server = {k: v for k, v in RunOptions.of(config).servers.items() if k not in _LOCAL_OPTIONS}
     certificate, key = directory / CERTIFICATE, directory / KEY
     server |= {"model": model, "tls_cert": certificate, "tls_key": key}
-    own: dict[str, object] = {"scheduler.type": "local", "scheduler.retries": 0}
-    own |= {"allocation_mode": "", **(allocation.settings(parsed) if parsed else {})}
+    changes: dict[str, object] = {"scheduler.type": "local", "scheduler.retries": 0}
+    changes |= {"allocation_mode": "", **(allocation.settings(parsed) if parsed else {})}
     if servers:
-        own |= {
+        changes |= {
             "fleet.addresses": (f"@{directory / ADDRESSES}",), "fleet.tls.ca": certificate,
             "fleet.connect_seconds": max(config.fleet.connect_seconds, _LOAD_SECONDS),
         }  # fmt: skip
         if config.observe.metrics_port:  # beyond loopback, whoever calls a server has a certificate
-            server["tls_client_ca"] = own["fleet.tls.cert"] = certificate
-            own["fleet.tls.key"] = key
+            server["tls_client_ca"] = changes["fleet.tls.cert"] = certificate
+            changes["fleet.tls.key"] = key
         if config.fleet.publish == "path":
             if config.fleet.publish_dir == default().fleet.publish_dir:
-                own["fleet.publish"] = "stream"  # other hosts cannot read this one's memory
+                changes["fleet.publish"] = "stream"  # other hosts cannot read this one's memory
             else:
                 server["weight_root"] = Path(config.fleet.publish_dir).absolute()
-    settings = (f"--config.{name}={value}" for name, value in own.items())
+    settings = (f"--config.{name}={value}" for name, value in changes.items())
     options = (f"--{name.replace('_', '-')}={value}" for name, value in server.items())
     plan = processes(
         hosts, servers=servers, trainers=max(1, config.cluster.processes), library=config.trainer,

@@ -50,7 +50,7 @@ from rlx.system.workdir_lock import lock_workdir
 Show = Callable[[str, int, int], None]  # (what, samples finished, samples wanted)
 
 
-def eval_options(config: ConfigDict, values: Any) -> sample_files.Asked:
+def eval_options(config: ConfigDict, values: Any) -> sample_files.QuestionOptions:
     """Return an evaluation's options by its flags, and write its token budget into `config`."""
     number = partial(flags.number, values)
 
@@ -62,7 +62,7 @@ def eval_options(config: ConfigDict, values: Any) -> sample_files.Asked:
         config.sampling.max_new_tokens, config.eval.max_new_tokens = budget, 0
     n_samples = number("n_samples", int, 32)
     workflow, kwargs = loading.workflow_of(values, config.rollout)
-    return sample_files.Asked(
+    return sample_files.QuestionOptions(
         n_samples=n_samples, temperature=number("temperature", float, 0.6),
         top_p=number("top_p", float, 0.95),
         pass_at=number("pass_at", numbers, (8, 16)) if n_samples else (),
@@ -76,7 +76,7 @@ def score_models(
     config: ConfigDict,  # config of a run; `sampling.max_new_tokens` is the budget of an answer
     models: Mapping[str, Path],  # name → HF directory or checkpoint
     sets: Sequence[tuple[Benchmark, Sequence[Mapping[str, Any]]]],  # question sets with their rows
-    asked: sample_files.Asked,
+    how: sample_files.QuestionOptions,
     out: Path,
     show: Show,  # called with the progress of each set
 ) -> list[dict[str, Any]]:
@@ -84,36 +84,36 @@ def score_models(
 
     UserError if `out` holds another evaluation, or a server, prompt or grader cannot work.
     """
-    statistics.check_samples(asked.n_samples, asked.pass_at, asked.maj_at)
+    statistics.check_samples(how.n_samples, how.pass_at, how.maj_at)
     options, template = RunOptions.of(config), config.data.chat_template
     token = wire.take_token(os.environ)
     with lock_workdir(out, "--output"):
-        own = {
+        fields = {
             "max_gen_tokens": options.sampling.max_new_tokens,
             "system_prompt": config.data.system_prompt, "seed": config.seed,
             **({"chat_template": template} if template else {}),
         }  # fmt: skip
         paths = {name: str(path.absolute()) for name, path in models.items()}
-        sources = {found.name: [found.source, len(rows)] for found, rows in sets}
-        settings = sample_files.settings(asked, paths, sources, own, out)
+        sources = {benchmark.name: [benchmark.source, len(rows)] for benchmark, rows in sets}
+        settings = sample_files.settings(how, paths, sources, fields, out)
         scored = dict[str, _Model]()
         for name, path in models.items():
             place = directory_of(path, out / name)
-            scored[name] = _Model(config, options, asked, place, out / name)
+            scored[name] = _Model(config, options, how, place, out / name)
         for model in scored.values():
             model.check()
         write_atomically(out / "settings.json", json.dumps(settings, indent=2).encode())
         table = []
         for name, model in scored.items():
-            if todo := [one for found, rows in sets if (one := model.set_of(found, rows))]:
+            if todo := [job for benchmark, rows in sets if (job := model.set_of(benchmark, rows))]:
                 with model.servers(token) as servers:
-                    for one in todo:
-                        model.ask(servers, one, partial(show, f"{name} {one.name}"))
-            for found, rows in sets:
-                path = model.out / f"{found.name}.jsonl"
-                row = sample_files.summary(found.name, path, len(rows), asked)
+                    for job in todo:
+                        model.ask(servers, job, partial(show, f"{name} {job.name}"))
+            for benchmark, rows in sets:
+                path = model.out / f"{benchmark.name}.jsonl"
+                row = sample_files.summary(benchmark.name, path, len(rows), how)
                 table.append({"model": name, **row})
-                sample_files.write_table(out, table, asked.columns)
+                sample_files.write_table(out, table, how.columns)
         return table
 
 
@@ -139,7 +139,7 @@ class _Model:
 
     config: ConfigDict
     options: RunOptions
-    asked: sample_files.Asked
+    how: sample_files.QuestionOptions
     directory: Path
     out: Path
 
@@ -162,30 +162,30 @@ class _Model:
         return Prompts(
             tokenizer, system_prompt=data.system_prompt, max_prompt_tokens=data.max_prompt_tokens,
             max_model_len=load_config(self.directory).max_position,
-            images=image_prompts(self.directory, tokenizer, self.asked.images.store),
+            images=image_prompts(self.directory, tokenizer, self.how.images.store),
         )  # fmt: skip
 
-    def set_of(self, found: Benchmark, rows: Sequence[Mapping[str, Any]]) -> _Set | None:
+    def set_of(self, benchmark: Benchmark, rows: Sequence[Mapping[str, Any]]) -> _Set | None:
         """Return a set that lacks samples, or None; raise UserError if a question is too long."""
-        config, asked, path = self.config, self.asked, self.out / f"{found.name}.jsonl"
+        config, how, path = self.config, self.how, self.out / f"{benchmark.name}.jsonl"
         set_aside(path, sample_files.is_sample)
-        if not (samples := sample_files.pending(path, len(rows), asked.n_samples)):
+        if not (samples := sample_files.pending(path, len(rows), how.n_samples)):
             return None
         if config.data.overlong == "error":  # else such rows fail and count as wrong
             for index, row in enumerate(rows):
-                self.prompts.check(row, f"row {index + 1} of {found.name}")
-        judge = judge_of(config) if found.reward == JUDGE else None
-        pool = pool_of(config, {} if judge else found.reward, config.reward.workers)
+                self.prompts.check(row, f"row {index + 1} of {benchmark.name}")
+        judge = judge_of(config) if benchmark.reward == JUDGE else None
+        pool = pool_of(config, {} if judge else benchmark.reward, config.reward.workers)
         sandbox = SandboxOptions(**config.sandbox)
-        name = found.workflow or asked.workflow
-        kwargs = {} if found.workflow else asked.workflow_kwargs
-        named = named_workflow.NamedWorkflow(name, kwargs, self.prompts, Sampling(), 1, sandbox)
-        workflow = named.build(pool, replace(agents_of(config), question_key="question"))
-        named.try_out(rows[0])
+        name = benchmark.workflow or how.workflow
+        kwargs = {} if benchmark.workflow else how.workflow_kwargs
+        factory = named_workflow.NamedWorkflow(name, kwargs, self.prompts, Sampling(), 1, sandbox)
+        workflow = factory.build(pool, replace(agents_of(config), question_key="question"))
+        factory.try_out(rows[0])
         if judge:  # no verdict is needed twice: samples are kept with theirs
             workflow = JudgeRewarded(workflow, *judge)
         graded = named_workflow.uses_rewards(name)
-        return _Set(found.name, rows, samples, path, workflow, pool if graded else None)
+        return _Set(benchmark.name, rows, samples, path, workflow, pool if graded else None)
 
     def servers(self, token: str | None) -> LocalServers | RunningServers:
         """Return servers of the model, or running ones."""
@@ -200,10 +200,10 @@ class _Model:
         )  # fmt: skip
 
     def ask(
-        self, servers: LocalServers | RunningServers, one: _Set, show: Callable[[int, int], None]
+        self, servers: LocalServers | RunningServers, job: _Set, show: Callable[[int, int], None]
     ) -> None:
         """Keep all missing samples of a set, then raise the first failure of all rows."""
-        options, asked, images = self.options, self.asked, self.asked.images.store
+        options, how, images = self.options, self.how, self.how.images.store
         fleet = servers.fleet(limits=options.limits, on_message=_say, image=images.get)
 
         async def connect() -> Fleet:
@@ -216,40 +216,40 @@ class _Model:
                 raise
             return fleet
 
-        def submit(each: sample_files.SampleRange):
-            greedy, index = each.first == sample_files.GREEDY, each.index
-            temperature, top_p = (0.0, 1.0) if greedy else (asked.temperature, asked.top_p)
+        def submit(span: sample_files.SampleRange):
+            greedy, index = span.first == sample_files.GREEDY, span.index
+            temperature, top_p = (0.0, 1.0) if greedy else (how.temperature, how.top_p)
             most, stop = options.sampling.max_new_tokens, options.sampling.stop
             return evaluator.submit(
-                one.rows[index], n=each.count, group_id=index,
+                job.rows[index], n=span.count, group_id=index,
                 sampling=Sampling(temperature, top_p, max_new_tokens=most, stop=stop),
-                seed=group_seed(self.config.seed, index, each.first),
+                seed=group_seed(self.config.seed, index, span.first),
             )  # fmt: skip
 
         slots = self.config.fleet.slots * max(1, self.config.fleet.num_servers)
         evaluator = Evaluator(
-            connect, one.workflow, patience=options.patience, timeout=options.limits.request,
+            connect, job.workflow, patience=options.patience, timeout=options.limits.request,
             concurrency=self.config.rollout.max_concurrent_rollouts or slots, say=_say,
         )  # fmt: skip
-        done, wanted, ended = 0, sum(each.count for each in one.samples), None
+        done, total, failure = 0, sum(span.count for span in job.samples), None
         with ExitStack() as stack:
-            if one.pool:
-                stack.callback(one.pool.close)
-                one.pool.start()  # its workers import libraries meanwhile
+            if job.pool:
+                stack.callback(job.pool.close)
+                job.pool.start()  # its workers import libraries meanwhile
             stack.enter_context(evaluator)
             signs = partial(rollout_signs, evaluator.runner.executor, evaluator.loop, fleet)
             stack.enter_context(reported(signs, _say, self.out / "stacks.txt"))
-            show(0, wanted)
-            futures = {submit(each): each for each in one.samples}
+            show(0, total)
+            futures = {submit(span): span for span in job.samples}
             for future in as_completed(futures):
-                each, error = futures[future], future.exception()
+                span, error = futures[future], future.exception()
                 if error and not isinstance(error, Skipped):
-                    ended = ended or error
+                    failure = failure or error
                     continue
                 group = error.reason if isinstance(error, Skipped) else future.result()
                 tokenizer = self.prompts.tokenizer
-                sample_files.keep(one.path, each, one.rows[each.index], group, tokenizer)
-                done += each.count
-                show(done, wanted)
-            if ended:
-                raise ended
+                sample_files.keep(job.path, span, job.rows[span.index], group, tokenizer)
+                done += span.count
+                show(done, total)
+            if failure:
+                raise failure

@@ -66,13 +66,13 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
             record = {"job": number, "attempt": str(directory)}
             write_atomically(root / "job.json", json.dumps(record).encode())
             say(f"job {number} is submitted; its logs are in {directory}\n{shown}")
-        followed = _JobMonitor(number, directory)
-        job = followed.follow()
+        monitor = _JobMonitor(number, directory)
+        job = monitor.follow()
         if job is None:
             say(f"job {number} is still running; to follow it, use --workdir={workdir} again")
         if job is None or job.state == "COMPLETED":
             return Ended(DONE)
-        if job.state == "CANCELLED" or followed.cancelled:
+        if job.state == "CANCELLED" or monitor.cancelled:
             what = f"job {number} was cancelled after step {steps_in(workdir)}"
             say(f"{what}; to resume, use --workdir={workdir} again")
             return Ended(INTERRUPTED)
@@ -83,10 +83,10 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
             raise UserError(f"{why}; {_AGAIN}")
         return Ended(FAILED, why, by_itself=job.state == "FAILED" and not failed)
 
-    ended = retry(attempt, config, workdir)
-    if ended.failure:
-        raise UserError(f"{ended.failure}; {_AGAIN}")
-    return ended.status
+    outcome = retry(attempt, config, workdir)
+    if outcome.failure:
+        raise UserError(f"{outcome.failure}; {_AGAIN}")
+    return outcome.status
 
 
 def _write(
@@ -111,13 +111,13 @@ def _write(
         words = (*(f"{k}={v}" for k, v in p.env.items()), *p.argv)
         run = f"{ready}again env" if p.role == "server" else "trainer env"
         tasks.append(f"    {p.role}-{p.index}) {run} {slurm.quoted(words, places)} ;;")
-    wanted = {
+    directives = {
         "job-name": f"rlx-{workdir.name}", "nodes": s.nodes, "chdir": Path.cwd(),
         "gres": f"gpu:{s.gpus_per_node}" if s.gpus_per_node else "", "partition": s.partition,
         "account": s.account, "qos": s.qos, "time": s.time, "nodelist": s.nodelist,
         "exclude": exclude,
     }  # fmt: skip
-    options = ["--exclusive", "--mem=0", *(f"--{k}={v}" for k, v in wanted.items() if v)]
+    options = ["--exclusive", "--mem=0", *(f"--{k}={v}" for k, v in directives.items() if v)]
     options += s.options
     mounts = ",".join((f"{workdir}:{workdir}", f"{Path.cwd()}:{Path.cwd()}", *s.mounts))
     apptainer = f"apptainer exec --nv --bind {shlex.quote(mounts)} {shlex.quote(s.image)}"
@@ -157,17 +157,17 @@ def _why(number: str, job: slurm.Job, workdir: Path, attempt: Path, failed: Sequ
     logs = [log.read_text(errors="replace").splitlines() for log in _logs(attempt)]
     wrong = (line for lines in logs for line in lines if line.startswith(("error: ", "✗ ")))
     message = next(wrong, "").removeprefix("error: ") or last_words(logs[0] if logs else ())
-    lost = f"; {', '.join(failed)} failed" if failed else ""
+    more = f"; {', '.join(failed)} failed" if failed else ""
     if job.state == "OUT_OF_MEMORY":
         message = f"{message or 'out of memory'}; set scheduler.options=('--mem=…',)"
-    return f"job {number} {job}{lost}: {message or f'its logs are in {attempt}'}"
+    return f"job {number} {job}{more}: {message or f'its logs are in {attempt}'}"
 
 
 def _logs(attempt: Path) -> list[Path]:
     """Return the logs of an attempt and its restarts: job, trainer, then servers."""
     order = {"job": 0, "trainer": 1, "server": 2}
-    found = [*attempt.glob("*.log"), *attempt.parent.glob(f"{attempt.name}.*/*.log")]
-    return sorted(found, key=lambda path: (order.get(path.stem.split("-")[0], 3), str(path)))
+    paths = [*attempt.glob("*.log"), *attempt.parent.glob(f"{attempt.name}.*/*.log")]
+    return sorted(paths, key=lambda path: (order.get(path.stem.split("-")[0], 3), str(path)))
 
 
 class _JobMonitor:
@@ -199,8 +199,8 @@ class _JobMonitor:
                         if job.restarts > last.restarts:
                             slurm.start_now(self._number)
                             failed = slurm.failed_nodes(last.nodes)
-                            lost = f" as {', '.join(failed)} failed" * bool(failed)
-                            back = f"job {self._number} is back in Slurm's queue{lost}"
+                            more = f" as {', '.join(failed)} failed" * bool(failed)
+                            back = f"job {self._number} is back in Slurm's queue{more}"
                             say(f"{back}; resuming from the last checkpoint")
                         if str(job) != str(last):
                             say(f"job {self._number} {job}")
@@ -233,8 +233,8 @@ class _JobMonitor:
         for log in _logs(self._attempt):
             with open(log, "rb") as file:
                 file.seek(self._read.get(log, 0))
-                whole, newline, _ = file.read().rpartition(b"\n")
-            self._read[log] = self._read.get(log, 0) + len(whole) + len(newline)
+                text, newline, _ = file.read().rpartition(b"\n")
+            self._read[log] = self._read.get(log, 0) + len(text) + len(newline)
             first = log.stem in ("trainer-0", "job")
-            for line in whole.decode(errors="replace").splitlines():
+            for line in text.decode(errors="replace").splitlines():
                 say(line if first else f"[{log.stem}] {line}")

@@ -76,8 +76,8 @@ def random_weights(inputs: Inputs, directory: Path) -> None:
         model = packed_model.empty(inputs.model_dir)
     model = packed_model.Valued(model) if inputs.model_config.value_head else model
     dtype = np.dtype(inputs.train.publish_dtype)
-    named = packed_model.reverted(model, {k: p.detach() for k, p in model.named_parameters()})
-    tensors = {name: p.numpy().astype(dtype) for name, p in named.items()}
+    weights = packed_model.hf_tensors(model, {k: p.detach() for k, p in model.named_parameters()})
+    tensors = {name: p.numpy().astype(dtype) for name, p in weights.items()}
     write_directory(directory, inputs.model_config, Buckets.of(tensors), inputs.model_dir)
 
 

@@ -33,11 +33,11 @@ def gauges_of(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 def gauges(parts: Any) -> dict[str, float]:
     """Return all numbers of a built run."""
-    found = dict[str, float]()
+    values = dict[str, float]()
     for file, prefix in RECORDS.items():
-        found |= gauges_of(read_last(parts.workdir / file), prefix)
+        values |= gauges_of(read_last(parts.workdir / file), prefix)
     states = parts.fleets["policy"].states() if "policy" in parts.fleets else {}
-    return found | parts.executor.counters() | {
+    return values | parts.executor.counters() | {
         "seconds_since_step": parts.progress.age(),
         "max_staleness": parts.config.rollout.max_staleness,
         "disk_free_bytes": shutil.disk_usage(parts.workdir).free,
@@ -49,33 +49,33 @@ def gauges(parts: Any) -> dict[str, float]:
 
 def targets(parts: Any) -> list[dict[str, Any]]:
     """Return the listeners of a run and its servers, in the form of file_sd_configs."""
-    own, run = parts.config.observe, parts.workdir.absolute().name
-    found = [("trainer", "policy", bracketed(own.metrics_host, own.metrics_port))]
+    observe, run = parts.config.observe, parts.workdir.absolute().name
+    listeners = [("trainer", "policy", bracketed(observe.metrics_host, observe.metrics_port))]
     for model, fleet in getattr(parts, "fleets", {}).items():
-        found += [("server", model, address) for address in fleet.scraped()]
-    listed = []
-    for role, model, address in found:
+        listeners += [("server", model, address) for address in fleet.scraped()]
+    entries = []
+    for role, model, address in listeners:
         scheme = "http" if is_loopback(split_address(address)[0]) else "https"
         labels = {"job": "rlx", "run": run, "role": role, "model": model, "__scheme__": scheme}
-        listed.append({"targets": [address], "labels": labels})
-    return listed
+        entries.append({"targets": [address], "labels": labels})
+    return entries
 
 
 @contextmanager
-def served(parts: Any) -> Iterator[None]:
+def serve_metrics(parts: Any) -> Iterator[None]:
     """Serve the run's metrics at `observe.metrics_port` during the block.
 
     UserError if the port is in use, or the address is not loopback and fleet.tls has no CA.
     """
-    own, tls = parts.config.observe, Tls(**parts.config.fleet.tls)
+    observe, tls = parts.config.observe, Tls(**parts.config.fleet.tls)
     from prometheus_client import CollectorRegistry, ProcessCollector
     from prometheus_client.metrics_core import GaugeMetricFamily
     from prometheus_client.registry import Collector
 
     from rlx.engines.server_metrics import listen
 
-    def write(found: list[dict[str, Any]]) -> None:
-        text, path = json.dumps(found, indent=1).encode(), parts.workdir / "prometheus.json"
+    def write(entries: list[dict[str, Any]]) -> None:
+        text, path = json.dumps(entries, indent=1).encode(), parts.workdir / "prometheus.json"
         if not path.exists() or path.read_bytes() != text:
             write_atomically(path, text)
 
@@ -89,7 +89,7 @@ def served(parts: Any) -> Iterator[None]:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     registry.register(Gauges())
-    server = listen(registry, own.metrics_host, own.metrics_port, tls)
+    server = listen(registry, observe.metrics_host, observe.metrics_port, tls)
     try:
         write(targets(parts))
         yield

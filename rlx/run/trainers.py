@@ -108,7 +108,7 @@ def spawn_local_ranks(config: ConfigDict) -> Iterator[ConfigDict]:
     c = config.cluster
     if parent := os.environ.pop(PARENT, ""):
         end_with_parent(int(parent))
-    described = c.coordinator or c.process >= 0 or Cluster.found(os.environ)
+    described = c.coordinator or c.process >= 0 or Cluster.is_one_of_several(os.environ)
     if c.processes < 2 or described or config.trainer != "torch":
         yield config
         return
@@ -121,31 +121,31 @@ def spawn_local_ranks(config: ConfigDict) -> Iterator[ConfigDict]:
     others: dict[subprocess.Popen[bytes], Thread] = {}
     for n in range(1, c.processes):
         command = [*flags, f"--config.cluster.process={n}"]
-        other = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment)
-        given = (other, f"process {n} of {c.processes}", address, done)
-        others[other] = Thread(target=_forward_stderr, args=given, daemon=True)
-        others[other].start()
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment)
+        args = (process, f"process {n} of {c.processes}", address, done)
+        others[process] = Thread(target=_forward_stderr, args=args, daemon=True)
+        others[process].start()
     try:
         yield config
     finally:
         done.set()
-        for other, thread in others.items():
+        for process, thread in others.items():
             try:
-                other.wait(_LAST_SECONDS)
+                process.wait(_LAST_SECONDS)
             except subprocess.TimeoutExpired:
-                other.kill()
+                process.kill()
             thread.join(1.0)  # a grandchild may keep stderr open
 
 
-def _forward_stderr(other: subprocess.Popen[bytes], name: str, address: str, done: Event) -> None:
+def _forward_stderr(process: subprocess.Popen[bytes], name: str, address: str, done: Event) -> None:
     """Copy a spawned process's stderr; report it if it ends before the run."""
     last = ""
-    assert other.stderr
-    with other.stderr:
-        for line in (each.decode(errors="replace") for each in other.stderr):
+    assert process.stderr
+    with process.stderr:
+        for line in (raw.decode(errors="replace") for raw in process.stderr):
             last = line.strip() or last
             if not line.startswith("error: "):  # process 0 reports it
                 print(line, end="", file=sys.stderr, flush=True)
-    if (status := other.wait()) and not done.is_set():
+    if (status := process.wait()) and not done.is_set():
         why = f"{name} ended {exit_reason.words(status, 0)}"
         report_end(address, ": ".join(filter(None, (why, last.removeprefix("error: ")))), done)

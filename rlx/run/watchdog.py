@@ -30,21 +30,21 @@ def watchdog(workdir: Path) -> Iterator[Callable[[Any], None]]:
 
     WORKDIR/stacks.txt gets the stacks of what hangs.
     """
-    held, own, written = list[Any](), threading.get_ident(), [-_STATUS]
+    run_parts, main, last_write = list[Any](), threading.get_ident(), [-_STATUS]
 
     def signs(woken: float) -> dict[str, Sign]:
-        found = _signs(own, held[0] if held else None, woken)
-        if held and (now := time.monotonic()) - written[0] >= _STATUS:
-            written[0] = now
+        result = _signs(main, run_parts[0] if run_parts else None, woken)
+        if run_parts and (now := time.monotonic()) - last_write[0] >= _STATUS:
+            last_write[0] = now
             with suppress(OSError, UserError):
-                write_atomically(workdir / STATUS, json.dumps(_status(held[0])).encode())
-        return found
+                write_atomically(workdir / STATUS, json.dumps(_status(run_parts[0])).encode())
+        return result
 
     def tell(text: str) -> None:
-        (held[0].progress.message if held else say)(text)
+        (run_parts[0].progress.message if run_parts else say)(text)
 
     with reported(signs, tell, workdir / "stacks.txt"):
-        yield held.append
+        yield run_parts.append
 
 
 def _signs(main: int, parts: Any, woken: float) -> dict[str, Sign]:
@@ -54,41 +54,41 @@ def _signs(main: int, parts: Any, woken: float) -> dict[str, Sign]:
     users = [id(frame) for frame in inside[max(runs, default=-1) + 1 :] if of_user(frame)]
     call = users[0] if users else parts and parts.hooks.under_way
     mark = None if debugging(inside) else call
-    found = {"user": Sign(mark, lambda: f"{place_of(inside)} does not return")}
+    signs = {"user": Sign(mark, lambda: f"{place_of(inside)} does not return")}
     if parts is None:
-        return found
+        return signs
     executor = parts.executor
-    found |= rollout_signs(executor, parts.loop, parts.fleet, woken)
+    signs |= rollout_signs(executor, parts.loop, parts.fleet, woken)
     if parts.inputs.options.online:  # applications may pause
-        found.pop("rollout", None)
-        return found
+        signs.pop("rollout", None)
+        return signs
     counts = executor.counters()
     step, phase, since = parts.progress.doing()
     busy = 0 if step else int(time.process_time() / _BUSY)
     queues = ", ".join(f"{counts[name]} {name}" for name in ("running", "buffered", "failed"))
     doing = f"no step after {step}; {phase} since {since:.0f} s; {queues}"
-    found["step"] = Sign((step, busy), lambda: doing)
-    return found
+    signs["step"] = Sign((step, busy), lambda: doing)
+    return signs
 
 
 def rollout_signs(
     executor: Executor, loop: LoopThread, fleet: Any, woken: float
 ) -> dict[str, Sign]:
     """Return the signs of the rollouts on a loop, which a fleet's servers generate."""
-    found = {"loop": loop_sign(loop.turned(), loop.thread.ident or 0, "the loop of all rollouts")}
+    signs = {"loop": loop_sign(loop.turned(), loop.thread.ident or 0, "the loop of all rollouts")}
     if calls := list(loop.threads.calls.values()):
         name, since = calls[0][0], max(calls[0][1], woken)
-        found["call"] = Sign((name, since), lambda: f"{name} does not return", since)
+        signs["call"] = Sign((name, since), lambda: f"{name} does not return", since)
     if attempts := executor.under_way():
-        task, row, begun = attempts[0]
+        task, row, start = attempts[0]
         waits, moved = _waits_at(task), 0
-        about: Hashable = row, begun, 0
+        about: Hashable = row, start, 0
         words = f"the rollout of {row} is not done, it is at {place_of(waits)}"
         if not executor.counters()["accepted"]:  # a server may compile
             moved = getattr(fleet, "tokens", 0)
-            about = None if "/fleet/" in place_of(waits[-1:]) else (row, begun, moved)
-        found["rollout"] = Sign(about, lambda: words, 0.0 if moved else max(begun, woken))
-    return found
+            about = None if "/fleet/" in place_of(waits[-1:]) else (row, start, moved)
+        signs["rollout"] = Sign(about, lambda: words, 0.0 if moved else max(start, woken))
+    return signs
 
 
 def _status(parts: Any) -> dict[str, Any]:
@@ -105,9 +105,9 @@ def _status(parts: Any) -> dict[str, Any]:
 
 def _waits_at(task: asyncio.Task) -> list[FrameType]:
     """Return the frames of a task's waiting coroutines, outermost first."""
-    found: list[FrameType] = []
-    each: Any = task.get_coro()
-    while frame := getattr(each, "cr_frame", None):
-        found.append(frame)
-        each = getattr(each, "cr_await", None)
-    return found
+    stack: list[FrameType] = []
+    coroutine: Any = task.get_coro()
+    while frame := getattr(coroutine, "cr_frame", None):
+        stack.append(frame)
+        coroutine = getattr(coroutine, "cr_await", None)
+    return stack

@@ -196,10 +196,10 @@ def _restrict_files(version: int, directory: str) -> None:
     ruleset = _libc.syscall(_CREATE_RULESET, attributes, len(attributes), 0)
     _checked("landlock_create_ruleset", ruleset)
     allowed = dict.fromkeys(readable(), _READ) | dict.fromkeys(_DEVICES, _WRITE)
-    for place, wanted in (allowed | {directory: rights & ~_MAKE_DEVICES}).items():
+    for place, access in (allowed | {directory: rights & ~_MAKE_DEVICES}).items():
         parent = os.open(place, os.O_PATH)
-        wanted &= rights if stat.S_ISDIR(os.fstat(parent).st_mode) else rights & _OF_FILES
-        rule = struct.pack("=Qi", wanted, parent)
+        access &= rights if stat.S_ISDIR(os.fstat(parent).st_mode) else rights & _OF_FILES
+        rule = struct.pack("=Qi", access, parent)
         _checked("landlock_add_rule", _libc.syscall(_ADD_RULE, ruleset, 1, rule, 0))
         os.close(parent)  # the number of open files is limited
     _checked("landlock_restrict_self", _libc.syscall(_RESTRICT_SELF, ruleset, 0))

@@ -83,8 +83,8 @@ class SandboxOptions:
     def make(self, preload: Sequence[str] = ()) -> Any:
         """Return a sandbox, not yet entered; raise UserError if there is no class `kind`."""
         kind = user_code.find("sandbox.kind", self.kind, {"local": Sandbox})
-        own: dict[str, Any] = {"require": self.require} if kind is Sandbox else {}
-        return kind(workers=self.workers, preload=preload, **own)
+        options: dict[str, Any] = {"require": self.require} if kind is Sandbox else {}
+        return kind(workers=self.workers, preload=preload, **options)
 
 
 class Sandbox:

@@ -79,8 +79,8 @@ def _program(isolated: bool) -> Iterator[_Code]:
 
 def _rules(isolated: bool) -> Iterator[tuple[tuple[int, ...], list[_Code]]]:
     """Yield the numbers of each restricted call and the code that decides."""
-    own = [_FIRST, (_EQUAL, 2, 0, 0), (_EQUAL, 1, 0, os.getpid()), _REFUSE, _ALLOW]
-    among_others = [(_REFUSED_AMONG_OTHERS, [_REFUSE]), (_OF_ITSELF_AMONG_OTHERS, own)]
+    self_only = [_FIRST, (_EQUAL, 2, 0, 0), (_EQUAL, 1, 0, os.getpid()), _REFUSE, _ALLOW]
+    among_others = [(_REFUSED_AMONG_OTHERS, [_REFUSE]), (_OF_ITSELF_AMONG_OTHERS, self_only)]
     for text, rule in [(_REFUSED, [_REFUSE]), *(() if isolated else among_others)]:
         for pair in re.findall(r" (\d+) (\d+)", text):
             yield tuple(map(int, pair)), rule

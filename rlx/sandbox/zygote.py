@@ -95,21 +95,21 @@ class _Keeper:
         out, errors = os.pipe(), os.pipe()
         directory = self._layers.enter(self._limits)
         try:
-            begun = time.monotonic()
+            start = time.monotonic()
             if (child := os.fork()) == 0:
                 self._program(directory, out[1], errors[1])
             os.close(out[1])
             os.close(errors[1])
             streams = {out[0]: self._out, errors[0]: self._errors}
-            ended = self._watch(child, streams, begun + self._limits["wall_seconds"])
+            cause = self._watch(child, streams, start + self._limits["wall_seconds"])
             code, cpu = _end_all(child)
-            seconds = time.monotonic() - begun
+            seconds = time.monotonic() - start
             for descriptor, stream in streams.items():
                 while data := os.read(descriptor, 1 << 16):
                     stream.add(data)
         finally:
             self._layers.leave(directory)
-        status, error = self._result(ended, code, cpu)
+        status, error = self._result(cause, code, cpu)
         return {"status": status, "text": self._out.text(), "error": error, "seconds": seconds}
 
     def _watch(self, child: int, streams: dict[int, _Output], until: float) -> str:
@@ -130,12 +130,12 @@ class _Keeper:
                 return "output"
         return "timeout"
 
-    def _result(self, ended: str, code: int, cpu: float) -> tuple[str, str]:
+    def _result(self, cause: str, code: int, cpu: float) -> tuple[str, str]:
         """Return status and error of the Outcome."""
         limits, words = self._limits, self._errors.text().strip().rpartition("\n")[2]
-        if ended:
+        if cause:
             most = {"timeout": f"{limits['wall_seconds']:g} s", "output": "it printed too much"}
-            return ended, f"ended: {most.get(ended, 'the caller is gone')}"
+            return cause, f"ended: {most.get(cause, 'the caller is gone')}"
         if code == -signal.SIGKILL and cpu > limits["cpu_seconds"] - _CPU_SLACK:
             return "cpu", f"ended: {limits['cpu_seconds']:g} s of CPU"
         if code < 0:

@@ -44,7 +44,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
             raise NotADirectoryError("it is a file")
         sweep(path)
         fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-        lock = _locked(fresh)
+        lock = _lock(fresh)
         yield fresh
         fresh.chmod(0o755)  # mkdtemp's 0700 would hide an exported model from other users
         if not path.exists():
@@ -75,7 +75,7 @@ def exchange(one: Path, other: Path) -> bool:
 def sweep(path: Path) -> None:
     """Remove files of killed writers of `path`; restore `path` if one had moved it away."""
     for left in path.parent.glob(f".{path.name}-*"):
-        if (lock := _locked(left)) < 0:
+        if (lock := _lock(left)) < 0:
             continue  # its writer is alive
         if not path.exists() and (left / path.name).is_dir():
             (left / path.name).rename(path)
@@ -92,7 +92,7 @@ def try_lock(descriptor: int) -> bool:
     return True
 
 
-def _locked(directory: Path) -> int:
+def _lock(directory: Path) -> int:
     """Return a descriptor that locks a directory until it is closed; −1 if it is locked."""
     with suppress(OSError):
         handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)

@@ -34,14 +34,14 @@ class MemoryLimit(NamedTuple):
 
 def memory(root: Path = Path("/")) -> MemoryLimit:
     """Return the tightest limit; `root` holds /proc and /sys."""
-    return min((_machine(root), *_containers(root), *_own()), key=lambda each: each.free)
+    return min((_machine(root), *_containers(root), *_shell_limit()), key=lambda each: each.free)
 
 
 def _machine(root: Path) -> MemoryLimit:
     lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
-    found = {name: int(value) * 1024 for name, value, *_ in lines}
-    free = found.get("MemAvailable:", found.get("MemFree:", 0))
-    return MemoryLimit(found["MemTotal:"], free, _MACHINE)
+    fields = {name: int(value) * 1024 for name, value, *_ in lines}
+    free = fields.get("MemAvailable:", fields.get("MemFree:", 0))
+    return MemoryLimit(fields["MemTotal:"], free, _MACHINE)
 
 
 def _containers(root: Path) -> Iterator[MemoryLimit]:
@@ -55,8 +55,8 @@ def _containers(root: Path) -> Iterator[MemoryLimit]:
         top = root / "sys/fs/cgroup" / kind
         innermost = top / path.lstrip("/")
         for place in (innermost, *innermost.parents) if kind in _LIMIT else ():
-            if place.is_relative_to(top) and (found := _cgroup(place, kind)):
-                yield found
+            if place.is_relative_to(top) and (limit := _cgroup(place, kind)):
+                yield limit
 
 
 def _cgroup(place: Path, kind: str) -> MemoryLimit | None:
@@ -69,12 +69,12 @@ def _cgroup(place: Path, kind: str) -> MemoryLimit | None:
     if limit >= 1 << 60:  # cgroup v1's unlimited
         return None
     # The kernel drops cached files first, so they count as free.
-    found = dict(zip(stat[::2], stat[1::2], strict=True))
-    files = int(found.get("total_inactive_file", found.get("inactive_file", 0)))
+    fields = dict(zip(stat[::2], stat[1::2], strict=True))
+    files = int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
     return MemoryLimit(limit, max(limit - used + files, 0), _CONTAINER)
 
 
-def _own() -> Iterator[MemoryLimit]:
+def _shell_limit() -> Iterator[MemoryLimit]:
     """Yield the limit of `ulimit -v`, which counts addresses rather than memory."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:

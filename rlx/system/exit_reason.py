@@ -72,8 +72,8 @@ def words(code: int, peak_bytes: int, *, killed_for_memory: bool = False) -> str
     peak = f"{peak_bytes / 1e9:.2f} GB" if peak_bytes else "nobody knows how much"  # 0: unknown
     if not killed_for_memory:  # by the kernel, meanwhile
         return f"by {name} at a peak of {peak} of memory"
-    there = available_memory.memory()
-    most = f"of {there.total / 1e9:.1f} GB {there.where}"
+    limit = available_memory.memory()
+    most = f"of {limit.total / 1e9:.1f} GB {limit.where}"
     return f"by {name}, because memory ran out: it had {peak} at its peak, {most}; {_LESS}"
 
 

@@ -55,20 +55,20 @@ def look(path: str, packages: list[str], shared: str, mark: str, ports: list[int
 def start(commands: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Start detached processes `argv` with `env` and file `log`; return pid and `begun` of each."""
     started = []
-    for one in commands:
-        Path(one["log"]).parent.mkdir(parents=True, exist_ok=True)
-        with open(one["log"], "wb") as log:
+    for command in commands:
+        Path(command["log"]).parent.mkdir(parents=True, exist_ok=True)
+        with open(command["log"], "wb") as log:
             process = subprocess.Popen(
-                one["argv"], env={**os.environ, **one["env"]}, stdin=subprocess.DEVNULL,
+                command["argv"], env={**os.environ, **command["env"]}, stdin=subprocess.DEVNULL,
                 stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-        started.append({"pid": process.pid, "begun": begun(process.pid)})
+        started.append({"pid": process.pid, "begun": start_ticks(process.pid)})
     return started
 
 
 def alive(processes: list[dict[str, Any]]) -> list[bool]:
     """Return whether each process that `start` returned still runs."""
-    return [bool(one["begun"]) and begun(one["pid"]) == one["begun"] for one in processes]
+    return [bool(one["begun"]) and start_ticks(one["pid"]) == one["begun"] for one in processes]
 
 
 def stop(processes: list[dict[str, Any]], seconds: float) -> list[bool]:
@@ -84,7 +84,7 @@ def stop(processes: list[dict[str, Any]], seconds: float) -> list[bool]:
     return alive(processes)
 
 
-def begun(pid: int) -> str:
+def start_ticks(pid: int) -> str:
     """Return a process's start time in kernel ticks, "" if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -22,7 +22,7 @@ def name_of(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def opened(data: bytes) -> Any:
+def open_picture(data: bytes) -> Any:
     """Return an image file's picture in Pillow's mode RGB; ValueError if damaged or too large."""
     with packages_of("vision", "images need Pillow"):
         from PIL import Image
@@ -50,7 +50,7 @@ def blank(size: tuple[int, int]) -> Any:
 
 def thumbnail(data: bytes) -> str:
     """Return an image as a data URI of a PNG of at most 160 × 160 pixels; as `opened`."""
-    picture, file = opened(data), io.BytesIO()
+    picture, file = open_picture(data), io.BytesIO()
     picture.thumbnail((160, 160))
     picture.save(file, "PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

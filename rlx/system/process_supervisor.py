@@ -41,10 +41,10 @@ def main(parent: int, memory: int, most: int, *command: str) -> int:
     signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: signals.append(number))
-    own = os.getpid()
+    supervisor = os.getpid()
     child = os.fork()
     if child == 0:
-        _become(libc, own, memory, command)
+        _become(libc, supervisor, memory, command)
     for fd in map(int, os.listdir("/proc/self/fd")):  # the command has its own copies
         if fd > 2 and fd not in (wake, woken):
             with contextlib.suppress(OSError):  # already closed: that of the listing
@@ -57,9 +57,9 @@ def main(parent: int, memory: int, most: int, *command: str) -> int:
         if wake in ready:
             os.read(wake, 4096)
         _reap(reaped, child)
-        if most and child not in reaped and len(descendants(own)) > most:
+        if most and child not in reaped and len(descendants(supervisor)) > most:
             reaped[child] = TOO_MANY << 8
-    _end_all(own, reaped, child)
+    _end_all(supervisor, reaped, child)
     return reaped.get(child, signal.SIGKILL)
 
 
@@ -86,34 +86,34 @@ def _become(libc: ctypes.CDLL, supervisor: int, memory: int, command: tuple[str,
 def _reap(reaped: dict[int, int], child: int) -> bool:
     """Reap ended processes, recording the child's status; return whether any process is left."""
     with contextlib.suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            if found[0] == child:
-                reaped.setdefault(*found)
+        while (result := os.waitpid(-1, os.WNOHANG))[0]:
+            if result[0] == child:
+                reaped.setdefault(*result)
         return True
     return False
 
 
-def _end_all(own: int, reaped: dict[int, int], child: int) -> None:
+def _end_all(supervisor: int, reaped: dict[int, int], child: int) -> None:
     """Kill every descendant, repeatedly, because they may fork meanwhile."""
     end = time.monotonic() + _END_SECONDS
     while _reap(reaped, child) and time.monotonic() < end:
-        for pid in descendants(own):
+        for pid in descendants(supervisor):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.002)
 
 
-def descendants(own: int) -> list[int]:
-    """Return the ids of all descendants of process `own`, children first."""
+def descendants(ancestor: int) -> list[int]:
+    """Return the ids of all descendants of process `ancestor`, children first."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
             parent = int(file.read().rpartition(b")")[2].split()[1])
             children.setdefault(parent, []).append(int(name))
-    found = list(children.get(own, []))
-    for pid in found:
-        found += children.get(pid, [])
-    return found
+    pids = list(children.get(ancestor, []))
+    for pid in pids:
+        pids += children.get(pid, [])
+    return pids
 
 
 def ask_for_stacks(pids: Iterable[int]) -> None:

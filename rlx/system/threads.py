@@ -71,7 +71,7 @@ class LoopThread:
     def _run_loop(self) -> None:
         async def until_closed() -> None:
             self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-            self.turned = watched(self._loop)
+            self.turned = last_turn(self._loop)
             self._loop.set_default_executor(self.threads)
             self._started.set()
             await self._end.wait()
@@ -82,7 +82,7 @@ class LoopThread:
             self._started.set()
 
 
-def watched(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
+def last_turn(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
     """Return a function for another thread: when the loop last turned for a call of it, or 0.0."""
     last = deque([0.0], maxlen=1)
 
@@ -133,9 +133,9 @@ class DaemonThreads(ThreadPoolExecutor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Do nothing: running calls end with the process."""
 
-    def _fill(self, ended: Future | None = None) -> None:
+    def _fill(self, done: Future | None = None) -> None:
         with self._lock:
-            self._held -= {ended}
+            self._held -= {done}
             while self._queued and len(self._held) < self._most:
                 future, call = self._queued.popleft()
                 self._held.add(future)

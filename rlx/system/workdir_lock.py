@@ -22,7 +22,7 @@ from typing import Any
 from rlx.base import UserError, explained
 from rlx.system.atomic_directory import try_lock
 from rlx.system.exit_reason import oom_kills
-from rlx.system.host_agent import begun as begun_at
+from rlx.system.host_agent import start_ticks as begun_at
 from rlx.system.jsonl import read_json
 
 BEAT_SECONDS = 10.0
@@ -47,9 +47,9 @@ def holder(directory: Path) -> tuple[int, bool] | None:
     """Return the last process in a directory that has not left it, and whether it lives."""
     record = read_json(path := directory / _NAME)
     with suppress(OSError, ValueError, KeyError, TypeError):
-        pid, begun = int(record["pid"]), str(record["begun"])
+        pid, start = int(record["pid"]), str(record["begun"])
         if str(record["machine"]) == _machine():
-            return pid, begun_at(pid) == begun != ""
+            return pid, begun_at(pid) == start != ""
         return pid, time.time() - path.stat().st_mtime < SILENT_SECONDS
     return None
 
@@ -80,13 +80,13 @@ def fresh_workdir(config_file: str) -> Path:
 
 
 @contextmanager
-def chosen_workdir(given: str, config_file: str, fresh: bool = True) -> Iterator[Path]:
-    """Yield the directory `given`, or a fresh one, which is removed if it stays empty."""
-    path = fresh_workdir(config_file) if fresh and not given else Path(given or "runs")
+def chosen_workdir(workdir: str, config_file: str, fresh: bool = True) -> Iterator[Path]:
+    """Yield the directory `workdir`, or a fresh one, which is removed if it stays empty."""
+    path = fresh_workdir(config_file) if fresh and not workdir else Path(workdir or "runs")
     try:
         yield path
     finally:
-        if fresh and not given:
+        if fresh and not workdir:
             with suppress(OSError):
                 path.rmdir()
 
@@ -98,30 +98,30 @@ def lock_workdir(directory: Path, option: str = "--workdir") -> Iterator[Killed 
     It is made where it is missing, and then removed again if it stays empty. The message of an
     error names the `option` for another directory.
     """
-    path, pid, made = directory / _NAME, os.getpid(), not directory.exists()
+    path, pid, is_new = directory / _NAME, os.getpid(), not directory.exists()
     make_directory(directory, option)
-    handle = _locked(path, option)
+    handle = _locked_file(path, option)
     with ExitStack() as stack:
         stack.callback(os.close, handle)
-        before, ended = _last(path, handle, option), threading.Event()
+        before, over = _last(path, handle, option), threading.Event()
         about = {"pid": pid, "begun": begun_at(pid), "machine": _machine()}
         record = json.dumps({**about, "oom_kills": oom_kills()}).encode()
         os.ftruncate(handle, 0)
         os.pwrite(handle, record, 0)
-        given = (path, handle, record, ended)
-        threading.Thread(target=_live, args=given, name="heartbeat", daemon=True).start()
+        args = (path, handle, record, over)
+        threading.Thread(target=_live, args=args, name="heartbeat", daemon=True).start()
         try:
             yield before
         finally:
-            ended.set()
+            over.set()
             with suppress(OSError):
                 if path.read_bytes() == record:
                     path.unlink()
-                if made:
+                if is_new:
                     directory.rmdir()
 
 
-def _locked(path: Path, option: str) -> int:
+def _locked_file(path: Path, option: str) -> int:
     """Return a locked descriptor of the file; make it if it is missing."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -134,7 +134,7 @@ def _locked(path: Path, option: str) -> int:
                 raise
         if not free:
             os.close(handle)
-            raise _taken(path, f"process {read_json(path).get('pid', '?')}", option)
+            raise _taken_error(path, f"process {read_json(path).get('pid', '?')}", option)
         with suppress(FileNotFoundError):
             if os.stat(path).st_ino == os.fstat(handle).st_ino:
                 return handle
@@ -145,13 +145,13 @@ def _last(path: Path, handle: int, option: str) -> Killed | None:
     """Return the process named in the file, if any; raise UserError if it may be alive."""
     record = read_json(path)
     try:
-        pid, begun, machine = int(record["pid"]), str(record["begun"]), str(record["machine"])
+        pid, start, machine = int(record["pid"]), str(record["begun"]), str(record["machine"])
         kills = int(record.get("oom_kills", 0))
     except (ValueError, KeyError, TypeError):
         return None
     if _boot(machine) == _boot(_machine()):
-        if begun_at(pid) == begun != "":  # the file system may have no locks
-            raise _taken(path, f"process {pid}", option)
+        if begun_at(pid) == start != "":  # the file system may have no locks
+            raise _taken_error(path, f"process {pid}", option)
         return Killed(pid, oom_kills() > kills)
     probe = path.with_name(f".{path.name}.{os.getpid()}")
     try:  # by the clock of the file system
@@ -161,32 +161,32 @@ def _last(path: Path, handle: int, option: str) -> Killed | None:
         probe.unlink(missing_ok=True)
     if silent < SILENT_SECONDS:
         who = f"process {pid} of {machine.split(' ')[0]} (alive {silent:.0f} s ago)"
-        raise _taken(path, who, option, f" ({SILENT_SECONDS:.0f} s if its host has died)")
+        raise _taken_error(path, who, option, f" ({SILENT_SECONDS:.0f} s if its host has died)")
     return Killed(pid, False)
 
 
-def _taken(path: Path, who: str, option: str, more: str = "") -> UserError:
+def _taken_error(path: Path, who: str, option: str, more: str = "") -> UserError:
     remedy = f"wait for its end{more}, end it, or give another {option}"
     return UserError(f"{who} runs in {path.parent}; {remedy}")
 
 
-def _live(path: Path, handle: int, record: bytes, ended: threading.Event) -> None:
+def _live(path: Path, handle: int, record: bytes, over: threading.Event) -> None:
     """Update the file's time; end this process if another has taken over the directory."""
     last = time.monotonic()
-    while not ended.wait(BEAT_SECONDS):
+    while not over.wait(BEAT_SECONDS):
         try:
-            found: bytes | None = path.read_bytes()
+            content: bytes | None = path.read_bytes()
         except FileNotFoundError:  # another process came and ended, or a user removed it
-            found = b"{}" if time.monotonic() - last > SILENT_SECONDS else None
+            content = b"{}" if time.monotonic() - last > SILENT_SECONDS else None
         except OSError:
             continue
-        if found not in (None, record, b"") and not ended.is_set():
+        if content not in (None, record, b"") and not over.is_set():
             who, end = "another process", "it ends here and writes nothing more"
             with suppress(ValueError, KeyError, TypeError):
-                other: dict[str, Any] = json.loads(found or b"")
-                who = f"process {other['pid']} of {str(other['machine']).split(' ')[0]}"
-            taken = f"{who} has taken over {path.parent} while this process was silent"
-            print(f"error: {taken}; {end}", file=sys.stderr, flush=True)
+                owner: dict[str, Any] = json.loads(content or b"")
+                who = f"process {owner['pid']} of {str(owner['machine']).split(' ')[0]}"
+            what = f"{who} has taken over {path.parent} while this process was silent"
+            print(f"error: {what}; {end}", file=sys.stderr, flush=True)
             os._exit(2)  # anything else written would overwrite the other process's files
         with suppress(OSError):
             os.utime(handle)

@@ -41,13 +41,13 @@ def request_of(body: bytes) -> dict[str, Any]:
 
 def options_of(message: Any) -> dict[str, Any]:
     """Return the loss's options: name → number or text."""
-    given = message.loss_fn_config_v2.items()
-    return {k: v.number if v.HasField("number") else v.text for k, v in given}
+    items = message.loss_fn_config_v2.items()
+    return {k: v.number if v.HasField("number") else v.text for k, v in items}
 
 
 def data_of(message: Any) -> list[TargetDatum]:
     """Return the data of a request; UserError for images, sound or a malformed tensor."""
-    found = []
+    data = []
     for index, datum in enumerate(message.data):
         if any(chunk.WhichOneof("chunk") != "encoded_text" for chunk in datum.model_input):
             raise UserError(f"datum {index} has images or sound, which cannot be read; give text")
@@ -56,11 +56,11 @@ def data_of(message: Any) -> list[TargetDatum]:
             inputs = {name: _array(tensor) for name, tensor in datum.loss_fn_inputs.items()}
             targets = inputs.pop("target_tokens").astype(np.int32)
             numbers = {name: values.astype(np.float32) for name, values in inputs.items()}
-            found.append(TargetDatum(np.frombuffer(tokens, np.int32), targets, numbers))
+            data.append(TargetDatum(np.frombuffer(tokens, np.int32), targets, numbers))
         except (KeyError, ValueError, IndexError) as error:
             what = f"datum {index} lacks or garbles a tensor: {error!r}"
             raise UserError(f"{what}; resend it") from None
-    return found
+    return data
 
 
 def _array(tensor: Any) -> np.ndarray:

@@ -43,10 +43,10 @@ class JaxLora(LoraTrainer):
     def microbatch(self, state: LoraState, loss: str, batch: Any, backward: bool) -> tuple:
         if self._sizes_segments:
             batch = batch | {"segment_sizes": segment_sizes(batch["segment_ids"])}
-        given = self.config, state.lora, loss, self._dtype, state.adapters, self._base, batch
+        args = self.config, state.lora, loss, self._dtype, state.adapters, self._base, batch
         if not backward:
-            return *_losses(*given)[1], {}
-        grads, both = _gradients(*given)
+            return *_losses(*args)[1], {}
+        grads, both = _gradients(*args)
         return *both, grads
 
 
@@ -60,7 +60,7 @@ def _sum(
     x, flat = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     logprobs, _ = target_logprobs(
         jnp.repeat(x, targets.shape[-1], axis=0), decoder.head(full, config),
-        jnp.maximum(flat, 0), softcap=config.logit_softcap, asked=flat != NO_TARGET,
+        jnp.maximum(flat, 0), softcap=config.logit_softcap, scored=flat != NO_TARGET,
     )  # fmt: skip
     logprobs = logprobs.reshape(targets.shape)
     losses = jnp.where(targets != NO_TARGET, loss_of(loss, logprobs, batch), 0.0)

@@ -93,14 +93,14 @@ class LoraTrainer(ABC):
         self, state: LoraState, loss: str, rows: TargetRows, backward: bool
     ) -> list[list[np.ndarray]]:
         """Return logprobs and losses of each datum's targets; `backward` adds to the gradient."""
-        found, sums = [], state.grads
+        outputs, sums = [], state.grads
         for batch in rows.batches:
             *both, grads = self.microbatch(state, loss, batch, backward)
-            found.append(map(np.asarray, both))
+            outputs.append(map(np.asarray, both))
             sums = {k: x + grads[k] for k, x in sums.items()} if backward else sums
-        made = [rows.of_data(parts) for parts in zip(*found, strict=True)]
+        results = [rows.of_data(parts) for parts in zip(*outputs, strict=True)]
         state.grads = sums  # all or nothing: an error leaves the gradient as it was
-        return made
+        return results
 
     def step(self, state: LoraState, options: Mapping[str, float]) -> float:
         """Make an update of a finite gradient, and forget it; return its norm; or UserError."""
@@ -112,8 +112,8 @@ class LoraTrainer(ABC):
         scale = most / norm if 0 < most < norm else 1.0
         state.updates += 1
         o = {**ADAM, **options, "scale": scale, "t": float(state.updates)}
-        made = self.adamw(o, state.adapters, grads, state.mu, state.nu)
-        state.adapters, state.mu, state.nu = made
+        new = self.adamw(o, state.adapters, grads, state.mu, state.nu)
+        state.adapters, state.mu, state.nu = new
         return norm
 
     def save(self, state: LoraState, path: Path, base: str, moments: bool) -> None:

@@ -87,11 +87,11 @@ class Samplers:
     async def _ask(
         self, adapter: str, prompt: Sequence[int], sampling: Sampling, n: int, scored: int
     ) -> tuple[list[Completion], np.ndarray | None]:
-        given = np.asarray(prompt, np.int32)
-        completions = await self._fleet.generate(given, replace(sampling, adapter=adapter), n)
-        logprobs, first = np.full(len(given), np.nan, np.float32), max(len(given) - scored, 1)
-        if scored and len(given) > 1:
-            logprobs[first:] = (await self._fleet.score(given, first, adapter=adapter))[first:]
+        tokens = np.asarray(prompt, np.int32)
+        completions = await self._fleet.generate(tokens, replace(sampling, adapter=adapter), n)
+        logprobs, first = np.full(len(tokens), np.nan, np.float32), max(len(tokens) - scored, 1)
+        if scored and len(tokens) > 1:
+            logprobs[first:] = (await self._fleet.score(tokens, first, adapter=adapter))[first:]
         return completions, logprobs if scored else None
 
     def _begin(self, turns: list[Any]) -> None:
@@ -105,8 +105,8 @@ class Samplers:
     async def _publish(self, weights: Any) -> None:
         try:
             self._version += 1
-            made = await in_thread(self._made, weights and weights[0])
-            await self._fleet.publish(self._version, made, "adapter")
+            adapter = await in_thread(self._made, weights and weights[0])
+            await self._fleet.publish(self._version, adapter, "adapter")
         except BaseException:
             self._published = None  # the next request tries again
             raise

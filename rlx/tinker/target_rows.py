@@ -66,8 +66,8 @@ class TargetRows:
 
     def of_data(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return [B, T, K] arrays of the microbatches as arrays of the data's own shapes."""
-        whole = np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
-        return [whole[at].reshape(shape) for at, shape in self.places]
+        flat = np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
+        return [flat[at].reshape(shape) for at, shape in self.places]
 
 
 def pack(
@@ -107,12 +107,12 @@ def pack(
         places.append((at, datum.targets.shape))
     batches, end = [], 0
     for shape in plan.shapes:
-        own = slice(end, end := end + shape[0] * shape[1])
-        batches.append({k: x[own].reshape(*shape, *x.shape[1:]) for k, x in flat.items()})
+        span = slice(end, end := end + shape[0] * shape[1])
+        batches.append({k: x[span].reshape(*shape, *x.shape[1:]) for k, x in flat.items()})
     return TargetRows(batches, places)
 
 
-def loss_of(name: str, p: Array, given: Mapping[str, Array]) -> Array:
+def loss_of(name: str, p: Array, inputs: Mapping[str, Array]) -> Array:
     """Return the loss of each target, with r = exp(p − logprobs) and c = clip(r, low, high).
 
         cross_entropy        −weights·p
@@ -122,15 +122,15 @@ def loss_of(name: str, p: Array, given: Mapping[str, Array]) -> Array:
 
     Args:
       p: [...] float32, the model's log-probabilities of the targets.
-      given: inputs of the loss, of the same shape; the policy that sampled gave `logprobs`.
+      inputs: those of the loss, of the same shape; the policy that sampled gave `logprobs`.
     """
     if name == "cross_entropy":
-        return -given["weights"] * p
-    ops, advantages = ops_of(p), given["advantages"]
-    ratio = ops.lib.exp(p - given["logprobs"])
+        return -inputs["weights"] * p
+    ops, advantages = ops_of(p), inputs["advantages"]
+    ratio = ops.lib.exp(p - inputs["logprobs"])
     if name == "importance_sampling":
         return -ratio * advantages
-    clipped = ops.lib.clip(ratio, *(given[end] for end in _CLIPS))
+    clipped = ops.lib.clip(ratio, *(inputs[end] for end in _CLIPS))
     if name == "ppo":
         return -ops.lib.minimum(ratio * advantages, clipped * advantages)
     return -ops.frozen(clipped) * advantages * p

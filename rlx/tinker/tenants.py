@@ -92,8 +92,8 @@ class Tenant:
         parts: tuple[dict[str, Any], ...] = self.models, self.samplers, self.futures
         for part in parts:
             for name in [name for name in part if name.startswith(f"{session}:")]:
-                if isinstance(ended := part.pop(name), asyncio.Task):
-                    ended.cancel()
+                if isinstance(item := part.pop(name), asyncio.Task):
+                    item.cancel()
         self._remove_unnamed(session)
 
     def _remove_unnamed(self, session: str) -> None:
@@ -112,7 +112,7 @@ class Tenant:
         # Else asyncio reports an error that no client fetched.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
-    def fetched(self, name: str) -> None:
+    def note_fetched(self, name: str) -> None:
         """Note that a client has a result; forget those but the latest, as one may be lost."""
         self._fetched.append(name)
         if len(self._fetched) > _KEPT:
@@ -141,7 +141,7 @@ class Tenant:
                 shutil.rmtree(where, ignore_errors=True)
         raise ApiError(404, f"there is no checkpoint {path!r:.200}; list_checkpoints names yours")
 
-    def listed(self, run: str) -> Iterator[dict[str, Any]]:
+    def listed_checkpoints(self, run: str) -> Iterator[dict[str, Any]]:
         """Yield the checkpoints of a run, or of all for "*", as the API describes them."""
         for where in sorted(self._root.glob("*/*/*")):
             path = f"tinker://{where.relative_to(self._root)}"

@@ -67,14 +67,14 @@ class TinkerApi:
             return partial(self._submit, partial(self._save, kind))
 
         handlers: dict[str, Callable[[Tenant, _Json], Any]] = {
-            "POST client/config": lambda tenant, given: {},
-            "POST client/dynamic_config": lambda tenant, given: {},
-            "POST telemetry": lambda tenant, given: {"status": "accepted"},
-            "GET healthz": lambda tenant, given: {"status": "ok"},
+            "POST client/config": lambda tenant, args: {},
+            "POST client/dynamic_config": lambda tenant, args: {},
+            "POST telemetry": lambda tenant, args: {"status": "accepted"},
+            "GET healthz": lambda tenant, args: {"status": "ok"},
             "GET get_server_capabilities": self._capabilities,
-            "POST create_session": lambda tenant, given: {"session_id": tenant.open()},
-            "POST session_heartbeat": lambda tenant, given: {"_": tenant.beat(given["session_id"])},
-            "POST sessions/{session}/finish": lambda tenant, given: tenant.end(given["session"]),
+            "POST create_session": lambda tenant, args: {"session_id": tenant.open()},
+            "POST session_heartbeat": lambda tenant, args: {"_": tenant.beat(args["session_id"])},
+            "POST sessions/{session}/finish": lambda tenant, args: tenant.end(args["session"]),
             "POST create_model": self._create_model, "POST get_info": self._info,
             "POST forward_backward": partial(self._submit, self._forward_backward),
             "POST optim_step": partial(self._submit, self._optim_step),
@@ -82,7 +82,7 @@ class TinkerApi:
             "POST save_weights": saves("weights"),
             "POST save_weights_external": saves("external_weights"),
             "POST save_weights_for_sampler": saves("sampler_weights"),
-            "POST weights_info": lambda tenant, given: tenant.checkpoint(given["tinker_path"])[1],
+            "POST weights_info": lambda tenant, args: tenant.checkpoint(args["tinker_path"])[1],
             f"GET {run}": self._run, f"GET {run}/checkpoints": self._list,
             "GET checkpoints": self._list, f"DELETE {checkpoint}": self._delete,
             f"GET {checkpoint}/external_weights_urls": self._link,
@@ -113,21 +113,21 @@ class TinkerApi:
     async def _json(self, handler: Callable[[Tenant, _Json], Any], request: web.Request) -> Any:
         tenant, body = self._tenant(request), await request.read()
         binary = request.path.endswith("/forward_backward")
-        given = binary_messages.request_of(body) if binary else dialects.parse(body or b"{}")
-        if not isinstance(given, dict):
-            raise dialects.invalid("the body", given, "a JSON object")
+        args = binary_messages.request_of(body) if binary else dialects.parse(body or b"{}")
+        if not isinstance(args, dict):
+            raise dialects.invalid("the body", args, "a JSON object")
         path = {**request.match_info, "origin": str(request.url.origin())}
-        return web.json_response(handler(tenant, {**given, **path}))
+        return web.json_response(handler(tenant, {**args, **path}))
 
-    def _submit(self, work: _Work, tenant: Tenant, given: _Json) -> _Json:
+    def _submit(self, work: _Work, tenant: Tenant, args: _Json) -> _Json:
         """Promise the result of `work`, which runs when it is the turn of the request's number."""
-        model, number = tenant.find("models", given.get("model_id")), given.get("seq_id")
+        model, number = tenant.find("models", args.get("model_id")), args.get("seq_id")
         name = f"{model.id}:{number}"
         if name not in tenant.futures:  # else a client sends it again
             if not isinstance(number, int) or number < model.next:
                 what = f"request {name:.80} is long past or has no number"
                 raise ApiError(410, f"{what}; send a new one")
-            tenant.promise(name, model.run(number, partial(work, tenant, given), self._device))
+            tenant.promise(name, model.run(number, partial(work, tenant, args), self._device))
         return {"request_id": name, "model_id": model.id}
 
     async def _retrieve(self, request: web.Request) -> web.Response:
@@ -136,9 +136,9 @@ class TinkerApi:
         if not (await asyncio.wait([task], timeout=HOLD_SECONDS))[0]:
             again = {"type": "try_again", "request_id": name, "queue_state": "active"}
             return web.json_response(again)
-        tenant.fetched(name)
-        gone = task.cancelled() and ApiError(410, "its session has ended")
-        if error := gone or task.exception():
+        tenant.note_fetched(name)
+        refusal = task.cancelled() and ApiError(410, "its session has ended")
+        if error := refusal or task.exception():
             mistake = isinstance(error, UserError | ApiError | ValueError)
             if not mistake:
                 http_listener.LOGGER.error("request %s failed", name, exc_info=error)
@@ -148,111 +148,111 @@ class TinkerApi:
             return web.Response(body=task.result(), content_type="application/x-protobuf")
         return web.json_response(task.result())
 
-    def _capabilities(self, tenant: Tenant, given: _Json) -> _Json:
+    def _capabilities(self, tenant: Tenant, args: _Json) -> _Json:
         most, can = self.trainer.config.max_position, {"trainable": True, "sampleable": True}
-        own = [{"model_name": name, "max_context_length": most, **can} for name in self.names]
-        return {"supported_models": own}
+        models = [{"model_name": name, "max_context_length": most, **can} for name in self.names]
+        return {"supported_models": models}
 
     def _require_base(self, name: Any) -> None:
         if name not in self.names:
-            known = ", ".join(self.names)
-            raise ApiError(404, f"there is no base model {name!r:.80}; this server has {known}")
+            names = ", ".join(self.names)
+            raise ApiError(404, f"there is no base model {name!r:.80}; this server has {names}")
 
-    def _create_model(self, tenant: Tenant, given: _Json) -> _Json:
-        self._require_base(given.get("base_model"))
-        own: dict[str, Any] = {"rank": 32, "train_attn": True, "train_mlp": True}
-        own |= given.get("lora_config") or {}
-        record = {name: bool(own[name]) for name in ("train_attn", "train_mlp")}
+    def _create_model(self, tenant: Tenant, args: _Json) -> _Json:
+        self._require_base(args.get("base_model"))
+        config: dict[str, Any] = {"rank": 32, "train_attn": True, "train_mlp": True}
+        config |= args.get("lora_config") or {}
+        record = {name: bool(config[name]) for name in ("train_attn", "train_mlp")}
         targets = ("q", "k", "v", "o") * record["train_attn"]
         targets += ("gate", "up", "down") * record["train_mlp"]
-        seed = secrets.randbits(31) if own.get("seed") is None else own["seed"]
+        seed = secrets.randbits(31) if config.get("seed") is None else config["seed"]
 
-        def work(tenant: Tenant, given: _Json, model: TrainedModel) -> None:
-            model.state = self.trainer.fresh(LoraConfig(own["rank"], ALPHA, targets), seed)
+        def work(tenant: Tenant, args: _Json, model: TrainedModel) -> None:
+            model.state = self.trainer.fresh(LoraConfig(config["rank"], ALPHA, targets), seed)
 
-        return self._new_model(tenant, given, {**record, "lora_rank": own["rank"]}, work)
+        return self._new_model(tenant, args, {**record, "lora_rank": config["rank"]}, work)
 
-    def _new_model(self, tenant: Tenant, given: _Json, record: _Json, work: _Work) -> _Json:
-        if (given.get("optimizer_config") or {"type": "adamw"}).get("type") != "adamw":
+    def _new_model(self, tenant: Tenant, args: _Json, record: _Json, work: _Work) -> _Json:
+        if (args.get("optimizer_config") or {"type": "adamw"}).get("type") != "adamw":
             raise ApiError(400, "optimizer_config.type is not adamw, the only one here")
-        name = f"{tenant.beat(given.get('session_id'))}:train:{given.get('model_seq_id')}"
-        own = {"base_model": self.names[0], "is_lora": True, "train_unembed": False}
-        own |= {"user_metadata": given.get("user_metadata")}
-        tenant.models.setdefault(name, TrainedModel(name, {**record, **own}))
+        name = f"{tenant.beat(args.get('session_id'))}:train:{args.get('model_seq_id')}"
+        fields = {"base_model": self.names[0], "is_lora": True, "train_unembed": False}
+        fields |= {"user_metadata": args.get("user_metadata")}
+        tenant.models.setdefault(name, TrainedModel(name, {**record, **fields}))
         return self._submit(work, tenant, {"model_id": name, "seq_id": 0})
 
-    def _info(self, tenant: Tenant, given: _Json) -> _Json:
-        model = tenant.find("models", given.get("model_id"))
+    def _info(self, tenant: Tenant, args: _Json) -> _Json:
+        model = tenant.find("models", args.get("model_id"))
         data = {"model_name": self.names[0], "tokenizer_id": self.tokenizer}
         return {"model_id": model.id, "model_data": data, **model.record}
 
-    def _forward_backward(self, tenant: Tenant, given: _Json, model: TrainedModel) -> bytes:
-        asked, state = given["message"], model.trained()
-        data, options = binary_messages.data_of(asked), binary_messages.options_of(asked)
-        rows = pack(data, asked.loss_fn, options, self.trainer.config, self.budget)
-        made = self.trainer.run(state, asked.loss_fn, rows, backward=not asked.forward_only)
-        return binary_messages.losses_reply(*made)
+    def _forward_backward(self, tenant: Tenant, args: _Json, model: TrainedModel) -> bytes:
+        message, state = args["message"], model.trained()
+        data, options = binary_messages.data_of(message), binary_messages.options_of(message)
+        rows = pack(data, message.loss_fn, options, self.trainer.config, self.budget)
+        results = self.trainer.run(state, message.loss_fn, rows, backward=not message.forward_only)
+        return binary_messages.losses_reply(*results)
 
-    def _optim_step(self, tenant: Tenant, given: _Json, model: TrainedModel) -> _Json:
-        adam = given.get("adam_params")
+    def _optim_step(self, tenant: Tenant, args: _Json, model: TrainedModel) -> _Json:
+        adam = args.get("adam_params")
         if not isinstance(adam, dict) or set(adam) - set(ADAM):
             raise UserError("optim_step has other parameters than Adam's; give AdamParams")
         return {"metrics": {"grad_norm": self.trainer.step(model.trained(), adam)}}
 
-    def _save(self, kind: str, tenant: Tenant, given: _Json, model: TrainedModel) -> _Json:
-        if given.get("age_encryption_recipients"):
+    def _save(self, kind: str, tenant: Tenant, args: _Json, model: TrainedModel) -> _Json:
+        if args.get("age_encryption_recipients"):
             raise UserError("files cannot be encrypted here; drop age_encryption_recipients")
         state, session = model.trained(), model.id.partition(":")[0]
-        number = given.get("sampling_session_seq_id")
+        number = args.get("sampling_session_seq_id")
         sampler = f"{session}:sample:{number}"
-        place = f"{kind}/{given['path']}" if given.get("path") else f"{UNNAMED}/{number}"
+        place = f"{kind}/{args['path']}" if args.get("path") else f"{UNNAMED}/{number}"
         path = f"tinker://{model.id}/{place}"
-        end = given.get("ttl_seconds") and time.time() + given["ttl_seconds"]
-        own = {"checkpoint_metadata": given.get("user_metadata"), "expires": end}
-        record = {**model.record, **own, "updates": state.updates}
+        end = args.get("ttl_seconds") and time.time() + args["ttl_seconds"]
+        fields = {"checkpoint_metadata": args.get("user_metadata"), "expires": end}
+        record = {**model.record, **fields, "updates": state.updates}
 
         def write(place: Path) -> None:
             self.trainer.save(state, place, self.tokenizer, moments=kind == "weights")
 
-        saved = tenant.save(path, record, write, bool(given.get("overwrite")))
-        if given.get("path"):
+        saved = tenant.save(path, record, write, bool(args.get("overwrite")))
+        if args.get("path"):
             return saved
         tenant.samplers[sampler] = path
         return {"sampling_session_id": sampler}
 
-    def _load(self, tenant: Tenant, given: _Json) -> _Json:
-        where, record = tenant.checkpoint(given.get("path"))
-        updates = record["updates"] if given.get("optimizer") else 0
+    def _load(self, tenant: Tenant, args: _Json) -> _Json:
+        where, record = tenant.checkpoint(args.get("path"))
+        updates = record["updates"] if args.get("optimizer") else 0
         if updates and where.parent.name != "weights":
             raise ApiError(400, "a sampler's weights have no optimizer; load a saved state")
 
-        def work(tenant: Tenant, given: _Json, model: TrainedModel) -> None:
+        def work(tenant: Tenant, args: _Json, model: TrainedModel) -> None:
             model.state = self.trainer.load(where, updates)
 
-        if given.get("session_id"):
-            return self._new_model(tenant, given, record, work)
-        return self._submit(work, tenant, given)
+        if args.get("session_id"):
+            return self._new_model(tenant, args, record, work)
+        return self._submit(work, tenant, args)
 
-    def _list(self, tenant: Tenant, given: _Json) -> _Json:
-        found = [*tenant.listed(given.get("run", "*"))]
-        cursor = {"offset": 0, "limit": len(found), "total_count": len(found)}
-        return {"checkpoints": found, "cursor": cursor}
+    def _list(self, tenant: Tenant, args: _Json) -> _Json:
+        checkpoints = [*tenant.listed_checkpoints(args.get("run", "*"))]
+        cursor = {"offset": 0, "limit": len(checkpoints), "total_count": len(checkpoints)}
+        return {"checkpoints": checkpoints, "cursor": cursor}
 
-    def _run(self, tenant: Tenant, given: _Json) -> _Json:
-        if not (saved := [*tenant.listed(given["run"])]):
-            raise ApiError(404, f"run {given['run']!r:.80} has no checkpoint; save one first")
+    def _run(self, tenant: Tenant, args: _Json) -> _Json:
+        if not (saved := [*tenant.listed_checkpoints(args["run"])]):
+            raise ApiError(404, f"run {args['run']!r:.80} has no checkpoint; save one first")
         last = {"last_request_time": saved[-1]["time"], "model_owner": "you"}
         record = tenant.checkpoint(saved[-1]["tinker_path"])[1]
-        return {"training_run_id": given["run"], **last, **record}
+        return {"training_run_id": args["run"], **last, **record}
 
-    def _delete(self, tenant: Tenant, given: _Json) -> None:
-        shutil.rmtree(tenant.checkpoint(_CHECKPOINT.format(**given))[0], ignore_errors=True)
+    def _delete(self, tenant: Tenant, args: _Json) -> None:
+        shutil.rmtree(tenant.checkpoint(_CHECKPOINT.format(**args))[0], ignore_errors=True)
 
-    def _link(self, tenant: Tenant, given: _Json) -> _Json:
-        where, link = tenant.checkpoint(_CHECKPOINT.format(**given))[0], secrets.token_urlsafe(24)
+    def _link(self, tenant: Tenant, args: _Json) -> _Json:
+        where, link = tenant.checkpoint(_CHECKPOINT.format(**args))[0], secrets.token_urlsafe(24)
         self._links[link] = where / ADAPTER
         asyncio.get_running_loop().call_later(_LINK_SECONDS, self._links.pop, link)
-        names, place = os.listdir(where / ADAPTER), f"{given['origin']}/download/{link}"
+        names, place = os.listdir(where / ADAPTER), f"{args['origin']}/download/{link}"
         urls = {name: f"{place}/{name}" for name in names}
         return {"urls": urls, "expires": utc(time.time() + _LINK_SECONDS)}
 
@@ -263,50 +263,50 @@ class TinkerApi:
             raise ApiError(404, "the link or its checkpoint is gone; fetch new URLs")
         return web.FileResponse(file)
 
-    def _create_sampler(self, tenant: Tenant, given: _Json) -> _Json:
-        if path := given.get("model_path"):
+    def _create_sampler(self, tenant: Tenant, args: _Json) -> _Json:
+        if path := args.get("model_path"):
             tenant.checkpoint(path)
         else:
-            self._require_base(given.get("base_model"))
-        number = given.get("sampling_session_seq_id")
-        name = f"{tenant.beat(given.get('session_id'))}:sample:{number}"
+            self._require_base(args.get("base_model"))
+        number = args.get("sampling_session_seq_id")
+        name = f"{tenant.beat(args.get('session_id'))}:sample:{number}"
         tenant.samplers[name] = path
         return {"sampling_session_id": name}
 
-    def _sampler(self, tenant: Tenant, given: _Json) -> _Json:
-        path, name = tenant.find("samplers", given["sampler"]), given["sampler"]
+    def _sampler(self, tenant: Tenant, args: _Json) -> _Json:
+        path, name = tenant.find("samplers", args["sampler"]), args["sampler"]
         return {"sampler_id": name, "base_model": self.names[0], "model_path": path}
 
-    def _sample(self, tenant: Tenant, given: _Json) -> _Json:
-        sampler = given.get("sampling_session_id")
-        path, name = tenant.find("samplers", sampler), f"{sampler}:{given.get('seq_id')}"
+    def _sample(self, tenant: Tenant, args: _Json) -> _Json:
+        sampler = args.get("sampling_session_id")
+        path, name = tenant.find("samplers", sampler), f"{sampler}:{args.get('seq_id')}"
         if name not in tenant.futures:  # else a client sends it again
             adapter = path and tenant.checkpoint(path)[0] / ADAPTER
-            tenant.promise(name, self._generate(adapter, given))
-        ids = [f"{name}:{index}" for index in range(given["num_samples"])]
+            tenant.promise(name, self._generate(adapter, args))
+        ids = [f"{name}:{index}" for index in range(args["num_samples"])]
         return {"request_id": name, "sample_sequence_ids": ids}
 
-    async def _generate(self, adapter: Path | None, given: _Json) -> bytes:
-        chunks, asked = given["prompt"]["chunks"], given["sampling_params"]
+    async def _generate(self, adapter: Path | None, args: _Json) -> bytes:
+        chunks, spec = args["prompt"]["chunks"], args["sampling_params"]
         prompt = [token for chunk in chunks for token in chunk.get("tokens", ())]
-        room, stop = self.trainer.config.max_position - len(prompt), asked.get("stop")
-        refused = [name for name in _NOT_HERE if given.get(name)]
+        room, stop = self.trainer.config.max_position - len(prompt), spec.get("stop")
+        refused = [name for name in _NOT_HERE if args.get(name)]
         refused += [f"a chunk of {c['type']}" for c in chunks if c["type"] != "encoded_text"]
         refused += ["stop=[], as the model's end always stops"] * (stop == [])
         refused += [f"a prompt of {len(prompt)} tokens"] * (not prompt or room < 1)
         if refused:
             raise UserError(f"{refused[0]} is not supported here; leave it out")
-        stops, top = [stop] if isinstance(stop, str) else stop or [], given["topk_sample_logprobs"]
+        stops, top = [stop] if isinstance(stop, str) else stop or [], args["topk_sample_logprobs"]
         sampling = Sampling(
-            temperature=asked["temperature"], top_p=asked["top_p"], top_k=max(asked["top_k"], 0),
-            max_new_tokens=min(asked.get("max_tokens") or room, room), seed=asked.get("seed"),
+            temperature=spec["temperature"], top_p=spec["top_p"], top_k=max(spec["top_k"], 0),
+            max_new_tokens=min(spec.get("max_tokens") or room, room), seed=spec.get("seed"),
             stop=tuple(s for s in stops if isinstance(s, str)), top_logprobs=top,
             stop_token_ids=tuple(s for s in stops if not isinstance(s, str)),
         )  # fmt: skip
-        scored = given.get("prompt_logprobs_last_n") or len(prompt)
-        scored *= bool(given.get("prompt_logprobs"))
-        found = await self.samplers.sample(adapter, prompt, sampling, given["num_samples"], scored)
-        return binary_messages.sample_reply(*found, top)
+        scored = args.get("prompt_logprobs_last_n") or len(prompt)
+        scored *= bool(args.get("prompt_logprobs"))
+        result = await self.samplers.sample(adapter, prompt, sampling, args["num_samples"], scored)
+        return binary_messages.sample_reply(*result, top)
 
 
 async def _not_here(request: web.Request) -> web.Response:

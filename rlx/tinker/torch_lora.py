@@ -39,12 +39,12 @@ class TorchLora(LoraTrainer):
                 module.to(self._dtype)  # no update needs the digits that the products drop
                 module.register_forward_hook(partial(self._add, PREFIX + name))
 
-    def _add(self, name: str, module: nn.Module, given: Any, out: Tensor) -> Tensor:
+    def _add(self, name: str, module: nn.Module, args: Any, out: Tensor) -> Tensor:
         """Return a matrix's output plus that of the current adapter, if it has one."""
         if f"{name}.lora_A.weight" not in self._adapters:
             return out
         down, up = (self._adapters[f"{name}.lora_{half}.weight"] for half in "AB")
-        return out + linear(linear(given[0], down), up) * self._scale
+        return out + linear(linear(args[0], down), up) * self._scale
 
     def put(self, arrays: Mapping[str, np.ndarray], lora: LoraConfig) -> Tensors:
         peft.require_fit(arrays, self.config, lora)
@@ -54,18 +54,18 @@ class TorchLora(LoraTrainer):
         return {k: x.cpu().numpy() for k, x in tensors.items()}
 
     def microbatch(self, state: LoraState, loss: str, batch: Any, backward: bool) -> tuple:
-        own = {k: x.detach().requires_grad_(backward) for k, x in state.adapters.items()}
-        self._adapters, self._scale = own, state.lora.scale
-        given = packed_model.put(batch, self._device)
-        targets, places = given["targets"], given["places"]
+        loras = {k: x.detach().requires_grad_(backward) for k, x in state.adapters.items()}
+        self._adapters, self._scale = loras, state.lora.scale
+        inputs = packed_model.put(batch, self._device)
+        targets, places = inputs["targets"], inputs["places"]
         low = self._dtype != torch.float32
         with torch.set_grad_enabled(backward), torch.autocast(self._device, self._dtype, low):
-            x = packed_model.hidden(self._model, given)
+            x = packed_model.hidden_states(self._model, inputs)
             ids = targets.flatten(0, 1)[places].long()
-            found, _ = packed_model.scored(self._model, x, ids.clamp(min=0), chunk=CHUNK)
+            scores, _ = packed_model.token_scores(self._model, x, ids.clamp(min=0), chunk=CHUNK)
         logprobs = torch.zeros_like(targets, dtype=torch.float32).flatten(0, 1)
-        logprobs = logprobs.index_put((places,), found).view(targets.shape)
+        logprobs = logprobs.index_put((places,), scores).view(targets.shape)
         logprobs = torch.where(targets != NO_TARGET, logprobs, 0.0)
-        losses = torch.where(targets != NO_TARGET, loss_of(loss, logprobs, given), 0.0)
-        grads = torch.autograd.grad(losses.sum(), [*own.values()]) if backward else ()
-        return logprobs.detach().cpu(), losses.detach().cpu(), dict(zip(own, grads, strict=False))
+        losses = torch.where(targets != NO_TARGET, loss_of(loss, logprobs, inputs), 0.0)
+        grads = torch.autograd.grad(losses.sum(), [*loras.values()]) if backward else ()
+        return logprobs.detach().cpu(), losses.detach().cpu(), dict(zip(loras, grads, strict=False))

@@ -56,13 +56,13 @@ class BatchUpdate:
         if self._options.share_prefixes == "off":
             return ""
         try:
-            found = error()
+            amount = error()
         except Exception as problem:  # compilers raise errors of many kinds
             text = (str(problem) or repr(problem)).splitlines()[0]
             return f"{kernel} has no attention over trees on this device ({text})"
-        if found < prefix_trees.ERROR:
+        if amount < prefix_trees.ERROR:
             return ""
-        return f"{kernel}'s attention over trees is wrong by {found:.1%} on this device"
+        return f"{kernel}'s attention over trees is wrong by {amount:.1%} on this device"
 
     # The primitives, which each trainer defines.
 
@@ -77,8 +77,8 @@ class BatchUpdate:
     _prepare: Callable[..., tuple]  # `objective.prepare`, of (state, flat, minibatch_of, count)
     _gather: Callable[..., Arrays]  # `objective.gather`, with other inputs of the model
     _waits: Callable[[Any], Any]  # step → bool: the policy waits for its critic
-    # (state, microbatches, denominator, held, critic=False) → state after one update of the policy
-    # or critic, unless held; summed stats.
+    # (state, microbatches, denominator, wait, critic=False) → state after one update of the policy
+    # or critic, unless it waits; summed stats.
     _learn: Callable[..., tuple[State, Arrays]]
     _stats: Callable[[State, Arrays], Arrays]  # summed, of a microbatch without training on it
     # (state, summed KL to the reference, its tokens, trajectories) → state of the next version,
@@ -89,17 +89,17 @@ class BatchUpdate:
         self, flat: packing.FlatBatch, ids: np.ndarray
     ) -> tuple[packing.PackPlan, list[Arrays]]:
         """Return the plan for sequences `ids` [N'], and their microbatches on the devices."""
-        sizes, given = flat.sizes[ids], (self._token_budget, self._options.row_buckets)
+        sizes, limits = flat.sizes[ids], (self._token_budget, self._options.row_buckets)
         how: dict[str, Any] = {
             "attention_cost": self._attention_cost,
             "shards": self._row_shards,
             "row_mates": flat.pairs(ids) if self._algorithm.data == "pairs" else None,
         }
-        plan = packing.plan(sizes, *given, **how)
+        plan = packing.plan(sizes, *limits, **how)
         trees = None
         if self._shares != "off":
             how |= {"tree_cost": self._tree_cost, "fork_cost": self._fork_cost}
-            trees = prefix_trees.plan(flat, ids, *given, **how)
+            trees = prefix_trees.plan(flat, ids, *limits, **how)
             most = prefix_trees.GAIN * self._cost(plan, sizes)
             if self._shares == "auto" and self._cost(trees, sizes) > most:
                 trees = None
@@ -108,8 +108,8 @@ class BatchUpdate:
         else:
             plan, parts = trees, prefix_trees.microbatches(flat, ids, trees)
         for part in parts if flat.masks else ():
-            own, vocab = part["flat_index"], self.model.vocab_size
-            part |= kept_tokens.batch_arrays(**flat.masks, index_BT=own, vocab=vocab)
+            index, vocab = part["flat_index"], self.model.vocab_size
+            part |= kept_tokens.batch_arrays(**flat.masks, index_BT=index, vocab=vocab)
         return plan, [self._put_rows(part) for part in parts]
 
     def _cost(self, plan: packing.PackPlan, sizes: np.ndarray) -> float:
@@ -169,27 +169,27 @@ class BatchUpdate:
             if state.critic is not None:
                 state, more = self._learn(state, inputs, tokens, np.bool_(False), critic=True)
                 del more["updates"]
-                own = ("grad_norm", "skipped_updates")
-                stats |= {f"critic_{k}" if k in own else k: value for k, value in more.items()}
+                names = ("grad_norm", "skipped_updates")
+                stats |= {f"critic_{k}" if k in names else k: value for k, value in more.items()}
             results.append(stats)
         observed, trained = (
             sum(stats.get(name, 0.0) for stats in results)
             for name in ("reference_kl", "n_valid_tokens")
         )
         state = self._end_batch(state, observed, trained, np.float32(flat.num_sequences))
-        known = step_metrics.host_metrics(groups, flat, plans)
-        known["model_flops"] = self._flops(flat.sizes, [plan.shared for plan in plans])
+        metrics = step_metrics.host_metrics(groups, flat, plans)
+        metrics["model_flops"] = self._flops(flat.sizes, [plan.shared for plan in plans])
         versions = step_metrics.count_versions(flat)
         denominators = [denominator for denominator, _ in divisors]
 
         def compute() -> dict[str, Any]:
-            made, divided, totals = self._to_host((results, denominators, sums))
+            parts, divided, totals = self._to_host((results, denominators, sums))
             return {
                 **step_metrics.device_metrics(
-                    made, divided, totals, flat.num_runs,
+                    parts, divided, totals, flat.num_runs,
                     lambda updates: rate_at(o.optimizer, o.policy_updates, updates, np),
                 ),
-                **known,
+                **metrics,
                 **step_metrics.staleness(versions, int(totals["version"])),
             }  # fmt: skip
 
@@ -205,16 +205,16 @@ class BatchUpdate:
         passes += algorithm.needs_proximal_pass(len(shared)) + algorithm.needs_reference
 
         def forward(model: ModelConfig) -> float:
-            known = np.concatenate(shared)
-            return parameters.forward_flops(model, sizes) - parameters.forward_flops(model, known)
+            prefix = np.concatenate(shared)
+            return parameters.forward_flops(model, sizes) - parameters.forward_flops(model, prefix)
 
         return passes * forward(self.model) + 4 * algorithm.critic * forward(valued)
 
     def evaluate(self, state: State, groups: Sequence[Group]) -> dict[str, float]:
         _, _, packed, (per_token, divisors, sums) = self._begin(state, groups, 1)
         inputs = (self._gather(per_token, batch, sums, np.float32(0.0)) for batch in packed[0])
-        made = [self._stats(state, batch) for batch in inputs]
-        parts, denominator = self._to_host((made, divisors[0][0]))
+        results = [self._stats(state, batch) for batch in inputs]
+        parts, denominator = self._to_host((results, divisors[0][0]))
         return losses.summarise(step_metrics.totals(parts), float(denominator))
 
     def logprobs(self, state: State, groups: Sequence[Group]) -> list[np.ndarray]:

@@ -81,8 +81,8 @@ def begin(
             (temporary / "manifest.json").write_text(json.dumps(_manifest(temporary), indent=1))
             flush([*temporary.rglob("*"), temporary])
             _rename(temporary, final)
-        written = [path for path in checkpoints(directory) if step_of(path) <= step]
-        for old in written[: -max(keep, 1)]:  # later ones are damaged or were abandoned
+        paths = [path for path in checkpoints(directory) if step_of(path) <= step]
+        for old in paths[: -max(keep, 1)]:  # later ones are damaged or were abandoned
             shutil.rmtree(old)
         return final
 
@@ -106,8 +106,8 @@ def checkpoints(directory: str | Path) -> list[Path]:
     directory = Path(directory)
     if not directory.is_dir():
         return []
-    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=step_of)
+    paths = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(paths, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -144,16 +144,16 @@ def set_aside(damaged: Path) -> Path:
 
 
 def _newest_whole(directory: str | Path, say: Callable[[str], None] | None = None) -> Path | None:
-    found = checkpoints(directory)
+    paths = checkpoints(directory)
     say = say or logging.getLogger(__name__).warning
-    for path in reversed(found):
+    for path in reversed(paths):
         problem = verify(path)
         if problem is None:
             return path
         say(f"skipping damaged checkpoint {path}: {problem}")
-    if found:
+    if paths:
         raise UserError(
-            f"none of the {len(found)} checkpoints in {directory} is whole; move them away or set "
+            f"none of the {len(paths)} checkpoints in {directory} is whole; move them away or set "
             "checkpoint.recover_mode=off to begin anew"
         )
     return None
@@ -210,8 +210,8 @@ def _manifest(path: Path) -> dict[str, list]:
 
     files = sorted(f for f in path.rglob("*") if f.is_file() and f != path / "manifest.json")
     with ThreadPoolExecutor() as pool:
-        found = pool.map(described, files)
-        return dict(zip((str(f.relative_to(path)) for f in files), found, strict=True))
+        entries = pool.map(described, files)
+        return dict(zip((str(f.relative_to(path)) for f in files), entries, strict=True))
 
 
 def _rename(temporary: Path, final: Path) -> None:
@@ -248,9 +248,9 @@ def _remove(path: Path) -> None:
 def _remove_failed(temporary: Path, patience: float = 10.0) -> None:
     """Remove the files of a failed save, whose other writers may continue for a while."""
     # tensorstore's threads recreate files: a directory is gone when it is gone twice in a row.
-    deadline, gone = time.monotonic() + patience, 0
-    while gone < 2 and time.monotonic() < deadline:
-        gone = 0 if temporary.exists() else gone + 1
+    deadline, absences = time.monotonic() + patience, 0
+    while absences < 2 and time.monotonic() < deadline:
+        absences = 0 if temporary.exists() else absences + 1
         shutil.rmtree(temporary, ignore_errors=True)
         time.sleep(0.1)
 

@@ -75,25 +75,25 @@ class _Replica:
         self._make = make
         self._buckets: Iterator[Any] = iter(())
 
-    def call(self, name: str, given: Mapping[str, Any], groups: Sequence[Group]) -> Any:
+    def call(self, name: str, args: Mapping[str, Any], groups: Sequence[Group]) -> Any:
         """Make a call of the trainer; return its result, unless that is the trainer or a state."""
         match name:
             case "make":
-                self.update = self._make(**given)
+                self.update = self._make(**args)
             case "init":
                 self.state = self.update.init()
             case "restore":
-                self.state = self.update.restore(Path(given["path"]))
+                self.state = self.update.restore(Path(args["path"]))
             case "update":
                 self.state, metrics = self.update.update(self.state, groups)
                 return metrics
             case "weights":
-                self._buckets = iter(made := self.update.weights(self.state, **given))
-                return made.tensors
+                self._buckets = iter(source := self.update.weights(self.state, **args))
+                return source.tensors
             case "bucket":
                 return next(self._buckets, None)
             case "save":
-                return self.update.save(Path(given["path"]), self.state)
+                return self.update.save(Path(args["path"]), self.state)
             case _:  # evaluate, logprobs
                 return getattr(self.update, name)(self.state, groups)
         return None
@@ -105,7 +105,7 @@ class _Driver:
     def __init__(self, hosts: Hosts, make: Make, arguments: dict[str, Any]):
         self._hosts, self._lock = hosts, threading.RLock()
         self._saves: WeakValueDictionary[int, Future[None]] = WeakValueDictionary()
-        hosts.on_unsaved = self._unsaved
+        hosts.on_unsaved = self._fail_save
         self._own = _Replica(make)
         self._all("make", wait=True, **arguments)
         update = self._own.update
@@ -138,11 +138,11 @@ class _Driver:
         """Begin to save; the future fails at once if another process cannot write."""
         with self._lock:
             saved = self._saves[self._hosts.sent + 1] = Future[None]()
-            own = self._of(state, "save", wait=True, path=str(path))
-        own.add_done_callback(lambda part: _finish(saved, part.exception()))
+            local = self._of(state, "save", wait=True, path=str(path))
+        local.add_done_callback(lambda part: _finish(saved, part.exception()))
         return saved
 
-    def _unsaved(self, name: str, call: int, error: str) -> None:
+    def _fail_save(self, name: str, call: int, error: str) -> None:
         if saved := self._saves.get(call):
             _finish(saved, _error(f"{name}: {error}"))
 
@@ -151,15 +151,13 @@ class _Driver:
         assert state is self._own.state, "a state that the other processes no longer have"
         return self._all(name, **more)
 
-    def _all(
-        self, name: str, groups: Sequence[Group] = (), wait: bool = False, **given: Any
-    ) -> Any:
+    def _all(self, name: str, groups: Sequence[Group] = (), wait: bool = False, **args: Any) -> Any:
         """Make a call on all processes; with `wait`, return when it has succeeded on all."""
         with self._lock:
-            self._hosts.send(_encode(name, given, groups), name)
+            self._hosts.send(_encode(name, args, groups), name)
             try:
                 try:
-                    result = self._own.call(name, given, groups)
+                    result = self._own.call(name, args, groups)
                 finally:
                     self._hosts.made()
                 if error := self._hosts.outcome() if wait else "":
@@ -180,8 +178,8 @@ def _finish(saved: Future[None], error: BaseException | None) -> None:
         saved.set_exception(error) if error else saved.set_result(None)
 
 
-def _encode(name: str, given: Mapping[str, Any], groups: Sequence[Group] = ()) -> bytes:
-    head = json.dumps([name, given]).encode()
+def _encode(name: str, args: Mapping[str, Any], groups: Sequence[Group] = ()) -> bytes:
+    head = json.dumps([name, args]).encode()
     return head + b"\n" + (records.dumps(groups) if groups else b"")
 
 

@@ -22,14 +22,14 @@ from rlx.train.update import JaxUpdate
 
 
 @contextmanager
-def gpus(target: str, hosts: int, each: int) -> Iterator[list[jax.Device]]:
+def gpus(target: str, hosts: int, per_host: int) -> Iterator[list[jax.Device]]:
     """Give the devices of GPUs that are not here, for which programs are traced inside.
 
-    `target` is text of XLA's GpuTargetConfigProto, and `hosts` machines have `each` GPUs.
+    `target` is text of XLA's GpuTargetConfigProto, and `hosts` machines have `per_host` GPUs.
     RuntimeError if JAX's CUDA plugin is missing.
     """
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=target, topology=f"1x{hosts}x{each}"
+        platform="cuda", target_config=target, topology=f"1x{hosts}x{per_host}"
     )
     with compiling_for(topology.devices[0]):
         yield list(topology.devices)
@@ -46,7 +46,7 @@ class Lowered(NamedTuple):
     beside: int
 
 
-def planned(plan: Any) -> int:
+def planned_bytes(plan: Any) -> int:
     """Return the bytes of XLA's plan: arguments, temporaries, and results that replace none."""
     results = plan.output_size_in_bytes - plan.alias_size_in_bytes
     return plan.argument_size_in_bytes + plan.temp_size_in_bytes + results
@@ -60,16 +60,16 @@ class ShapesUpdate(JaxUpdate):
         mesh = sharding.make_mesh(options.mesh, devices)
         super().__init__(model, options, mesh=mesh, source=lambda places: places)
 
-    def _load(self, given: Params | None = None) -> Params:
+    def _load(self, other: Params | None = None) -> Params:
         dtype, shapes = jnp.dtype(self._options.dtype), parameters.shapes(self._base)
         return jax.tree.map(partial(_placed, dtype=dtype), shapes, self._places(self._base))
 
     def bytes_held(self) -> dict[str, int]:
         """Return the bytes that each device holds between steps: name → bytes."""
         state, frozen = self.abstract_state, self._frozen if self.lora else self._reference
-        held = {"parameters": state.params, "optimizer": state.opt_state, "critic": state.critic}
-        held |= {"reference": state.reference, "frozen": frozen}
-        return {name: found for name, tree in held.items() if (found := _bytes_a_device(tree))}
+        trees = {"parameters": state.params, "optimizer": state.opt_state, "critic": state.critic}
+        trees |= {"reference": state.reference, "frozen": frozen}
+        return {name: size for name, tree in trees.items() if (size := _bytes_a_device(tree))}
 
     def tokens_a_device(self, row_length: int) -> float:
         """Return the tokens of a microbatch for each device."""
@@ -84,10 +84,10 @@ class ShapesUpdate(JaxUpdate):
         A minibatch that `accumulates` has several microbatches, whose rows have `row_length` tokens
         of `num_segments` trajectories at most.
         """
-        held = sum(self.bytes_held().values())
+        total = sum(self.bytes_held().values())
 
-        def lowered(name: str, own: Any, program: Any, *arguments: Any) -> Lowered:
-            beside = max(held - _bytes_a_device(own), 0)  # `own` has counters too
+        def lowered(name: str, tree: Any, program: Any, *arguments: Any) -> Lowered:
+            beside = max(total - _bytes_a_device(tree), 0)  # `tree` has counters too
             return Lowered(name, _lower(program, *arguments), beside)
 
         home = SingleDeviceSharding(self._devices[0])
@@ -110,25 +110,25 @@ class ShapesUpdate(JaxUpdate):
             sums = jax.eval_shape(programs.empty, *inputs)
             sums = jax.tree.map(lambda leaf: _placed(leaf, everywhere), sums)
             grads = jax.tree.map(
-                lambda leaf, own: _placed(leaf, own.sharding), sums[0], learned.params
+                lambda leaf, like: _placed(leaf, like.sharding), sums[0], learned.params
             )
             sums = grads, sums[1]
             yield lowered(f"{name}microbatch", inputs[:2], programs.accumulate, sums, *inputs)
             applied = learned, grads, number, waits
             yield lowered(f"{name}update", learned, programs.apply, *applied)
         if algorithm.needs_proximal_pass(self._options.minibatches) or algorithm.needs_reference:
-            own = state.params, self._frozen
-            yield lowered("logprobs", own, self._logprob_step, *own, scored)
+            policy = state.params, self._frozen
+            yield lowered("logprobs", policy, self._logprob_step, *policy, scored)
         if algorithm.critic:
-            own = state.critic.params
-            yield lowered("values", own, self._value_step, own, scored)
+            values = state.critic.params
+            yield lowered("values", values, self._value_step, values, scored)
 
     def _batch(self, row_length: int, num_segments: int) -> dict[str, Any]:
         """Return the shapes of a microbatch as `objective.gather` makes it."""
         algorithm = self._algorithm
         rows = max(self._token_budget // row_length, 1) * self._row_shards
         home = SingleDeviceSharding(self._devices[0])
-        there = home if self._mesh is None else NamedSharding(self._mesh, sharding.BATCH)
+        place = home if self._mesh is None else NamedSharding(self._mesh, sharding.BATCH)
         floats = {
             "advantages": True,
             "loss_weights": True,
@@ -143,12 +143,12 @@ class ShapesUpdate(JaxUpdate):
         kinds |= dict.fromkeys(("tokens", "positions", "segment_ids", "versions"), jnp.int32)
         kinds |= dict.fromkeys(("loss_mask", "sampled"), jnp.bool_)
         batch = {
-            name: jax.ShapeDtypeStruct((rows, row_length), kind, sharding=there)
+            name: jax.ShapeDtypeStruct((rows, row_length), kind, sharding=place)
             for name, kind in kinds.items()
         }
         if self._sizes_segments:
             sizes = (rows, num_segments)
-            batch["segment_sizes"] = jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=there)
+            batch["segment_sizes"] = jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=place)
         number = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._everywhere() or home)
         return batch | {"target_version": number, "kl_coefficient": number}
 

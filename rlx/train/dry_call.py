@@ -81,9 +81,9 @@ def _loss(trainer: str, rows: dict[str, Any], algorithm: Algorithm) -> tuple[Any
     import jax
 
     run = jax.value_and_grad(losses.policy_loss, argnums=(0, 1), has_aux=True)
-    given = rows["target"], rows["entropy"], rows, algorithm
+    args = rows["target"], rows["entropy"], rows, algorithm
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        (_, stats), gradients = jax.device_get(jax.jit(run, static_argnums=3)(*given))
+        (_, stats), gradients = jax.device_get(jax.jit(run, static_argnums=3)(*args))
     return stats, gradients
 
 

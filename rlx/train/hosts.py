@@ -65,33 +65,33 @@ class Cluster:
         call_seconds: float,
     ) -> "Cluster":
         """Return the place by config.cluster, else by Slurm, Ray or torchrun; else UserError."""
-        found = ("", 1, -1, "") if processes == 1 else _found(environ)
-        coordinator, count = coordinator or found[0], processes or found[1]
-        index = found[2] if process < 0 else process
+        env = ("", 1, -1, "") if processes == 1 else _by_environment(environ)
+        coordinator, count = coordinator or env[0], processes or env[1]
+        index = env[2] if process < 0 else process
         if count == 1 and not coordinator and index <= 0:
             return cls()
-        given = f"cluster.coordinator={coordinator!r}, processes={count}, process={index}"
+        text = f"cluster.coordinator={coordinator!r}, processes={count}, process={index}"
         port = re.fullmatch(r".+:(\d{1,5})", coordinator)
         if not port or int(port[1]) >= 1 << 16 or count < 2 or index < 0:
             raise UserError(
-                f"{given}: wanted host:port of process 0, 2 processes or more, and a number for "
+                f"{text}: wanted host:port of process 0, 2 processes or more, and a number for "
                 "each; give every process all three keys of config.cluster, or start it by srun"
             )
         if index >= count:
-            raise UserError(f"{given}: processes are numbered from 0 to {count - 1}")
-        source = "" if processes else found[3]
+            raise UserError(f"{text}: processes are numbered from 0 to {count - 1}")
+        source = "" if processes else env[3]
         return cls(coordinator, count, index, timeout_seconds, join_seconds, call_seconds, source)
 
     @staticmethod
-    def found(environ: Mapping[str, str]) -> bool:
+    def is_one_of_several(environ: Mapping[str, str]) -> bool:
         """Return whether Slurm, Ray or torchrun started this process as one of several."""
-        return _found(environ)[1] > 1
+        return _by_environment(environ)[1] > 1
 
     def __str__(self) -> str:
         return f"process {self.index} of {self.count} on {socket.gethostname()}, pid {os.getpid()}"
 
 
-def _found(environ: Mapping[str, str]) -> tuple[str, int, int, str]:
+def _by_environment(environ: Mapping[str, str]) -> tuple[str, int, int, str]:
     """Return coordinator, count, index, source by the environment, else ("", 1, −1, "")."""
 
     def number(name: str, unset: str = "") -> int:
@@ -125,7 +125,7 @@ class _Call:
 
     name: str
     sent: float  # by process 0
-    made: float = math.inf  # by process 0 itself
+    finished_at: float = math.inf  # by process 0 itself
 
 
 @dataclass(eq=False)
@@ -136,7 +136,7 @@ class _Peer:
     name: str = "process 0"
     local: str = ""  # our address, on process 0
     last_seen: float = 0.0  # monotonic
-    begun: int = 0  # calls
+    started: int = 0  # calls
     done: int = 0
     error: str = ""  # of the last call
     place: str = ""  # in the code, at its last heartbeat
@@ -168,8 +168,8 @@ class _Peer:
 
     def cut(self) -> None:
         """Close the connection while another thread reads from it."""
-        with suppress(OSError), socket.socket(fileno=os.dup(self.link.fileno())) as own:
-            own.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError), socket.socket(fileno=os.dup(self.link.fileno())) as copy:
+            copy.shutdown(socket.SHUT_RDWR)
 
 
 def _end_process(text: str) -> None:
@@ -218,7 +218,7 @@ class Hosts:
         """Note that process 0 has finished the last call itself."""
         with self._news:
             if call := self._open.get(self.sent):
-                call.made = time.monotonic()
+                call.finished_at = time.monotonic()
 
     def receive(self) -> bytes:
         """Return process 0's next call; waits for it."""
@@ -268,7 +268,7 @@ class Hosts:
     def _listen(self, peer: _Peer) -> None:
         take = {
             _CALL: lambda payload: self._calls.put(payload),
-            _BEGUN: lambda payload: setattr(peer, "begun", peer.begun + 1),
+            _BEGUN: lambda payload: setattr(peer, "started", peer.started + 1),
             _DONE: lambda payload: self._note(peer, payload.decode()),
             _STOP: lambda payload: self.on_stop(),
             _ALIVE: lambda payload: setattr(peer, "place", payload.decode()),
@@ -289,9 +289,9 @@ class Hosts:
         with self._news:
             peer.done, peer.error = peer.done + 1, error
             call = self._open[peer.done]
-            took = now - max(call.sent, peer.ended)
+            seconds = now - max(call.sent, peer.ended)
             peer.ended = now
-            peer.longest[call.name] = max(took, peer.longest.get(call.name, 0.0))
+            peer.longest[call.name] = max(seconds, peer.longest.get(call.name, 0.0))
             if all(other.done >= peer.done for other in self._peers):
                 del self._open[peer.done]
             self._news.notify_all()
@@ -323,14 +323,14 @@ class Hosts:
 
     def _place(self) -> str:
         """Return the innermost frames of the call, at most three: `file.py:12 function > …`."""
-        frame, found = sys._current_frames().get(self._caller), list[str]()
-        while frame and len(found) < 3:
+        frame, frames = sys._current_frames().get(self._caller), list[str]()
+        while frame and len(frames) < 3:
             name = Path(frame.f_code.co_filename).name
             if name == "conductor.py":
                 break
-            found.insert(0, f"{name}:{frame.f_lineno} {frame.f_code.co_name}")
+            frames.insert(0, f"{name}:{frame.f_lineno} {frame.f_code.co_name}")
             frame = frame.f_back
-        return " > ".join(found)
+        return " > ".join(frames)
 
     def _hangs(self, peer: _Peer) -> str:
         """Return the message about a process that is stuck in a call; "" while it is in time."""
@@ -341,11 +341,11 @@ class Hosts:
             if not (call := self._open.get(peer.done + 1)):
                 return ""
             longest, key = peer.longest.get(call.name), "timeout_seconds"
-            since, begun = max(call.sent, peer.ended), peer.begun > peer.done
-            if not begun:
-                limit = limits.timeout + (0.0 if peer.begun else limits.join)
-            elif call.made < math.inf:
-                since = max(call.made, peer.ended)
+            since, inside = max(call.sent, peer.ended), peer.started > peer.done
+            if not inside:
+                limit = limits.timeout + (0.0 if peer.started else limits.join)
+            elif call.finished_at < math.inf:
+                since = max(call.finished_at, peer.ended)
                 limit = limits.timeout + (limits.join if longest is None else longest)
             else:
                 limit, key = max(limits.call, 2 * (longest or 0.0)), "call_seconds"
@@ -357,7 +357,7 @@ class Hosts:
             late_ones = [other for other in self._peers if other.done == peer.done]
             hung = [other for other in late_ones if other.place != here] or late_ones
             where = f" (at {', at '.join(p.place for p in hung)}; process 0, in it too, at {here})"
-        who, what = ", ".join(p.name for p in hung), "finished" if begun else "begun"
+        who, what = ", ".join(p.name for p in hung), "finished" if inside else "begun"
         return (
             f"{who} hangs: it has not {what} the call {call.name!r} in {late:.0f} s{where}; raise "
             f"cluster.{key} if it was at work"
@@ -391,7 +391,7 @@ def join(cluster: Cluster, identity: Mapping[str, Any], end: Any = _end_process)
 
 def _accept(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer], str]:
     """Wait for all others on process 0; refuse all of them if one does not fit."""
-    deadline, found = time.monotonic() + cluster.join, dict[int, _Peer]()
+    deadline, peers = time.monotonic() + cluster.join, dict[int, _Peer]()
     host, port = split_address(cluster.coordinator)
     bind = host if host in ("localhost", "127.0.0.1", "::1") else ""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -406,27 +406,27 @@ def _accept(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer],
     hellos: queue.SimpleQueue[tuple[_Peer, bytes, Any]] = queue.SimpleQueue()
     threading.Thread(target=_read_hellos, args=(listener, hellos), daemon=True).start()
     try:
-        while len(found) < cluster.count - 1:
+        while len(peers) < cluster.count - 1:
             try:
                 peer, kind, hello = hellos.get(timeout=max(1e-3, deadline - time.monotonic()))
             except queue.Empty:
-                late = ", ".join(str(n) for n in range(1, cluster.count) if n not in found)
+                late = ", ".join(str(n) for n in range(1, cluster.count) if n not in peers)
                 how = "start each with the same command and its own cluster.process"
-                _refuse(found, f"process {late} of {cluster.count} did not come to "
+                _refuse(peers, f"process {late} of {cluster.count} did not come to "
                         f"{cluster.coordinator} in {cluster.join:g} s; {hint or how}")  # fmt: skip
             with suppress(ValueError, KeyError, TypeError):  # not a process of rlx
-                _admit(peer, kind, hello, identity, found)
+                _admit(peer, kind, hello, identity, peers)
     finally:
         with listener, suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
     with socket.create_server((bind, 0), family=family) as free:
         port = free.getsockname()[1]
-    for peer in found.values():
-        there = {"service": bracketed(host, port), "name": str(cluster)}
-        peer.send(_CALL, json.dumps(there).encode())
-    reached = {peer.local for peer in found.values()}  # several, if they know us by several names
+    for peer in peers.values():
+        reply = {"service": bracketed(host, port), "name": str(cluster)}
+        peer.send(_CALL, json.dumps(reply).encode())
+    reached = {peer.local for peer in peers.values()}  # several, if they know us by several names
     here = reached.pop() if len(reached) == 1 else "::" if ":" in host else "0.0.0.0"
-    return [found[index] for index in sorted(found)], bracketed(here, port)
+    return [peers[index] for index in sorted(peers)], bracketed(here, port)
 
 
 def _read_hellos(listener: socket.socket, hellos: queue.SimpleQueue) -> None:
@@ -448,29 +448,29 @@ def _read_hellos(listener: socket.socket, hellos: queue.SimpleQueue) -> None:
 
 
 def _admit(
-    peer: _Peer, kind: bytes, hello: Any, own: Mapping[str, str], found: dict[int, _Peer]
+    peer: _Peer, kind: bytes, hello: Any, identity: Mapping[str, str], peers: dict[int, _Peer]
 ) -> None:
-    """Add a connected process to `found`; refuse all if it belongs to another run."""
+    """Add a connected process to `peers`; refuse all if it belongs to another run."""
     if kind == _FAILED:
-        _refuse(found, str(hello))
-    index, peer.name, theirs = int(hello["index"]), str(hello["name"]), dict(hello["identity"])
+        _refuse(peers, str(hello))
+    index, peer.name, remote = int(hello["index"]), str(hello["name"]), dict(hello["identity"])
     wrong = [
-        f"{name}: {theirs.get(name)} there, {own.get(name)} on process 0"
-        for name in sorted({*own, *theirs})
-        if own.get(name) != theirs.get(name)
+        f"{name}: {remote.get(name)} there, {identity.get(name)} on process 0"
+        for name in sorted({*identity, *remote})
+        if identity.get(name) != remote.get(name)
     ]
-    if index in found:
-        wrong.insert(0, f"cluster.process={index}, as {found[index].name} has")
-    found[-1 if wrong else index] = peer
+    if index in peers:
+        wrong.insert(0, f"cluster.process={index}, as {peers[index].name} has")
+    peers[-1 if wrong else index] = peer
     if wrong:
         more = f" (and {len(wrong) - 1} more)" * (len(wrong) > 1)
-        _refuse(found, f"{peer.name} belongs to another run: {wrong[0]}{more}; start each process "
+        _refuse(peers, f"{peer.name} belongs to another run: {wrong[0]}{more}; start each process "
                 "with the same code and flags, except cluster.process")  # fmt: skip
 
 
-def _refuse(found: Mapping[int, _Peer], why: str) -> None:
+def _refuse(peers: Mapping[int, _Peer], why: str) -> None:
     """Raise UserError here and on the connected processes."""
-    for peer in found.values():
+    for peer in peers.values():
         with suppress(OSError):
             peer.send(_FAILED, json.dumps(why).encode())
     raise UserError(why)

@@ -84,7 +84,7 @@ class Learner:
         return jax.tree.map(jnp.add, accumulator, self.gradient(params, frozen, batch))
 
     def apply(
-        self, learned: Learned, grads: Params, denominator: Array, held: Array
+        self, learned: Learned, grads: Params, denominator: Array, wait: Array
     ) -> tuple[Learned, Stats]:
         """Make one optimizer update with the gradient grads / denominator, clipped by its norm.
 
@@ -93,7 +93,7 @@ class Learner:
         Args:
           grads: summed over the minibatch.
           denominator: float32 scalar, of the whole minibatch.
-          held: bool scalar; true changes nothing either, for a policy that waits for its critic,
+          wait: bool scalar; true changes nothing either, for a policy that waits for its critic,
             and does not count as skipped.
 
         Returns:
@@ -111,7 +111,7 @@ class Learner:
         params = jax.tree.map(
             lambda p, w, u: (w + u).astype(p.dtype), learned.params, wide, changes
         )
-        moves = finite & ~held
+        moves = finite & ~wait
 
         def if_moved(new, old):
             return jax.tree.map(lambda n, o: jnp.where(moves, n, o), new, old)
@@ -125,11 +125,11 @@ class Learner:
         return new, {"grad_norm": norm, "skipped_updates": skipped, "updates": learned.updates}
 
     def step(
-        self, learned: Learned, frozen: Params | None, batch: Batch, denominator: Array, held: Array
+        self, learned: Learned, frozen: Params | None, batch: Batch, denominator: Array, wait: Array
     ) -> tuple[Learned, Stats]:
         """Make one update with a minibatch of one microbatch: `gradient`, then `apply`."""
         grads, stats = self.gradient(learned.params, frozen, batch)
-        learned, applied = self.apply(learned, grads, denominator, held)
+        learned, applied = self.apply(learned, grads, denominator, wait)
         return learned, {**stats, **applied}
 
     def compiled(self, places: Any, everywhere: Any, **options: Any) -> LearnerPrograms:
@@ -155,16 +155,16 @@ def float32(tree: Any) -> Any:
 
 OPTIMIZERS: dict[str, Callable[[OptimizerOptions, Schedule], optax.GradientTransformation]] = {
     "adamw": lambda c, rate: optax.adamw(
-        rate, b1=c.b1, b2=c.b2, eps=c.eps, weight_decay=c.weight_decay, mask=decayed
+        rate, b1=c.b1, b2=c.b2, eps=c.eps, weight_decay=c.weight_decay, mask=decay_mask
     ),
     "lion": lambda c, rate: optax.lion(
-        rate, b1=c.b1, b2=c.b2, weight_decay=c.weight_decay, mask=decayed
+        rate, b1=c.b1, b2=c.b2, weight_decay=c.weight_decay, mask=decay_mask
     ),
     "sgd": lambda c, rate: optax.sgd(rate),
 }
 
 
-def decayed(params: Any) -> Any:
+def decay_mask(params: Any) -> Any:
     """Return a bool pytree, true for matrices, which decay, and false for norms and biases."""
     others = ("norm", "bias")
     return jax.tree.map_with_path(lambda path, _: not path[-1].key.endswith(others), params)

@@ -69,26 +69,26 @@ def prepare(
     if "values_after" in flat:
         flat["bootstrap_values"] = _last(flat.pop("values_after"), ids, flat["valid"].shape[0])
     out = advantages(flat, algorithm)
-    mask = trained = _trained(flat, algorithm)
+    mask = trained = _trained_mask(flat, algorithm)
     part_of = ops.take(minibatch_of, ids, -1)
     bound = weights = lib.zeros_like(mask, dtype=lib.float32)
     divisors = []
     for index in range(num_minibatches):
         part = mask & (part_of == index)
-        own, denominator = losses.loss_weights(
+        share, denominator = losses.loss_weights(
             part, ids, flat["group_ids"], algorithm, flat.get("run_ids")
         )
         if algorithm.second_moment:
             log_weight = flat["behaviour_logprobs"] - flat["proximal_logprobs"]
             kept = losses.within_second_moment(log_weight, part, algorithm.second_moment)
-            own, trained = lib.where(kept, own, 0.0), trained & (kept | (part_of != index))
+            share, trained = lib.where(kept, share, 0.0), trained & (kept | (part_of != index))
         if algorithm.second_moment_clip:
             log_ratio = flat["proximal_logprobs"] - flat["behaviour_logprobs"]
             tau = losses.second_moment_bound(
                 log_ratio, out["advantages"], part, algorithm.second_moment_clip
             )
             bound = lib.where(part, tau, bound)
-        weights = weights + own
+        weights = weights + share
         divisors.append((denominator, lib.sum(part, dtype=lib.float32)))
     per_token = {"advantages": out["advantages"], "loss_weights": weights}
     if algorithm.second_moment_clip:
@@ -110,7 +110,7 @@ def prepare(
     return per_token, tuple(divisors), sums
 
 
-def _trained(flat: Batch, algorithm: Algorithm) -> Array:
+def _trained_mask(flat: Batch, algorithm: Algorithm) -> Array:
     """Return the tokens that are trained on: [F] bool."""
     mask, ids = flat["loss_mask"], flat["sequence_ids"]
     if algorithm.kind.scores:  # the score of an answer is at its last token
@@ -140,14 +140,14 @@ def gather(per_token: Batch, batch: Batch, sums: Stats, progress: Array) -> Batc
     """
     index, ops = batch["flat_index"], ops_of(batch["flat_index"])
     rows = {name: ops.take(values, index, 0.0) for name, values in per_token.items()}
-    kept = {name: batch[name] for name in LOSS_INPUTS if name in batch}
-    kept["sampled"] = batch["loss_mask"]
-    kept["loss_mask"] = kept["loss_mask"] & (rows["loss_weights"] > 0)
+    inputs = {name: batch[name] for name in LOSS_INPUTS if name in batch}
+    inputs["sampled"] = batch["loss_mask"]
+    inputs["loss_mask"] = inputs["loss_mask"] & (rows["loss_weights"] > 0)
     scalars = {
         "target_version": sums["version"] + progress,
         "kl_coefficient": sums["kl_coefficient"],
     }
-    return {**kept, **rows, **scalars}
+    return {**inputs, **rows, **scalars}
 
 
 def loss(

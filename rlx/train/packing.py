@@ -70,11 +70,11 @@ class FlatBatch:
 
         `parts` are the indices of each minibatch's trajectories, from `minibatch_ids`.
         """
-        own = np.empty(self.num_sequences, np.int32)
+        minibatches = np.empty(self.num_sequences, np.int32)
         for index, ids in enumerate(parts):
-            own[ids] = index
+            minibatches[ids] = index
         out = np.full(len(self.sequences["valid"]), -1, np.int32)
-        out[: len(self.owners)] = own[self.owners]
+        out[: len(self.owners)] = minibatches[self.owners]
         return out
 
     def arrays(self) -> Arrays:
@@ -125,7 +125,7 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
     sizes = np.array([len(t.tokens) for t in trajectories], np.int64)
     starts = np.cumsum(sizes) - sizes
     begins = [turn_starts(t) for t in trajectories]
-    owners = np.repeat(np.arange(len(sizes)), np.array([len(own) for own in begins], int))
+    owners = np.repeat(np.arange(len(sizes)), np.array([len(turns) for turns in begins], int))
     beginnings = np.concatenate([np.zeros(0, np.int64), *begins]) + starts[owners]
     num_tokens, count = int(sizes.sum()), len(owners)
     flat = power_of_two(num_tokens, MIN_FLAT)
@@ -201,10 +201,10 @@ def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
     for size, count in zip(distinct[::-1], counts[::-1], strict=True):
         room = free[: used + count] // size
         placed = np.minimum(np.cumsum(room), count)
-        taken = np.diff(placed, prepend=0)
-        rows[order[start : start + count]] = np.repeat(np.arange(len(taken)), taken)
-        free[: len(taken)] -= taken * size
-        used = max(used, int(np.flatnonzero(taken)[-1]) + 1)
+        per_row = np.diff(placed, prepend=0)
+        rows[order[start : start + count]] = np.repeat(np.arange(len(per_row)), per_row)
+        free[: len(per_row)] -= per_row * size
+        used = max(used, int(np.flatnonzero(per_row)[-1]) + 1)
         start += count
     return rows
 
@@ -230,13 +230,13 @@ def fullest_rows(sizes: np.ndarray, capacity: int) -> np.ndarray:
     return rows
 
 
-def _best_filling(waiting: dict[int, list[int]], taken: int, room: int) -> list[int]:
+def _best_filling(waiting: dict[int, list[int]], longest: int, room: int) -> list[int]:
     """Return sizes with the largest sum up to `room`, chosen from FILL_CANDIDATES sizes."""
     # Subset sums are the bits of an integer.
     fitting = [size for size in waiting if size <= room]
     sums, history = 1, []  # bit n: some subset sums to n
     for size in fitting[:: -(-len(fitting) // FILL_CANDIDATES) or 1]:
-        for _ in range(min(len(waiting[size]) - (size == taken), room // size)):
+        for _ in range(min(len(waiting[size]) - (size == longest), room // size)):
             history.append((size, sums))
             sums |= (sums << size) & ((2 << room) - 1)
         if sums >> room:
@@ -285,8 +285,8 @@ def plan(
     """
     if row_mates is not None:
         units = np.bincount(row_mates, sizes).astype(np.int64)
-        found = plan(units, budget, buckets, attention_cost=attention_cost, shards=shards)
-        return replace(found, rows=found.rows[row_mates])
+        packed = plan(units, budget, buckets, attention_cost=attention_cost, shards=shards)
+        return replace(packed, rows=packed.rows[row_mates])
     longest = int(sizes.max(initial=1))
     if longest > budget:
         raise UserError(
@@ -297,20 +297,20 @@ def plan(
     lengths = sorted(b for b in set(buckets) if b <= budget)
     if not lengths or lengths[-1] < longest:
         lengths.append(budget)
-    whole = _in_rows_of_one_length(sizes, budget, lengths, attention_cost, shards)
+    uniform = _in_rows_of_one_length(sizes, budget, lengths, attention_cost, shards)
     coarse = lengths[::-2][::-1]  # every other length, for few shapes
     bounds = _length_classes(sizes, budget, coarse, attention_cost, shards)
     of_class = np.searchsorted(bounds, sizes)
     rows = np.empty(len(sizes), np.int64)
     shapes: list[tuple[int, int]] = []
     for index in range(len(bounds))[::-1]:
-        own = np.flatnonzero(of_class == index)
-        part = _in_rows_of_one_length(sizes[own], budget, coarse, attention_cost, shards)
-        rows[own] = part.rows + sum(n for n, _ in shapes)
+        members = np.flatnonzero(of_class == index)
+        part = _in_rows_of_one_length(sizes[members], budget, coarse, attention_cost, shards)
+        rows[members] = part.rows + sum(n for n, _ in shapes)
         shapes += part.shapes
     split = PackPlan(rows, tuple(shapes))
-    worth = split.cost(attention_cost) < SPLIT_GAIN * whole.cost(attention_cost)
-    return split if worth else whole
+    worth = split.cost(attention_cost) < SPLIT_GAIN * uniform.cost(attention_cost)
+    return split if worth else uniform
 
 
 def _in_rows_of_one_length(
@@ -387,12 +387,12 @@ def microbatches(flat: FlatBatch, ids: np.ndarray, packed: PackPlan) -> list[Arr
     cuts = np.cumsum([rows * length for rows, length in packed.shapes])[:-1]
     parts = {name: np.split(values, cuts) for name, values in out.items()}
     if flat.images:
-        named = np.empty(len(lengths), object)
+        images = np.empty(len(lengths), object)
         for row in range(len(lengths)):
-            named[row] = ()
-        for row, one in zip(rows, ids[order], strict=True):
-            named[row] += (flat.images[one],)
-        parts["images"] = np.split(named, np.cumsum([count for count, _ in packed.shapes])[:-1])
+            images[row] = ()
+        for row, sequence in zip(rows, ids[order], strict=True):
+            images[row] += (flat.images[sequence],)
+        parts["images"] = np.split(images, np.cumsum([count for count, _ in packed.shapes])[:-1])
     return [
         {name: x[i] if name == "images" else x[i].reshape(shape) for name, x in parts.items()}
         for i, shape in enumerate(packed.shapes)

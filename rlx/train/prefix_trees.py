@@ -74,11 +74,11 @@ def plan(
         tree_of = mates[order]
         if row_mates is None:
             tree_of = _trees(sizes[order], shared, length, tree_cost)
-        known = np.where(np.diff(tree_of, prepend=-1) != 0, 0, shared)
-        tokens = np.bincount(tree_of, sizes[order] - known).astype(np.int64)
-        found = packing.plan(tokens, budget, buckets, **how)
-        rows, known = found.rows[tree_of][back], known[back]
-        plans.append(TreePlan(rows, found.shapes, known, ranks=back, sizes=tokens))
+        prefixes = np.where(np.diff(tree_of, prepend=-1) != 0, 0, shared)
+        tokens = np.bincount(tree_of, sizes[order] - prefixes).astype(np.int64)
+        packed = packing.plan(tokens, budget, buckets, **how)
+        rows, prefixes = packed.rows[tree_of][back], prefixes[back]
+        plans.append(TreePlan(rows, packed.shapes, prefixes, ranks=back, sizes=tokens))
     return min(plans, key=lambda p: p.padded_tokens + tree_cost * p.pairs(sizes))
 
 
@@ -101,8 +101,8 @@ def _trees(sizes: np.ndarray, shared: np.ndarray, longest: int, cost: float) -> 
     worth = np.cumsum(shared * (1 + cost * shared))
     least, begins = np.zeros(count + 1), np.zeros(count, np.int64)
     for last in range(count):
-        own = np.arange(low, last + 1)
-        tokens = ends[last] - ends[own] + sizes[own] - merged[last] + merged[own]  # of a tree
+        first = np.arange(low, last + 1)
+        tokens = ends[last] - ends[first] + sizes[first] - merged[last] + merged[first]  # of a tree
         low += int((tokens[:-1] > longest).sum())  # the first ones have most
         costs = least[low : last + 1] + worth[low : last + 1] - worth[last]
         begins[last] = low + np.argmin(costs)
@@ -121,11 +121,11 @@ def _cut_forks(shared: np.ndarray, sizes: np.ndarray, cost: float) -> None:
     """
     waiting = [(np.arange(len(shared)), 0)]  # neighbours, and what they share at least
     while waiting:
-        own, base = waiting.pop()
-        fork, tokens = shared[own].min(), (sizes - shared)[own].sum()
-        there, deeper = own[shared[own] == fork], own[shared[own] > fork]
-        base = fork if (fork - base) * len(there) >= cost * tokens else base
-        shared[there] = base
+        span, base = waiting.pop()
+        fork, tokens = shared[span].min(), (sizes - shared)[span].sum()
+        forks, deeper = span[shared[span] == fork], span[shared[span] > fork]
+        base = fork if (fork - base) * len(forks) >= cost * tokens else base
+        shared[forks] = base
         runs = np.split(deeper, np.flatnonzero(np.diff(deeper) > 1) + 1)
         waiting += [(run, base) for run in runs if len(run)]
 
@@ -144,31 +144,31 @@ def microbatches(flat: FlatBatch, ids: np.ndarray, planned: TreePlan) -> list[Ar
     lengths = np.repeat([c for _, c in planned.shapes], [n for n, _ in planned.shapes])
     beginnings, total = np.cumsum(lengths) - lengths, int(lengths.sum())
     order = np.lexsort((planned.ranks, planned.rows))
-    rows, shared, own = planned.rows[order], planned.shared[order], ids[order]
-    sizes, starts = flat.sizes[own], flat.starts[own]
+    rows, shared, sequences = planned.rows[order], planned.shared[order], ids[order]
+    sizes, starts = flat.sizes[sequences], flat.starts[sequences]
     before = np.cumsum(sizes - shared) - (sizes - shared)
     begins = before - before[np.searchsorted(rows, rows, side="left")]
     index, ends, counts = (np.zeros(total, np.int32) for _ in range(3))
     sources = np.zeros(len(flat.tokens["tokens"]) + 1, np.int32)
     path = np.zeros(0, np.int64)
-    for row, start, size, known, begin in zip(rows, starts, sizes, shared, begins, strict=True):
-        path = np.append(path[:known], np.arange(begin, begin + size - known))
+    for row, start, size, prefix, begin in zip(rows, starts, sizes, shared, begins, strict=True):
+        path = np.append(path[:prefix], np.arange(begin, begin + size - prefix))
         sources[start : start + size] = path
         slots = beginnings[row] + path
-        index[slots[known:]] = np.arange(start + known, start + size)
+        index[slots[prefix:]] = np.arange(start + prefix, start + size)
         counts[slots] += 1
     until, after = np.zeros(int(sizes.max(initial=0)), np.int64), -1  # ends by position
-    for row, size, known, begin in list(zip(rows, sizes, shared, begins, strict=True))[::-1]:
-        stop = begin + size - known
+    for row, size, prefix, begin in list(zip(rows, sizes, shared, begins, strict=True))[::-1]:
+        stop = begin + size - prefix
         if row != after:
             until[:], after = stop, row
-        ends[beginnings[row] + begin : beginnings[row] + stop] = until[known:size]
-        until[known:] = begin
-    made = {name: flat.tokens[name][index] * (counts > 0) for name in ("tokens", "positions")}
-    made |= {"ends": ends, "counts": counts}
+        ends[beginnings[row] + begin : beginnings[row] + stop] = until[prefix:size]
+        until[prefix:] = begin
+    arrays = {name: flat.tokens[name][index] * (counts > 0) for name in ("tokens", "positions")}
+    arrays |= {"ends": ends, "counts": counts}
 
-    read = _read(flat)
-    needed = np.bincount(planned.rows, read.sizes[ids], minlength=len(lengths))
+    tails = _read(flat)
+    needed = np.bincount(planned.rows, tails.sizes[ids], minlength=len(lengths))
     shapes = []
     for count, length in planned.shapes:
         # 1 or 1.5 times a power of two, of the model's row: each shape is compiled.
@@ -176,13 +176,13 @@ def microbatches(flat: FlatBatch, ids: np.ndarray, planned: TreePlan) -> list[Ar
         least = -(-length // 64)
         sizes = (packing.power_of_two(most, least), packing.power_of_two(most, 3 * least))
         shapes.append((count, min(sizes)))
-    parts = packing.microbatches(read, ids, PackPlan(planned.rows, tuple(shapes)))
+    parts = packing.microbatches(tails, ids, PackPlan(planned.rows, tuple(shapes)))
     first = 0
     for part, (count, length) in zip(parts, planned.shapes, strict=True):
-        mine = slice(first, first + count * length)
-        part |= {f"tree_{name}": x[mine].reshape(count, length) for name, x in made.items()}
+        span = slice(first, first + count * length)
+        part |= {f"tree_{name}": x[span].reshape(count, length) for name, x in arrays.items()}
         part["sources"] = sources[part["flat_index"]]
-        first = mine.stop
+        first = span.stop
     return parts
 
 

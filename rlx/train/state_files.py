@@ -86,12 +86,12 @@ def _disk_full_by_name(path: Path) -> Iterator[None]:
 def _wait_for_others(place: Path) -> None:
     """Wait until all other hosts have written; FileNotFoundError if the save is abandoned."""
     for index in range(1, jax.process_count()):
-        written = place / f"host_{index}.written"
-        while not written.exists():
+        marker = place / f"host_{index}.written"
+        while not marker.exists():
             if not place.is_dir():  # host 0 removed it because another host could not write
                 raise FileNotFoundError(errno.ENOENT, "the save was abandoned", str(place))
             time.sleep(POLL_SECONDS)
-        written.unlink()
+        marker.unlink()
 
 
 def read(
@@ -101,17 +101,17 @@ def read(
     """Read the state of a checkpoint; UserError if its parameters or shapes are not these."""
     import orbax.checkpoint as ocp
 
-    wanted, reader = _named_leaves(abstract), ocp.PyTreeCheckpointHandler()
-    require_same(path, *map(_described, (reader.metadata(_place(path)).tree, wanted)))
+    targets, reader = _named_leaves(abstract), ocp.PyTreeCheckpointHandler()
+    require_same(path, *map(_shapes_text, (reader.metadata(_place(path)).tree, targets)))
     leaves: dict[str, Any] = {}
-    for part in _buckets(wanted):
+    for part in _buckets(targets):
         places = {
             name: ocp.ArrayRestoreArgs(sharding=sharding_of(leaf), dtype=leaf.dtype)
             for name, leaf in part.items()
         }
         arguments = ocp.args.PyTreeRestore(item=part, restore_args=places, partial_restore=True)
         leaves |= jax.block_until_ready(reader.restore(_place(path), args=arguments))
-    return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in wanted])
+    return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in targets])
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def _described(leaves: Mapping[str, Any]) -> dict[str, str]:
+def _shapes_text(leaves: Mapping[str, Any]) -> dict[str, str]:
     return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in leaves.items()}
 
 
@@ -130,7 +130,7 @@ def _place(path: Path) -> Any:
     return epath.Path(Path(path).absolute() / "state")
 
 
-def _buckets(wanted: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _buckets(targets: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield leaves in parts, of which this host reads at most BUCKET bytes and a leaf each."""
 
     def size(leaf: Any) -> int:
@@ -138,12 +138,12 @@ def _buckets(wanted: dict[str, Any]) -> Iterator[dict[str, Any]]:
         shard = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         return shard * len(sharding.addressable_devices)
 
-    ends = accumulate(size(leaf) for leaf in wanted.values())
-    for _, pairs in groupby(zip(wanted, ends, strict=True), lambda pair: pair[1] // BUCKET):
-        yield {name: wanted[name] for name, _ in pairs}
+    ends = accumulate(size(leaf) for leaf in targets.values())
+    for _, pairs in groupby(zip(targets, ends, strict=True), lambda pair: pair[1] // BUCKET):
+        yield {name: targets[name] for name, _ in pairs}
 
 
 def sharding_of(leaf: Any) -> jax.sharding.Sharding:
     """Return the leaf's own sharding, or the first device's."""
-    own = getattr(leaf, "sharding", None)
-    return own or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    sharding = getattr(leaf, "sharding", None)
+    return sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

@@ -71,15 +71,15 @@ class JaxUpdate(BatchUpdate):
         self._mesh: Any = sharding.make_mesh(options.mesh) if mesh is None else mesh
         self._layout = self._laid_out()
         super().__init__(options, self._layout.row_shards, self._layout.context)
-        algorithm, own = self._algorithm, options.optimizer
+        algorithm, settings = self._algorithm, options.optimizer
         self.model = self._with_head if algorithm.kind.scores else model_config
         own_rows = parameters.table(self.model)
         self._rows = lora_lib.table(self.model, self.lora) if self.lora else own_rows
-        optimizer = make_optimizer(own, options.policy_updates)
-        self.learner = Learner(self.loss, optimizer, own.clip_norm)
-        own = dataclasses.replace(own, learning_rate=options.critic_learning_rate)
-        optimizer = make_optimizer(own, options.total_steps * options.minibatches)
-        self.critic_learner = Learner(self.value_loss, optimizer, own.clip_norm)
+        optimizer = make_optimizer(settings, options.policy_updates)
+        self.learner = Learner(self.loss, optimizer, settings.clip_norm)
+        settings = dataclasses.replace(settings, learning_rate=options.critic_learning_rate)
+        optimizer = make_optimizer(settings, options.total_steps * options.minibatches)
+        self.critic_learner = Learner(self.value_loss, optimizer, settings.clip_norm)
         self.unrolled = options.remat in remat.UNROLLED and not on_cpu()
         how = attention_kind(
             options.compute_dtype, model_config.head_dim, model_config.attention_softcap
@@ -184,7 +184,7 @@ class JaxUpdate(BatchUpdate):
         o = self._options
         return decoder.logprobs(
             full, self.model, batch, x=x, temperature=o.temperature, chunk=o.chunk,
-            asked=batch.get("sampled", batch["loss_mask"]), layout=self._layout,
+            scored=batch.get("sampled", batch["loss_mask"]), layout=self._layout,
         )  # fmt: skip
 
     def _states(
@@ -290,12 +290,12 @@ class JaxUpdate(BatchUpdate):
         home = SingleDeviceSharding(sharding.target_device())
         return jax.tree.map(lambda _: home, parameters.shapes(model))
 
-    def _load(self, given: Params | None = None) -> Params:
-        """Return the source's weights, or a copy of `given` ones, in the run's dtype and places."""
+    def _load(self, other: Params | None = None) -> Params:
+        """Return the source's weights, or a copy of `other` ones, in the run's dtype and places."""
         places, dtype = self._places(self._base), jnp.dtype(self._options.dtype)
-        params = given or (self._source and self._source(places))
+        params = other or (self._source and self._source(places))
         assert params, "params or a source of them"
-        copied = jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=bool(given)), params)
+        copied = jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=bool(other)), params)
         return jax.device_put(copied, places)
 
     def _device_put(self, arrays: Any, spec: PartitionSpec) -> Any:
@@ -395,24 +395,24 @@ class JaxUpdate(BatchUpdate):
         return self._value_step(critic.params, _model_inputs(batch))
 
     def _prepare(self, state: TrainState, flat: Any, minibatch_of: Any, count: int) -> tuple:
-        given = flat, minibatch_of, state.step, state.kl_coefficient
-        return self._prepare_step(*given, count, self._algorithm)
+        args = flat, minibatch_of, state.step, state.kl_coefficient
+        return self._prepare_step(*args, count, self._algorithm)
 
     def _learn(
-        self, state: TrainState, inputs: Any, denominator: Any, held: Any, critic: bool = False
+        self, state: TrainState, inputs: Any, denominator: Any, wait: Any, critic: bool = False
     ) -> tuple[TrainState, Stats]:
         programs, frozen = self._programs, self._frozen
         learned: Any = state.replace(critic=None)
         if critic:
             programs, learned, frozen = self._critic_programs, state.critic, None
         if len(inputs) == 1:
-            learned, stats = programs.step(learned, frozen, inputs[0], denominator, held)
+            learned, stats = programs.step(learned, frozen, inputs[0], denominator, wait)
         else:
             sums = programs.empty(learned.params, frozen, inputs[0])
             for batch in inputs:
                 sums = programs.accumulate(sums, learned.params, frozen, batch)
             grads, stats = sums
-            learned, applied = programs.apply(learned, grads, denominator, held)
+            learned, applied = programs.apply(learned, grads, denominator, wait)
             stats = {**stats, **applied}
         if critic:
             return state.replace(critic=learned), stats

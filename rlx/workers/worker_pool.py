@@ -125,8 +125,8 @@ class WorkerProcess:
         try:
             if self.ended:
                 return
-            self._process, own = kind.start(kind.module, kind.limits)
-            reader, self._writer = await asyncio.open_connection(sock=own, limit=_LINE)
+            self._process, sock = kind.start(kind.module, kind.limits)
+            reader, self._writer = await asyncio.open_connection(sock=sock, limit=_LINE)
             self._send({**kind.first, "path": sys.path})
             with contextlib.suppress(ConnectionError):
                 while line := await reader.readline():

@@ -76,9 +76,9 @@ class SupervisedProcess:
         **options: Any,  # of subprocess.Popen
     ):
         numbers = (os.getpid(), int(limits.memory_gb * 2**30), limits.max_processes)
-        own = [sys.executable, "-I", "-S", supervisor.__file__, *map(str, numbers)]
+        prefix = [sys.executable, "-I", "-S", supervisor.__file__, *map(str, numbers)]
         self._process = subprocess.Popen(
-            [*own, *command], stdin=subprocess.PIPE, env=environment, start_new_session=True,
+            [*prefix, *command], stdin=subprocess.PIPE, env=environment, start_new_session=True,
             **options,
         )  # fmt: skip
         self.pid, self.stdout = self._process.pid, self._process.stdout
@@ -106,8 +106,8 @@ class SupervisedProcess:
 
 def environment(names: Sequence[str] = ()) -> dict[str, str]:
     """Return the harmless variables of this environment, and those called `names`."""
-    known = [name for name in os.environ if name in {*_NAMES, *names} or name.startswith(_PREFIXES)]
-    return {**{name: os.environ[name] for name in known}, "PYTHONPATH": python_path()}
+    keys = [name for name in os.environ if name in {*_NAMES, *names} or name.startswith(_PREFIXES)]
+    return {**{name: os.environ[name] for name in keys}, "PYTHONPATH": python_path()}
 
 
 def start_worker(module: str, limits: WorkerLimits) -> tuple[SupervisedProcess, socket.socket]:
@@ -117,9 +117,9 @@ def start_worker(module: str, limits: WorkerLimits) -> tuple[SupervisedProcess, 
     with theirs:
         number = theirs.fileno()
         command = [sys.executable, "-P", "-m", module, str(number)]
-        own = {**environment(limits.environment), _SANDBOX: json.dumps(asdict(limits.sandbox))}
+        env = {**environment(limits.environment), _SANDBOX: json.dumps(asdict(limits.sandbox))}
         try:
-            worker = SupervisedProcess(command, limits=limits, environment=own, pass_fds=(number,))
+            worker = SupervisedProcess(command, limits=limits, environment=env, pass_fds=(number,))
         except OSError:
             ours.close()
             raise

@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from rlx.agents.tool_calls import Reader, _kinds, typed
+from rlx.agents.tool_calls import Reader, _kinds, argument_value
 
 
 class Arguments(BaseModel):
@@ -67,5 +67,5 @@ def test_an_argument_has_the_type_that_its_schema_says(name, text, wanted):
     ],
 )  # fmt: skip
 def test_the_types_of_a_property_are_read(schema, text, wanted):
-    got = typed(text, _kinds(schema))
+    got = argument_value(text, _kinds(schema))
     assert (got, type(got)) == (wanted, type(wanted))

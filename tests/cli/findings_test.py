@@ -40,10 +40,10 @@ def test_a_user_error_becomes_a_row_with_its_remedy():
         raise UserError("a is wrong: x; y is too; mend it")
 
     row, value = attempt("data", "rows", fails, str)
-    assert (row.level, row.found, row.remedy) == ("problem", "a is wrong: x; y is too", "mend it")
+    assert (row.level, row.result, row.remedy) == ("problem", "a is wrong: x; y is too", "mend it")
     assert value is None
     row, value = attempt("data", "rows", lambda: 3, "{} rows".format)
-    assert (row.level, row.found, value) == ("ok", "3 rows", 3)
+    assert (row.level, row.result, value) == ("ok", "3 rows", 3)
 
 
 def test_only_a_problem_is_a_failure():

@@ -43,7 +43,7 @@ RAN = Outcome("ok", "42\n", "", 0.1)
 )
 def test_a_row_says_what_is_wrong_and_what_to_do(finding, level, word):
     assert finding.level == level
-    assert word in finding.found + finding.remedy
+    assert word in finding.result + finding.remedy
     assert bool(finding.remedy) == (level != "ok")
 
 
@@ -83,7 +83,7 @@ def test_nvidia_smi_is_asked_what_others_hold(tmp_path, monkeypatch):
 
 def test_a_publish_dir_is_a_problem_where_it_is_missing_or_too_small(tmp_path):
     found = machine.check_publish_dir(str(tmp_path), 10**6)
-    assert (found.level, found.found.endswith("need 1.0 MB")) == ("ok", True)
+    assert (found.level, found.result.endswith("need 1.0 MB")) == ("ok", True)
     for place, needed in (("/nowhere", 0), (str(tmp_path), 10**18)):
         found = machine.check_publish_dir(place, needed)
         assert (found.level, "fleet.publish_dir" in found.remedy) == ("problem", True)

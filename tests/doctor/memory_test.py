@@ -162,7 +162,7 @@ def test_the_remedy_names_settings_that_lower_the_estimate():
 def test_sizes_are_read_at_a_glance():
     sizes = {0: "0 B", 512: "512 B", 999_700: "1.0 MB", 1_640_000_000: "1.6 GB", 24e9: "24 GB"}
     assert {number: memory.size(number) for number in sizes} == sizes
-    assert memory.listed({"a": 10**9, "b": 3 * 10**9, "c": 5}) == "b 3.0 GB, a 1.0 GB"
+    assert memory.sizes_text({"a": 10**9, "b": 3 * 10**9, "c": 5}) == "b 3.0 GB, a 1.0 GB"
     assert sizes_of(config_of(), MODEL).minibatch == 8 * 8
 
 
@@ -185,9 +185,9 @@ def test_a_disk_that_will_fill_is_told_before():
     out = memory.exported(sizes)
     needed = (config.checkpoint.keep + 1) * saved + 2 * out
     assert memory.full_disk_warning(sizes, free=needed) == ""
-    assert memory.full_disk_warning(sizes, free=saved + out, there=needed) == ""
+    assert memory.full_disk_warning(sizes, free=saved + out, held=needed) == ""
     text = memory.full_disk_warning(sizes, free=needed - 1)
     assert text.startswith("may run out of disk space: 2 + 1 checkpoints of ")
     assert "lower checkpoint.keep" in text
     with pytest.raises(DiskFull, match="no disk space for a checkpoint"):
-        memory.full_disk_warning(sizes, free=saved + out - 1, there=needed)
+        memory.full_disk_warning(sizes, free=saved + out - 1, held=needed)

@@ -60,13 +60,13 @@ def test_what_is_declared_is_compared_with_what_is_installed(site):
     )  # fmt: skip
     found = {row.name: row for row in packages.check("subject")}
     assert found["old"].level == found["broken"].level == found["lacking"].level == "problem"
-    assert found["old"].found == "0.9 is installed, wanted old>=1"
-    assert "nothing_of_this_name" in found["broken"].found
+    assert found["old"].result == "0.9 is installed, wanted old>=1"
+    assert "nothing_of_this_name" in found["broken"].result
     assert found["lacking"].remedy == "pip install 'lacking>=3'"
     assert found["dependencies"].level == "warning"
-    assert found["dependencies"].found.startswith("1 of 4 installed")
-    assert found["dependencies"].found.endswith("good 1.5"), "and the others are told above"
-    assert found["extras"].found == (
+    assert found["dependencies"].result.startswith("1 of 4 installed")
+    assert found["dependencies"].result.endswith("good 1.5"), "and the others are told above"
+    assert found["extras"].result == (
         "plus; not installed: more; to install one: pip install -e '.[NAME]'"
     )
 
@@ -76,7 +76,7 @@ def test_a_package_that_an_extra_adds_to_another_counts(site):
     site("plugin", "1.0", requires=["old>=1; extra == 'fast'"], extras=["fast"])
     site("subject", "1.0", requires=["plugin[fast]"])
     found = {row.name: row for row in packages.check("subject")}
-    assert found["plugin"].found == "old: 0.9 is installed, wanted old>=1"
+    assert found["plugin"].result == "old: 0.9 is installed, wanted old>=1"
 
 
 def test_an_extra_that_the_run_needs_is_a_problem_where_it_does_not_work(site):
@@ -86,7 +86,7 @@ def test_an_extra_that_the_run_needs_is_a_problem_where_it_does_not_work(site):
     assert {row.name for row in packages.check("subject")} == {"dependencies", "extras"}
     found = {row.name: row for row in packages.check("subject", needed=["broken"])}
     assert found["broken"].level == "problem"
-    assert "no such library" in found["broken"].found
+    assert "no such library" in found["broken"].result
 
 
 def test_what_is_not_installed_says_so():
@@ -104,5 +104,5 @@ def test_the_module_of_a_distribution_is_found(distribution, module):
 
 
 def test_rlx_declares_what_it_uses():
-    assert {"jax", "rich", "grpcio"} <= {found.name for found in packages.declared("rlx")}
-    assert {found.name for found in packages.declared("rlx", "torch")} == {"torch", "peft"}
+    assert {"jax", "rich", "grpcio"} <= {found.name for found in packages.required_packages("rlx")}
+    assert {found.name for found in packages.required_packages("rlx", "torch")} == {"torch", "peft"}

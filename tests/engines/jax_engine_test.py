@@ -186,7 +186,9 @@ def test_draws_follow_the_model(running, model):
     out = running.ask(prompt, n=600, seed=11, max_new_tokens=1, temperature=0.7)
     counts = np.bincount([s.tokens[0] for s in out.values()], minlength=128)
     config, params = model
-    x = decoder.hidden(params, config, prompt[None], np.arange(10)[None], np.ones((1, 10), int))
+    x = decoder.hidden_states(
+        params, config, prompt[None], np.arange(10)[None], np.ones((1, 10), int)
+    )
     chances = np.asarray(jax.nn.softmax(decoder.unembed(params, config, x)[0, -1] / 0.7))
     deviation = np.sqrt(600 * chances * (1 - chances))
     assert (np.abs(counts - 600 * chances) < 5 * deviation + 1).all()

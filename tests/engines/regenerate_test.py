@@ -86,13 +86,13 @@ def test_samples_are_made_again_across_weights_and_requests(tiny_model_dir, tmp_
     files = {v: weights(tiny_model_dir, tmp_path / f"{v}.safetensors", v) for v in (1, 2)}
     files[0] = str(tiny_model_dir)
     found = asyncio.run(recorded(files[0], files, kv))
-    assert sum(len(set(each.made.versions.tolist())) == 3 for each in found) >= COUNT - 1
+    assert sum(len(set(each.completion.versions.tolist())) == 3 for each in found) >= COUNT - 1
     engine = Regenerator(files[0], kv, **OPTIONS)
 
     def again(*recordings):
         return [bits(made) for made in engine.make(recordings, files.__getitem__)]
 
-    own, made = [bits(each.made) for each in found], again(*found)
+    own, made = [bits(each.completion) for each in found], again(*found)
     assert made[:LOST] == own[:LOST]
     tries = [replace(found[LOST], prefills=frozenset({call})) for call in range(1, 24)]
     assert own[LOST] in again(*tries)
@@ -100,12 +100,12 @@ def test_samples_are_made_again_across_weights_and_requests(tiny_model_dir, tmp_
         assert made[LOST] != own[LOST]
         assert again(*tries).count(own[LOST]) == 1
 
-    late = found[0].made.versions.copy()  # weights that are switched a decode call late
+    late = found[0].completion.versions.copy()  # weights that are switched a decode call late
     switch = int(np.argmax(late > 0))
     late[switch : switch + STEPS] = 0
-    moved = replace(found[0], made=replace(found[0].made, versions=late))
+    moved = replace(found[0], completion=replace(found[0].completion, versions=late))
     (other,) = again(moved)
-    assert np.frombuffer(other[1], np.float32)[switch] != found[0].made.logprobs[switch]
+    assert np.frombuffer(other[1], np.float32)[switch] != found[0].completion.logprobs[switch]
     engine.end()
     other = Regenerator(files[0], "recompute" if kv == "keep" else "keep", **OPTIONS)
     assert [bits(each) for each in other.make(found, files.__getitem__)] != own

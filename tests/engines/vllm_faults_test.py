@@ -111,7 +111,7 @@ def score(versions, prompts, completions, stamps, kept):
 def _alone(params, config, tokens):
     """log p of token t + 1 at t, [B, T − 1], by one version."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    x = decoder.hidden(params, config, tokens, positions, jnp.ones_like(tokens))
+    x = decoder.hidden_states(params, config, tokens, positions, jnp.ones_like(tokens))
     return _next(decoder.unembed(params, config, x), tokens)
 
 

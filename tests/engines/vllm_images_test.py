@@ -63,10 +63,10 @@ def prompt_of(path):
     """The tokens of a question about both pictures, as the processor makes them."""
     from transformers import AutoProcessor
 
-    from rlx.system.image_store import opened
+    from rlx.system.image_store import open_picture
 
     made = AutoProcessor.from_pretrained(path)(
-        text=["a <image> b <image> c"], images=[list(map(opened, FILES))]
+        text=["a <image> b <image> c"], images=[list(map(open_picture, FILES))]
     )
     return np.array(made["input_ids"][0], np.int32)
 
@@ -76,13 +76,13 @@ def wanted(path, tokens, first, weights=None):
     import torch
     from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
-    from rlx.system.image_store import opened
+    from rlx.system.image_store import open_picture
 
     model = AutoModelForImageTextToText.from_pretrained(path)
     if weights:
         model.load_state_dict(weights)
     inputs = AutoImageProcessor.from_pretrained(path)(
-        [list(map(opened, FILES))], return_tensors="pt"
+        [list(map(open_picture, FILES))], return_tensors="pt"
     )
     ids = torch.from_numpy(tokens[None].astype(np.int64))
     with torch.no_grad():

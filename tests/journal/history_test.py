@@ -22,4 +22,4 @@ def test_a_start_on_other_rows_is_not_continued_even_if_it_kept_nothing(rows, po
     host = {"step": 0, "pending": [], "admitted": 0, "cursor": {"position": 0, "digest": rows}}
     found = history.recover(host, history.position(None), events)
     assert found.host["cursor"]["position"] == position
-    assert found.whole == (rows == "b")
+    assert found.complete == (rows == "b")

@@ -295,6 +295,6 @@ def test_the_doctor_asks_the_hosts_of_a_slurm_job_by_srun(tmp_path, monkeypatch,
 
 
 def test_a_process_id_that_is_anothers_by_now_is_not_ended():
-    ours = {"pid": os.getpid(), "begun": host_agent.begun(os.getpid())}
+    ours = {"pid": os.getpid(), "begun": host_agent.start_ticks(os.getpid())}
     assert host_agent.alive([ours]) == [True]
     assert host_agent.stop([{**ours, "begun": "1"}], 0.1) == [False]

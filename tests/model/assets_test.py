@@ -102,7 +102,7 @@ def test_loads_in_transformers_with_the_same_logits(directory, tokenizer):
     config, params = hf.load(directory)
     assert tokenizer.eos_token_id in config.eos_token_ids
     positions = jnp.arange(ids.shape[1])[None]
-    x = decoder.hidden(params, config, ids, positions, jnp.ones_like(positions))
+    x = decoder.hidden_states(params, config, ids, positions, jnp.ones_like(positions))
     ours = decoder.unembed(params, config, x)
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
 

@@ -69,7 +69,7 @@ def test_it_can_call_but_mostly_does_not(directory):
         )
         ids = np.array([tokenizer.encode(text)], np.int32)
         positions = np.arange(ids.shape[1])[None]
-        x = decoder.hidden(params, config, ids, positions, np.ones_like(positions))
+        x = decoder.hidden_states(params, config, ids, positions, np.ones_like(positions))
         logits = np.asarray(decoder.unembed(params, config, x[:, -1:]))[0, 0].astype(float)
         chances = np.exp(logits - logits.max())
         return (chances / chances.sum())[tokenizer.convert_tokens_to_ids("<tool_call>")]

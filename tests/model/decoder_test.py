@@ -25,7 +25,7 @@ def test_logits_are_those_of_transformers(oracle):
 
     @jax.jit
     def logits(params):
-        x = decoder.hidden(params, config, tokens, positions, jnp.ones_like(tokens))
+        x = decoder.hidden_states(params, config, tokens, positions, jnp.ones_like(tokens))
         return decoder.unembed(params, config, x)
 
     got = logits(params)
@@ -105,7 +105,7 @@ def test_tokens_that_nobody_asks_about_change_nothing(few, rows, share, monkeypa
     weights = draw.normal(size=(2, *asked.shape)).astype(np.float32) * asked
 
     def loss(params, asked):
-        both = decoder.logprobs(params, config, rows, temperature=0.7, asked=asked)
+        both = decoder.logprobs(params, config, rows, temperature=0.7, scored=asked)
         return jnp.sum(jnp.stack(both) * weights), both
 
     run = jax.jit(jax.value_and_grad(loss, has_aux=True))

@@ -92,7 +92,7 @@ def test_log_probabilities_and_gradients_are_those_over_the_kept_tokens(asked, c
     def total(x, head):
         found = target_logprobs(
             x, head, jnp.asarray(targets), temperature=temperature, chunk=chunk, softcap=softcap,
-            asked=jnp.asarray(wanted) if asked else None,
+            scored=jnp.asarray(wanted) if asked else None,
             kept=(jnp.asarray(ids), jnp.asarray(owners), jnp.asarray(excluded)),
         )  # fmt: skip
         return sum(jnp.sum(a * w) for a, w in zip(found, weights, strict=True)), found

@@ -37,7 +37,7 @@ def random_adapters(config, settings, seed=0):
 @functools.partial(jax.jit, static_argnums=1)
 def logits(params, config):
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-    x = decoder.hidden(params, config, TOKENS, positions, jnp.ones_like(TOKENS))
+    x = decoder.hidden_states(params, config, TOKENS, positions, jnp.ones_like(TOKENS))
     return decoder.unembed(params, config, x)
 
 
@@ -183,7 +183,7 @@ def test_the_frozen_matrices_cost_no_gradient(one):
 
     def loss(base, adapters):
         attached = lora.attach(base, adapters, ALL)
-        return decoder.hidden(attached, config, tokens, tokens, tokens + 1).sum()
+        return decoder.hidden_states(attached, config, tokens, tokens, tokens + 1).sum()
 
     def flops(argument):
         made = jax.jit(jax.grad(loss, argument)).lower(params, adapters).compile()

@@ -29,7 +29,7 @@ FLOATS = {
 def states(kept, params):
     tokens = jnp.arange(ROWS * TOKENS, dtype=jnp.int32).reshape(ROWS, TOKENS) % 37
     positions = jnp.broadcast_to(jnp.arange(TOKENS), tokens.shape)
-    run = partial(decoder.hidden, remat=kept)
+    run = partial(decoder.hidden_states, remat=kept)
     return run(params, CONFIG, tokens, positions, jnp.ones_like(tokens))
 
 

@@ -19,7 +19,7 @@ def test_longrope_is_that_of_transformers_on_both_sides_of_the_original_context(
     @functools.partial(jax.jit, static_argnums=0)
     def logits(config, tokens):
         positions = jnp.arange(tokens.shape[1])[None]
-        x = decoder.hidden(params, config, tokens, positions, jnp.ones_like(tokens))
+        x = decoder.hidden_states(params, config, tokens, positions, jnp.ones_like(tokens))
         return decoder.unembed(params, config, x)
 
     for length, other in ((24, 25), (25, 24)):

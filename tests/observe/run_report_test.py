@@ -15,8 +15,8 @@ from rlx.base import UserError
 from rlx.cli.text import visible
 from rlx.observe.metrics import MetricsWriter
 from rlx.observe.report_learning import optimisation
-from rlx.observe.report_samples import card, choose, shaded
-from rlx.observe.report_speed import color_of, covered, overview
+from rlx.observe.report_samples import card, choose, version_stretches
+from rlx.observe.report_speed import color_of, covered_ns, overview
 from rlx.observe.run_report import page, write_report
 from rlx.observe.rundir import load
 from rlx.observe.timeline import Span, Timeline
@@ -297,11 +297,11 @@ def test_versions_shade_the_tokens_they_made():
     assert "version 2–4" in shown["facts"]
     assert [(text, lag) for text, lag, _ in shown["pieces"]] == [("abcd", 2), ("ef", 0)]
     talk = {**sample, "completion": "ab<NO>cdef", "turns": [[0, 2, 1], [6, 10, 2]]}
-    pieces = shaded(talk, [3, 4, 4])
+    pieces = version_stretches(talk, [3, 4, 4])
     assert [text for text, *_ in pieces] == ["ab", "<NO>", "cdef"]
     assert (pieces[1][1], pieces[1][2]) == (None, "before turn 2, observed")
     assert pieces[2][2].startswith("turn 2, version 4")
-    assert shaded(sample, []) == [("abcdef", None, "")]
+    assert version_stretches(sample, []) == [("abcdef", None, "")]
 
 
 def test_best_and_worst_do_not_overlap():
@@ -316,7 +316,7 @@ def test_busy_time_counts_overlaps_once():
     def span(start, end, name="decode", process="server 0"):
         return Span(process, "engine", name, start, end, {})
 
-    assert covered([span(0, 10), span(2, 5), span(8, 12), span(20, 21)]) == 13
+    assert covered_ns([span(0, 10), span(2, 5), span(8, 12), span(20, 21)]) == 13
     ticks = [span(i * 1e6, i * 1e6 + 1e4, "tick") for i in range(4000)]
     ((process, hidden, rows),) = overview([span(0, 4e9), *ticks], 2.0)["views"]["last"]["rows"]
     assert (process, hidden) == ("server 0", 0)

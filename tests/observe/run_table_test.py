@@ -147,11 +147,11 @@ def test_rows_are_sorted_by_field_or_by_changed_key(tmp_path):
     found = [vars(row(path)) for path in rows.find([tmp_path])]
 
     def order(key):
-        return "".join(one["run"][-1] for one in rows.ordered(found, key))
+        return "".join(one["run"][-1] for one in rows.sorted_rows(found, key))
 
     assert (order("run"), order("best"), order("optimizer.learning_rate")) == ("abc", "bac", "bac")
     with pytest.raises(UserError, match="unknown --sort 'bests'; did you mean 'best'"):
-        rows.ordered(found, "bests")
+        rows.sorted_rows(found, "bests")
     lines = rows.table([one | {"changed": one["changed"] | {"seed": "7"}} for one in found])
     assert lines[-4] == "all: seed=7"
     assert lines[0].split()[:4] == ["run", "state", "config", "changed"]

@@ -48,7 +48,7 @@ def test_shared_tokens_are_those_of_the_trainers_trees(prompt, answers):
     speed = TrainerSpeed(
         SMALL, CPU, 1, Calibration(), samples=len(answers), shared=float(prompt)
     )  # fmt: skip
-    tokens, work = speed._computed(flat.sizes.astype(float))
+    tokens, work = speed._computed_tokens(flat.sizes.astype(float))
     if prompt == 10:
         assert (tokens, work) == (flat.sizes.sum(), 1.0), "auto does not take trees"
         return

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from rlx.base import UserError
-from rlx.rewards.judge import Judge, JudgeError, JudgeOptions, parsed, score_of
+from rlx.rewards.judge import Judge, JudgeError, JudgeOptions, model_entry, score_of
 from tests.fixtures.chat_server import ChatServer
 
 VERDICT = json.dumps({"reason": "right", "score": 7})
@@ -139,7 +139,7 @@ def test_the_score_of_a_judges_text(text, score):
 
 def test_mistakes_of_a_config_are_one_line(tmp_path):
     with pytest.raises(UserError, match="write MODEL@URL"):
-        parsed("qwen")
+        model_entry("qwen")
     with pytest.raises(UserError, match="the environment has no KEY"):
         Judge(JudgeOptions(("m@http://127.0.0.1:1/v1#KEY",)), {})
     with pytest.raises(UserError, match="give a text"):

@@ -201,7 +201,7 @@ def test_experts_too_narrow_for_torchs_product_are_refused_before_it(tmp_path):
         "moe_intermediate_size": 10, "architectures": ["Qwen3MoeForCausalLM"]})  # fmt: skip
     config.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"moe_intermediate_size=10.*multiple of 4.*trainer=jax"):
-        packed_model.known(tmp_path)
+        packed_model.packable_config(tmp_path)
 
 
 def test_longrope_beyond_its_original_context_is_not_for_torch():

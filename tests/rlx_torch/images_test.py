@@ -266,12 +266,12 @@ def test_an_update_is_that_of_plain_torch(kind, how, made, monkeypatch):
     with torch.no_grad():
         for p in plain.parameters():
             p.sub_(0.1 * p.grad) if p.grad is not None else None
-    wanted = {k: x.numpy() for k, x in packed_model.reverted(plain, plain.state_dict()).items()}
+    wanted = {k: x.numpy() for k, x in packed_model.hf_tensors(plain, plain.state_dict()).items()}
     after = weights(update, state)
     moved = {name: np.abs(wanted[name] - x).max() for name, x in before.items()}
     for name, x in after.items():
         np.testing.assert_allclose(x, wanted[name], atol=1e-5, err_msg=name)
-    names = set(packed_model.reverted(plain, vision.tower(plain)))
+    names = set(packed_model.hf_tensors(plain, vision.tower(plain)))
     assert max(moved.values()) > 1e-3
     assert names
     if how == "trained":

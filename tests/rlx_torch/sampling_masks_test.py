@@ -55,7 +55,7 @@ def oracle(params, model, t, masks):
     """Log-probabilities and entropies of a trajectory, float64 from the decoder's logits."""
     tokens = t.tokens[None]
     batch = [tokens, np.arange(tokens.shape[1])[None], np.ones_like(tokens)]
-    x = decoder.hidden(params, model, *batch)
+    x = decoder.hidden_states(params, model, *batch)
     z = np.asarray(decoder.unembed(params, model, x), np.float64)[0, :-1] / TEMPERATURE
     z = z if masks is None else np.where(masks[1:], z, -np.inf)
     log_p = z - np.log(np.exp(z - z.max(1, keepdims=True)).sum(1, keepdims=True))

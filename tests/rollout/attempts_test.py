@@ -29,7 +29,7 @@ class World:
             while later and later[0][0] <= self.now and len(running) < live:
                 _, group_id, held = heapq.heappop(later)
                 heapq.heappush(running, (self.now + seconds(group_id), group_id, held, self.now))
-            out = self.failures.lasted(self.now) is not None
+            out = self.failures.outage_seconds(self.now) is not None
             while len(running) < live and not (
                 out and len(running) + len(later) >= self.failures.room
             ):
@@ -46,7 +46,7 @@ class World:
             )
             if not failed:
                 continue
-            error, lasted = ConnectionError("503"), self.failures.lasted(self.now)
+            error, lasted = ConnectionError("503"), self.failures.outage_seconds(self.now)
             self.ended = self.failures.verdict(error, f"row {group_id}", self.now)
             counted = 0 if lasted is not None else held + 1
             if self.patience.over(counted, error):
@@ -125,7 +125,7 @@ def test_whatever_happens_a_run_ends_only_after_an_outage_of_its_length(events, 
     for group_id, failed, seconds in events:
         begun, now = now, now + seconds
         failures.add(group_id, failed, True, begun, now)
-        lasted = failures.lasted(now)
+        lasted = failures.outage_seconds(now)
         assert lasted is None or 0 <= lasted < outage
         if failed and failures.verdict(OSError("gone"), "row 1", now):
             assert lasted is None

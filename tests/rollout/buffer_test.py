@@ -161,7 +161,7 @@ class Rollout(RuleBasedStateMachine):
         order = [*self.since, *self.repeated]
         known = {g.group_id: g for batch in order for g in batch}
         ids = [[g.group_id for g in batch] for batch in order]
-        self.repeated = buffers.repeated(known, ids, self.saved, self.limits)
+        self.repeated = buffers.repeat_batches(known, ids, self.saved, self.limits)
         assert self.repeated == order
         self.trained = self.trained[: -sum(map(len, self.since)) or None]
         rest = buffers.groups(self.buffer)

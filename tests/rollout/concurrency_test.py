@@ -14,7 +14,7 @@ from rlx.plan import simulate
 from rlx.plan.simulate import Lengths, Setup
 from rlx.plan.speeds import Calibration, ServerSpeed, TrainerSpeed
 from rlx.rollout import concurrency
-from rlx.rollout.concurrency import Observation, follow, tuned
+from rlx.rollout.concurrency import Observation, follow, tunable_limits
 from rlx.rollout.staleness import Limits
 
 MODEL = ModelConfig("Qwen2ForCausalLM", 152064, 28, 3584, 18944, 28, 4, 128)
@@ -24,7 +24,7 @@ seen = st.builds(
     Observation, st.floats(0, 1), st.integers(-1, 5000) | st.just(0), st.integers(0, 500)
 )
 auto = st.builds(
-    lambda batch, eta, samples: tuned(Limits(batch, eta, 0), samples),
+    lambda batch, eta, samples: tunable_limits(Limits(batch, eta, 0), samples),
     st.integers(1, 64), st.integers(0, 8), st.integers(1, 16),
 )  # fmt: skip
 
@@ -44,13 +44,13 @@ def test_whatever_is_seen_it_stays_within_the_bound_of_staleness(limits, observa
 @given(seen)
 def test_a_fixed_number_and_an_unknown_queue_change_nothing(observation):
     fixed = Limits(8, 2, 5)
-    assert follow(fixed, observation) == fixed == concurrency.resumed(fixed, 5)
-    limits = dataclasses.replace(tuned(Limits(8, 2, 0), 4), concurrency=7)
+    assert follow(fixed, observation) == fixed == concurrency.resumed_limits(fixed, 5)
+    limits = dataclasses.replace(tunable_limits(Limits(8, 2, 0), 4), concurrency=7)
     assert follow(limits, dataclasses.replace(observation, queued=-1)) == limits
 
 
 def test_it_lowers_once_until_the_change_has_taken_effect():
-    limits = tuned(Limits(16, 3, 0), 8)  # 64
+    limits = tunable_limits(Limits(16, 3, 0), 8)  # 64
     lower = follow(limits, Observation(0.5, 400, 64))
     assert lower.concurrency == 56
     assert follow(lower, Observation(0.5, 340, 60)) == lower, "60 still run: none was admitted"
@@ -58,7 +58,7 @@ def test_it_lowers_once_until_the_change_has_taken_effect():
 
 
 def test_a_trainer_that_never_waits_raises_nothing():
-    limits = dataclasses.replace(tuned(Limits(16, 3, 0), 8), concurrency=20)
+    limits = dataclasses.replace(tunable_limits(Limits(16, 3, 0), 8), concurrency=20)
     assert follow(limits, Observation(0.01, 0, 20)) == limits
     assert follow(limits, Observation(0.03, 0, 20)).concurrency == 22
     assert follow(limits, Observation(0.03, 1, 20)) == limits, "servers have no free slot"
@@ -68,7 +68,7 @@ def test_a_trainer_that_never_waits_raises_nothing():
 def test_it_comes_to_rest_where_slots_are_full_and_little_waits(limits, slots, data):
     """In a plant with a fixed number of slots, from any start, without a cycle."""
     most = limits.concurrency
-    limits = concurrency.resumed(limits, data.draw(st.integers(1, most)))
+    limits = concurrency.resumed_limits(limits, data.draw(st.integers(1, most)))
     for _ in range(400):
         queue = max(0, limits.samples * limits.concurrency - slots)
         before, limits = limits, follow(limits, Observation(1.0, queue, limits.concurrency))
@@ -87,14 +87,14 @@ def test_it_continues_from_a_saved_number(limits, observations, cut):
         whole = follow(whole, observation)
     for observation in observations[:cut]:
         part = follow(part, observation)
-    part = concurrency.resumed(limits, part.concurrency)
+    part = concurrency.resumed_limits(limits, part.concurrency)
     for observation in observations[cut:]:
         part = follow(part, observation)
     assert part == whole
 
 
 def test_a_lower_max_staleness_bounds_a_saved_number():
-    assert concurrency.resumed(tuned(Limits(4, 1, 0), 2), 100).concurrency == 8
+    assert concurrency.resumed_limits(tunable_limits(Limits(4, 1, 0), 2), 100).concurrency == 8
 
 
 # In the planner's simulation: the run's own admission and buffer, servers and a trainer.
@@ -118,7 +118,7 @@ def plant(eta, training, servers=2, slots=32, kv=0, prompts=8, n=8, longest=4000
         server = dataclasses.replace(server, memory=share)
     lengths = Lengths(tuple(np.geomspace(50, longest, 128)))
     trainer = Fixed(MODEL, CARD, 1, Calibration(), updates=training)
-    limits = tuned(Limits(prompts, eta, 0), n)
+    limits = tunable_limits(Limits(prompts, eta, 0), n)
     return Setup(limits, n, servers, slots, server, trainer, lengths, 100.0)
 
 
@@ -182,6 +182,6 @@ def test_a_standing_queue_is_cut_and_costs_no_time():
 
 def test_a_run_resumed_with_too_few_finds_the_speed_again():
     setup = plant(4, 10)
-    few = dataclasses.replace(setup, limits=concurrency.resumed(setup.limits, 1))
+    few = dataclasses.replace(setup, limits=concurrency.resumed_limits(setup.limits, 1))
     assert steps(few, 40)[0] == pytest.approx(steps(setup, 40)[0], rel=0.03)
     assert steps(few, 40)[1].limits.concurrency > 8

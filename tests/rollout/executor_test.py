@@ -13,7 +13,7 @@ import pytest
 from rlx.base import Unavailable, UserError
 from rlx.journal import history, records
 from rlx.rollout.attempts import Patience, RolloutError
-from rlx.rollout.concurrency import tuned
+from rlx.rollout.concurrency import tunable_limits
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor, Exhausted, group_seed
 from rlx.rollout.staleness import Limits, StalenessViolation
@@ -38,7 +38,7 @@ class Notes:
 
     def after(self, host):
         found = history.recover(host, history.position(host), self.records)
-        assert found.whole
+        assert found.complete
         return found.host, found.groups
 
 
@@ -829,7 +829,7 @@ def test_a_run_that_goes_on_has_the_running_means_of_before(make, fake_fleet):
 
 
 def test_the_number_of_live_prompts_changes_and_survives_a_kill(make, fake_fleet):
-    limits = tuned(Limits(4, 2, 0), 1)
+    limits = tunable_limits(Limits(4, 2, 0), 1)
     fleet = fake_fleet(turns=40)
     executor = make(limits, fleet=fleet)
     before = executor.state()

@@ -14,10 +14,10 @@ from rlx.fleet.requests import Sampling
 from rlx.journal import records
 from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout import data
-from rlx.rollout.datasets import answered
+from rlx.rollout.datasets import answered_tokens
 from rlx.rollout.images import ImagePrompts, RowImages, data_uri, image_part
 from rlx.rollout.tool_use import ToolUse
-from rlx.rollout.workflows import Prompts, Task, joined
+from rlx.rollout.workflows import Prompts, Task, joined_turns
 from rlx.sandbox.sandbox import SandboxOptions
 from rlx.system import image_store
 from rlx.system.image_store import ImageStore, name_of
@@ -89,7 +89,7 @@ def test_every_form_of_an_image_gives_the_same_prompt(prompts, tmp_path):
 def test_a_prompt_has_the_tokens_of_the_models_own_processor(prompts, processor, tmp_path):
     row = {"question": "a <image> and a <image>: which?", "images": [uri(RED), uri(BLUE)]}
     (row,) = loaded(tmp_path / "rows.jsonl", [{**row, "answer": "a"}], prompts)
-    files = [image_store.opened(x) for x in (RED, BLUE)]
+    files = [image_store.open_picture(x) for x in (RED, BLUE)]
     want = processor(text=[prompts.text(row)], images=[files])["input_ids"][0]
     assert prompts.ids(row) == want
     assert prompts.ids(row).images == (name_of(RED), name_of(BLUE))
@@ -110,7 +110,7 @@ def test_a_users_words_make_no_placeholder(prompts, tokenizer, tmp_path):
 def test_a_demonstration_is_trained_on_after_its_image(prompts, tokenizer, tmp_path):
     row = {"question": "what?", "images": [uri(RED)], "answer": "a", "completion": "red"}
     (row,) = loaded(tmp_path / "rows.jsonl", [row], prompts)
-    ids, mask, images = answered(prompts, row, "red", tokenizer.eos_token_id, "the answer")
+    ids, mask, images = answered_tokens(prompts, row, "red", tokenizer.eos_token_id, "the answer")
     assert tokenizer.decode(ids[mask]) == "red<|end|>"
     assert ids[: -mask.sum()].tolist() == prompts.ids(row)
     assert images == (name_of(RED),)
@@ -123,7 +123,7 @@ def test_a_trajectory_keeps_its_images_through_the_journal(prompts, tmp_path):
     one = np.ones(1, np.int32)
     done = Completion(one, np.zeros(1, np.float32), one, "stop")
     turns = [(PromptTokens([1, 2], ["x"]), done), (PromptTokens([3], ["y"]), done)]
-    trajectory = joined(turns, 1.0, "0.0")
+    trajectory = joined_turns(turns, 1.0, "0.0")
     (back,) = records.loads(records.dumps([Group(0, (trajectory,))]))
     assert back.trajectories[0].images == trajectory.images == ("x", "y")
 

@@ -13,7 +13,7 @@ from rlx.base import Group, UserError
 from rlx.fleet.requests import Sampling
 from rlx.rollout import workflow_checks
 from rlx.rollout.teacher_scores import TeacherScored
-from rlx.rollout.workflow_checks import TrajectoryError, checked
+from rlx.rollout.workflow_checks import TrajectoryError, checked_group
 from rlx.rollout.workflows import Prompts, Task
 from rlx.system import threads
 
@@ -152,7 +152,7 @@ def test_what_cannot_be_trained_on_is_refused_where_it_was_made(
 ):
     workflow = changed(**what)(fake_workflow())
     with pytest.raises(TrajectoryError, match=re.escape(said)) as error:
-        asyncio.run(checked(workflow, fake_fleet(), Task(ROW, 4, 7)))
+        asyncio.run(checked_group(workflow, fake_fleet(), Task(ROW, 4, 7)))
     assert re.match(r"workflow Changed \(.*_test.py, line \d+\) gave, for row ", str(error.value))
 
 
@@ -164,13 +164,13 @@ def test_a_workflow_cannot_change_the_row_that_checkpoints_hold(fake_workflow, f
             return dataclasses.replace(group, row={"seen": task.row["seen"]})
 
     row = dict(ROW)
-    assert asyncio.run(checked(Notes(), fake_fleet(), Task(row, 4, 7))).row is row
+    assert asyncio.run(checked_group(Notes(), fake_fleet(), Task(row, 4, 7))).row is row
     assert row == ROW
 
 
 def test_a_teacher_s_wrapper_has_the_name_of_the_workflow_inside(fake_workflow, fake_fleet):
     workflow = TeacherScored(changed(tokens=list)(fake_workflow()), None, 1.0)
     with pytest.raises(TrajectoryError, match=r"workflow Changed \("):
-        asyncio.run(checked(workflow, fake_fleet(), Task(ROW, 4, 7)))
+        asyncio.run(checked_group(workflow, fake_fleet(), Task(ROW, 4, 7)))
     small = TeacherScored(fake_workflow(), None, 1.0)
     assert small.name.startswith("FakeWorkflow (")

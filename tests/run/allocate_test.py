@@ -168,7 +168,7 @@ def test_a_dry_run_shows_who_has_which_gpus(monkeypatch, tmp_path):
     monkeypatch.setattr(packages, "check", lambda **_: iter(()))
     config = config_of("jax:d2+jax:f1")
     rows = {row.name: row for row in findings(config, tmp_path)}
-    assert rows["allocation"].found == (
+    assert rows["allocation"].result == (
         "jax:d2+jax:f1; server 0: GPU 0; server 1: GPU 1; trainer: GPU 2"
     )
     assert rows["mesh"].level == "ok"
@@ -176,7 +176,7 @@ def test_a_dry_run_shows_who_has_which_gpus(monkeypatch, tmp_path):
     config.cluster.processes = 2
     found = findings(config, tmp_path)
     row = next(row for row in found if row.level != "ok" and row.name == "allocation")
-    assert "this one has 2" in row.found
+    assert "this one has 2" in row.result
 
 
 @pytest.fixture
@@ -228,9 +228,9 @@ def test_auto_that_cannot_be_is_one_line(eight_h100, monkeypatch, kind, changes,
 
 
 def test_a_card_with_half_of_the_memory_is_known():
-    assert gpu_cards.named("NVIDIA A100-SXM4-40GB").memory == 40 << 30
-    assert gpu_cards.named("NVIDIA H100 80GB HBM3") == gpu_cards.CARDS["h100"]
-    assert gpu_cards.named("NVIDIA T4") is None
+    assert gpu_cards.card_of("NVIDIA A100-SXM4-40GB").memory == 40 << 30
+    assert gpu_cards.card_of("NVIDIA H100 80GB HBM3") == gpu_cards.CARDS["h100"]
+    assert gpu_cards.card_of("NVIDIA T4") is None
 
 
 def test_nvidia_smi_names_the_gpus(tmp_path, monkeypatch):
@@ -269,4 +269,4 @@ def test_the_doctor_names_a_split_that_waits_less(mode, changes, level, words):
     row = plan_run.judge_idle(config, "")
     assert (row and row.level) == level
     if row:
-        assert re.search(words, f"{row.found} {row.remedy}")
+        assert re.search(words, f"{row.result} {row.remedy}")

@@ -44,8 +44,8 @@ def test_a_good_config_has_no_problem_and_writes_nothing(config, tmp_path):
     model, data = ["tensors", "tokenizer", "chat template"], ["rows", "prompts"]
     memory = ["trainer", "publishing", "disk"]
     assert {*model, *data, *memory, "batch", "staleness"} <= found.keys()
-    assert "16 prompts × 8 = 128 trajectories" in found["batch"].found
-    assert "(2 + 1) × 16 = 48 prompts ahead" in found["staleness"].found
+    assert "16 prompts × 8 = 128 trajectories" in found["batch"].result
+    assert "(2 + 1) × 16 = 48 prompts ahead" in found["staleness"].result
     assert not list(tmp_path.iterdir())
 
 
@@ -72,9 +72,9 @@ def test_several_problems_are_shown_together(config, tmp_path):
     found = rows_of(config, tmp_path)
     bad = {name for name, row in found.items() if row.level == "problem"}
     assert bad == {"values", "tensors", "tokenizer", "rows"}
-    assert "chat template" in found["tokenizer"].found
-    assert "99 exceeds" in found["values"].found
-    assert "no 'question'" in found["rows"].found
+    assert "chat template" in found["tokenizer"].result
+    assert "99 exceeds" in found["values"].result
+    assert "no 'question'" in found["rows"].result
     assert "batch" not in found, "it follows from a value that is refused"
 
 
@@ -94,7 +94,7 @@ def test_the_mesh_has_a_row_of_its_own(config, tmp_path, text, count, level, wor
     config.train.mesh = text
     row = rows_of(config, tmp_path, Devices(count=count))["mesh"]
     assert row.level == level
-    assert words in row.found + row.remedy
+    assert words in row.result + row.remedy
 
 
 def test_a_mesh_of_other_devices_ends_a_run_before_servers_start(config, tmp_path):
@@ -128,7 +128,7 @@ def test_a_tokenizer_that_fails_is_a_row_and_no_traceback(config, tmp_path, file
     config.model.path = str(model)
     row = rows_of(config, tmp_path)["tokenizer"]
     assert row.level == "problem"
-    assert words in row.found
+    assert words in row.result
     assert row.remedy
 
 
@@ -175,7 +175,7 @@ def test_a_base_model_takes_raw_prompts_or_a_template_of_one_s_own(base_model, c
     config.model.path, config.data.chat_template = str(base_model), "none"
     found = rows_of(config, tmp_path)
     assert not [row for row in found.values() if row.level == "problem"]
-    assert "0 tokens around a question" in found["chat template"].found
+    assert "0 tokens around a question" in found["chat template"].result
 
 
 def test_an_exported_directory_has_the_template_that_was_given(base_model, tmp_path):
@@ -189,7 +189,7 @@ def test_answers_that_went_through_a_float_are_counted_before_the_run(config, tm
     answers = [0.3, 0.30000001192092896, 0.1 + 0.7, "5"]
     file.write_text("\n".join(json.dumps({"question": "1+1=?", "answer": a}) for a in answers))
     config.data.kind, config.data.train = "jsonl", str(file)
-    assert rows_of(config, tmp_path)["prompts"].found == (
+    assert rows_of(config, tmp_path)["prompts"].result == (
         "2 of 4 answers went through a float, first row 2: 0.30000001192092896; they "
         "compare to 6 places, answers kept as text exactly"
     )
@@ -202,15 +202,15 @@ def test_rows_that_are_too_long_are_left_out_and_counted(config, tmp_path):
     config.data.kind, config.data.train, config.data.overlong = "jsonl", str(file), "skip"
     left_out = f"1 of 3 rows of {file} are too long and skipped (data.overlong=skip)"
     found = rows_of(config, tmp_path)["prompts"]
-    assert (found.level, found.found) == ("ok", left_out)
+    assert (found.level, found.result) == ("ok", left_out)
     mix = tmp_path / "mix.csv"
     mix.write_text("question,answer\n2+2=?,4\n")
     config.data.mix = ((str(file), 0.75), (str(mix), 1))
-    assert rows_of(config, tmp_path)["rows"].found == (
+    assert rows_of(config, tmp_path)["rows"].result == (
         f"3 of {file} (weight 0.75), 1 of {mix} (weight 1) to train on, 0 held out"
     )
     config.data.mix = ("rows.jsonl", 0.7)
-    assert "data.mix has 'rows.jsonl'" in rows_of(config, tmp_path)["values"].found
+    assert "data.mix has 'rows.jsonl'" in rows_of(config, tmp_path)["values"].result
 
 
 OWN_ROWS = """
@@ -235,9 +235,9 @@ def test_rows_of_one_s_own_code_are_read_and_counted(config, tmp_path):
     config.data.dataset = f"{file}:rows"
     found = rows_of(config, tmp_path)
     assert not [row for row in found.values() if row.level == "problem"]
-    assert found["rows"].found == f"3 of {file}:rows to train on, 2 held out"
+    assert found["rows"].result == f"3 of {file}:rows to train on, 2 held out"
     config.data.dataset = f"{file}:TABLE"
-    assert rows_of(config, tmp_path)["rows"].found.startswith(f"1 of {file}:TABLE to train on, 0 ")
+    assert rows_of(config, tmp_path)["rows"].result.startswith(f"1 of {file}:TABLE to train on, 0 ")
     config.data.dataset = f"{file}:row"
     row = rows_of(config, tmp_path)["rows"]
     assert (row.level, row.remedy) == ("problem", "did you mean 'rows'?")
@@ -256,7 +256,7 @@ def test_what_is_wrong_is_blamed_on_its_part(config, tmp_path, key, value, name,
     config.update_from_flattened_dict({key: value})
     (row,) = [row for row in rows_of(config, tmp_path).values() if row.level == "problem"]
     assert row.name == name
-    assert words in row.found
+    assert words in row.result
 
 
 def test_a_reward_of_ones_own_is_tried_on_the_first_row(config, tmp_path):
@@ -265,8 +265,8 @@ def test_a_reward_of_ones_own_is_tried_on_the_first_row(config, tmp_path):
     config.reward.terms = (("arithmetic", 1.0), (f"{mine}:score", 0.1))
     (row,) = [row for row in rows_of(config, tmp_path).values() if row.level == "problem"]
     assert row.name == "first row"
-    assert "NameError" in row.found
-    assert "mine.py, line 2" in row.found
+    assert "NameError" in row.result
+    assert "mine.py, line 2" in row.result
     assert "dry call" in row.remedy
     mine.write_text("def score(completions):\n    return [0.5] * len(completions)\n")
     assert not [row for row in rows_of(config, tmp_path).values() if row.level == "problem"]
@@ -279,7 +279,7 @@ def test_the_first_bad_row_is_named(config, tmp_path):
     config.reward.name = "gsm8k"
     found = rows_of(config, tmp_path)
     assert found["rows"].level == "problem"
-    assert "rows.jsonl:2" in found["rows"].found
+    assert "rows.jsonl:2" in found["rows"].result
     assert "batch" not in found
     assert found["trainer"].level == "ok", "it does not depend on rows"
 
@@ -288,14 +288,14 @@ def test_uneven_minibatches_and_empty_slots_are_warned_of(config, model):
     config.rollout.batch_prompts, config.train.minibatches = 15, 4
     row = config_checks.judge_batch(sizes_of(config, model), 1000)
     assert row.level == "warning"
-    assert "minibatches differ in size" in row.found
+    assert "minibatches differ in size" in row.result
     assert config_checks.judge_batch(sizes_of(config, model), 10).level == "warning"
     config.rollout.batch_prompts, config.fleet.slots = 16, 4096
-    assert "half of them stay empty" in config_checks.judge_staleness(config, 8).found
+    assert "half of them stay empty" in config_checks.judge_staleness(config, 8).result
     config.rollout.max_concurrent_rollouts = 8
-    assert "less than one batch" in config_checks.judge_staleness(config, 8).found
+    assert "less than one batch" in config_checks.judge_staleness(config, 8).result
     config.rollout.max_concurrent_rollouts = 0  # auto
-    assert "48 live at most" in config_checks.judge_staleness(config, 8).found
+    assert "48 live at most" in config_checks.judge_staleness(config, 8).result
 
 
 def test_float32_has_no_kernel_of_attention():
@@ -331,7 +331,7 @@ def test_the_disk_is_weighed(model, tmp_path, monkeypatch):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
         *_, row = config_checks.check_capacity(sizes, tmp_path, Devices())
         assert (row.name, row.level) == ("disk", level)
-        assert f"{what}; " in row.found
+        assert f"{what}; " in row.result
 
 
 def test_a_teacher_is_looked_at(config, tmp_path):
@@ -407,4 +407,4 @@ def test_a_dry_run_shows_what_the_environment_says_of_other_processes(
     found = list(run_checks.findings(config, tmp_path))
     assert [row.level for row in found] == [level for level, _ in rows]
     for row, (_, what) in zip(found, rows, strict=True):
-        assert what in row.found
+        assert what in row.result

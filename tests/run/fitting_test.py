@@ -112,7 +112,7 @@ def test_a_plan_is_what_xla_needs_with_all_of_the_state(model):
     program, beside = found["microbatch"]
     assert beside == pytest.approx(state * 2 / 3, rel=0.01)
     assert found["update"][1] == 0
-    own = device_programs.planned(program.compile().memory_analysis())
+    own = device_programs.planned_bytes(program.compile().memory_analysis())
     assert jax_trainer.planned(small) == pytest.approx(own + beside, rel=0.02)
     assert jax_trainer.planned(large) > jax_trainer.planned(small)
 

@@ -208,7 +208,7 @@ def test_every_name_of_other_packages_leads_to_a_key_or_flag_that_there_is():
     }.items():  # fmt: skip
         assert names[name] == key, name
     for key in known:
-        assert key_names.meant(key, known) == key
+        assert key_names.nearest_key(key, known) == key
 
 
 def test_help_leads_to_the_keys_and_names_a_command_that_is_a_directory(capsys):
@@ -220,7 +220,7 @@ def test_help_leads_to_the_keys_and_names_a_command_that_is_a_directory(capsys):
 
 
 def test_each_key_is_described_in_a_line():
-    lines = keys.described()
+    lines = keys.key_lines()
     assert lines.keys() == dict(leaves(default())).keys()
     assert lines["optimizer.b1"] == (
         "optimizer.b1=0.9  (in [0, 1))  share of the first moment kept at each update"

@@ -46,7 +46,7 @@ def loop():
         config = config_lib.default()
         config.total_steps, config.eval.num_questions = 3, 0
         parts = MagicMock(
-            config=config, gate=gate, stop=Event(), begun=Position(), turns=None,
+            config=config, gate=gate, stop=Event(), initial=Position(), turns=None,
             last=dict.fromkeys(KINDS, Position()), precision=Precision({}, "", 1, 0.0),
         )  # fmt: skip
         parts.inputs.algorithm = SimpleNamespace(data="rollouts")

@@ -27,7 +27,7 @@ def config(tmp_path, monkeypatch):
 
 
 def rows(config):
-    return [(row.name, row.level, row.found, row.remedy) for row in user_plugins(config)]
+    return [(row.name, row.level, row.result, row.remedy) for row in user_plugins(config)]
 
 
 def test_what_is_of_rlx_is_not_listed(config):

@@ -148,11 +148,11 @@ def test_a_real_product_is_timed_in_both_dtypes(trainer, config, model, monkeypa
 
 def test_the_doctor_names_the_dtype_and_counts_memory_by_it(config, tmp_path):
     rows = {row.name: row for row in config_checks.check(config, tmp_path, HOPPER)}
-    assert rows["dtype"].found == "model.compute_dtype=auto is bfloat16: bfloat16 is native here"
+    assert rows["dtype"].result == "model.compute_dtype=auto is bfloat16: bfloat16 is native here"
     config.model.compute_dtype = config.model.publish_dtype = "float32"
     other = {row.name: row for row in config_checks.check(config, tmp_path, HOPPER)}
     assert "dtype" not in other
-    assert rows["trainer"].found != other["trainer"].found
+    assert rows["trainer"].result != other["trainer"].result
 
 
 def test_processes_compute_in_what_process_0_has_decided(config, tiny_model_dir):

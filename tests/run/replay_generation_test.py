@@ -14,7 +14,7 @@ from rlx.config import default
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.journal import journal, records
-from rlx.run.replay_generation import Generation, compared, count, recordings
+from rlx.run.replay_generation import Generation, compare_samples, count, recordings
 from rlx.run.replay_run import Plan
 from tests.fixtures.commands import without_torch
 from tests.run.kill_test import LONG, kill_at, last_lines, start, under_way
@@ -38,16 +38,16 @@ def test_a_group_is_one_request_with_a_sample_for_each_trajectory():
     first, second = recordings(group, Sampling(seed=7))
     assert (second.request.request_id, second.request.first_index) == ("4.1", 1)
     assert second.request.prompt_tokens.tolist() == [0, 1]
-    assert second.made.tokens.tolist() == [2, 3, 4]
+    assert second.completion.tokens.tolist() == [2, 3, 4]
     assert (first.request.sampling.seed, first.calls(2)) == (7, [0, 1])
 
 
 def changed(column, at, value):
     """A sample whose number `at` of a column is made as `value`."""
     (own,) = recordings(Group(4, (trajectory(),)), Sampling(seed=7))
-    array = getattr(own.made, column).copy()
+    array = getattr(own.completion, column).copy()
     array[at] = value
-    return own, replace(own.made, **{column: array})
+    return own, replace(own.completion, **{column: array})
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,11 @@ def changed(column, at, value):
 )
 def test_the_first_difference_is_named_with_both_numbers(column, at, value):
     own, made = changed(column, at, value)
-    found = compared(own, made, 0.0)
+    found = compare_samples(own, made, 0.0)
     assert (found.same, found.differs) == (at, True)
     assert str(found).startswith(f"sample 4.0 differs at token {at} of 3: recorded ")
     assert f"{value:.7g}" in str(found).partition("made ")[2]
-    assert count([compared(own, own.made, 0.0), found]) == {
+    assert count([compare_samples(own, own.completion, 0.0), found]) == {
         "samples": 2, "tokens": 6, "as recorded": 3 + at, "samples with several versions": 2,
         "samples continued after a prefill": 0, "logprobs with other last bits": 0,
         "samples that differ": 1,
@@ -68,12 +68,12 @@ def test_the_first_difference_is_named_with_both_numbers(column, at, value):
 
 def test_rounding_is_counted_within_the_bound_and_an_early_end_is_a_difference():
     own, made = changed("logprobs", 0, -0.50001)
-    assert not (found := compared(own, made, 1e-4)).differs
+    assert not (found := compare_samples(own, made, 1e-4)).differs
     assert count([found])["logprobs with other last bits"] == 1
     assert found.gaps.max() == pytest.approx(1e-5, rel=0.01)
-    cut = Completion(made.tokens[:2], own.made.logprobs[:2], made.versions[:2], "stop")
-    assert compared(own, cut, 0.0).differs
-    assert str(compared(own, cut, 0.0)).endswith("made no token")
+    cut = Completion(made.tokens[:2], own.completion.logprobs[:2], made.versions[:2], "stop")
+    assert compare_samples(own, cut, 0.0).differs
+    assert str(compare_samples(own, cut, 0.0)).endswith("made no token")
 
 
 @pytest.mark.parametrize(

@@ -123,10 +123,13 @@ def test_a_run_without_a_journal_and_steps_that_are_not_there_are_one_line(tmp_p
     with pytest.raises(UserError, match="has no journal with batches; give the --workdir"):
         Recorded(tmp_path)
     (tmp_path / "file").write_bytes(b"PK nothing")
-    with pytest.raises(UserError, match="nor a whole bundle"), replay_run.opened(tmp_path / "file"):
+    with (
+        pytest.raises(UserError, match="nor a whole bundle"),
+        replay_run.open_run(tmp_path / "file"),
+    ):
         pass
     with pytest.raises(UserError, match=r"there is no .*nowhere; give"):
-        replay_run.opened(tmp_path / "nowhere").__enter__()
+        replay_run.open_run(tmp_path / "nowhere").__enter__()
 
 
 def test_settings_come_back_from_json():

@@ -116,16 +116,16 @@ def test_settings_that_change_are_told_with_the_learning_rates_before_and_after(
 
 def test_a_run_that_has_all_its_steps_is_not_begun_again(tmp_path, config):
     config.total_steps = 3
-    assert resume.finished(config, tmp_path) == 0
+    assert resume.finished_steps(config, tmp_path) == 0
     attempt(tmp_path, config)
     checkpoint_of(tmp_path, 3, whole=True)
-    assert resume.finished(config, tmp_path) == 0, "its last evaluation may be missing"
+    assert resume.finished_steps(config, tmp_path) == 0, "its last evaluation may be missing"
     MetricsWriter(tmp_path, first_step=4).note(3, ended="stopped")
-    assert resume.finished(config, tmp_path) == 0, "its last evaluation is missing"
+    assert resume.finished_steps(config, tmp_path) == 0, "its last evaluation is missing"
     MetricsWriter(tmp_path, first_step=4).note(3, ended="finished")
-    assert resume.finished(config, tmp_path) == 3
+    assert resume.finished_steps(config, tmp_path) == 3
     config.total_steps = 4
-    assert resume.finished(config, tmp_path) == 0
+    assert resume.finished_steps(config, tmp_path) == 0
 
 
 def test_what_is_done_again_and_what_goes_on_is_counted():

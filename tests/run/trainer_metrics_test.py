@@ -22,7 +22,7 @@ from rlx.config import default
 from rlx.launch.run_secrets import CERTIFICATE, KEY, make_secrets
 from rlx.observe.progress import Progress
 from rlx.run import trainer_metrics
-from rlx.run.trainer_metrics import gauges_of, served
+from rlx.run.trainer_metrics import gauges_of, serve_metrics
 from tests.observe.monitoring_test import METRICS, PLACE
 from tests.run.python_test import told
 
@@ -86,7 +86,7 @@ def test_names_are_those_of_the_records_without_histograms():
 def test_a_scrape_has_the_last_records_and_what_is_true_now(parts, monkeypatch):
     port = parts.config.observe.metrics_port
     os.utime(parts.workdir / "metrics.jsonl", (0, 0))  # of a process before
-    with served(parts):
+    with serve_metrics(parts):
         seen = numbers(page(f"127.0.0.1:{port}"))
         assert seen["rlx_task_reward"] == 0.5
         assert seen["rlx_seconds_wait"] == 0.25
@@ -117,7 +117,7 @@ def test_a_scrape_has_the_last_records_and_what_is_true_now(parts, monkeypatch):
 
 def test_the_list_follows_the_servers_and_a_full_disk_does_not_end_scrapes(parts, monkeypatch):
     path, at = parts.workdir / "prometheus.json", f"127.0.0.1:{parts.config.observe.metrics_port}"
-    with served(parts):
+    with serve_metrics(parts):
         for servers in (["b:9"], ["b:9", "c:9"], []):
             parts.fleets["policy"].scraped = lambda servers=servers: servers
             page(at)
@@ -138,7 +138,7 @@ def test_the_list_follows_the_servers_and_a_full_disk_does_not_end_scrapes(parts
 
 def test_before_the_run_is_built_the_trainer_is_listed_and_has_no_number(parts):
     del parts.fleets, parts.executor
-    with served(parts):
+    with serve_metrics(parts):
         seen = numbers(page(f"127.0.0.1:{parts.config.observe.metrics_port}"))
         assert "process_open_fds" in seen
         assert not [name for name in seen if name.startswith("rlx_")]
@@ -151,11 +151,14 @@ def test_a_taken_port_and_an_open_address_are_one_line(parts):
     with (
         socket.create_server(("127.0.0.1", own.metrics_port)),
         pytest.raises(UserError, match=r"cannot serve metrics on .* choose another port"),
-        served(parts),
+        serve_metrics(parts),
     ):
         pass
     own.metrics_host = "0.0.0.0"
-    with pytest.raises(UserError, match=r"anyone could scrape them; .*fleet.tls"), served(parts):
+    with (
+        pytest.raises(UserError, match=r"anyone could scrape them; .*fleet.tls"),
+        serve_metrics(parts),
+    ):
         pass
 
 
@@ -167,7 +170,7 @@ def test_beyond_loopback_the_run_s_own_certificate_opens_it(parts, tmp_path):
     parts.config.observe.metrics_host = "0:0:0:0:0:ffff:127.0.0.1"  # not known to be loopback
     at, context = f"127.0.0.1:{parts.config.observe.metrics_port}", ssl.create_default_context()
     context.load_verify_locations(cert)
-    with served(parts):
+    with serve_metrics(parts):
         with pytest.raises((urllib.error.URLError, OSError)):
             page(at, context)
         context.load_cert_chain(cert, key)
@@ -210,7 +213,7 @@ def prometheus(tmp_path, parts):
 def test_prometheus_takes_the_config_of_the_docs_the_rules_and_the_list(parts, prometheus):
     """`up` has the labels that the rules ask for."""
     query = "query?query=" + urllib.parse.quote('{__name__=~"rlx_gate_ok|up"}')
-    with served(parts):
+    with serve_metrics(parts):
         for _ in range(60):
             try:
                 found = [each["metric"] for each in prometheus(query)["result"]]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from rlx.engines.jax.kv_cache import Cache, LayerCache, init_cache, init_recent, write
 from rlx.engines.jax.sampling import row_sum
 from rlx.engines.jax.serving_params import ServingParams
-from rlx.model.attention import seen
+from rlx.model.attention import is_seen
 from rlx.model.decoder import embed_scale, rope_tables
 from rlx.model.model_config import ModelConfig
 from rlx.model.ops import ACTIVATIONS, product, softcapped
@@ -112,8 +112,8 @@ def _weighted(config: ModelConfig, logits: jax.Array, inner: jax.Array) -> jax.A
     hot = experts[..., None] == jnp.arange(config.num_experts)
     weights = jnp.sum(jnp.where(hot, chosen[..., None], 0.0), axis=-2).astype(inner.dtype)
     by_expert = inner.reshape(*weights.shape, config.expert_dim)
-    used = weights[..., None] > 0  # else an overflow in another expert would be 0 · inf
-    return jnp.where(used, by_expert * weights[..., None], 0).reshape(inner.shape)
+    mask = weights[..., None] > 0  # else an overflow in another expert would be 0 · inf
+    return jnp.where(mask, by_expert * weights[..., None], 0).reshape(inner.shape)
 
 
 def prefill(
@@ -196,7 +196,7 @@ def _prompt_attention(
     q = q.reshape(prompts, chunk, kv_heads, -1, width).transpose(0, 2, 3, 1, 4) * width**-0.5
     q = q.reshape(prompts, kv_heads, -1, width)  # one axis of queries: see _linear
     scores = jnp.einsum("pkqh,pkhs->pkqs", q, cache.keys, preferred_element_type=jnp.float32)
-    mask = seen(start + jnp.arange(chunk)[:, None], jnp.arange(length), window)
+    mask = is_seen(start + jnp.arange(chunk)[:, None], jnp.arange(length), window)
     mask = jnp.tile(mask, (heads // kv_heads, 1))
     scores = jnp.where(mask, softcapped(scores, softcap), -jnp.inf)
     weights = jnp.exp(scores - jnp.max(scores, -1, keepdims=True))
@@ -251,10 +251,10 @@ def _cached_attention(
         return jnp.where(mask[:, None, None], softcapped(raw, softcap), -jnp.inf)
 
     places, lengths = jnp.arange(cached.keys.shape[3]), lengths[:, None]
-    in_cache = (places < lengths) & seen(lengths + index, places, window)
+    in_cache = (places < lengths) & is_seen(lengths + index, places, window)
     old = scores("skgh,skhn->skgn", cached.keys, in_cache)
-    own = seen(index, jnp.arange(new.keys.shape[2])[None], window)
-    now = scores("skgh,skrh->skgr", new.keys, own)
+    in_new = is_seen(index, jnp.arange(new.keys.shape[2])[None], window)
+    now = scores("skgh,skrh->skgr", new.keys, in_new)
     top = jnp.maximum(jnp.max(old, -1, keepdims=True), jnp.max(now, -1, keepdims=True))
     old, now = jnp.exp(old - top), jnp.exp(now - top)
     total = row_sum(old) + row_sum(now)
@@ -317,20 +317,20 @@ def decode(
             partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False), angles
         )
         logits, recent = step(params, config, cache, recent, index, tokens, lengths, now)
-        drawn, logprobs, *kept = choose(logits, index)
+        choices, logprobs, *kept = choose(logits, index)
 
         def put(columns, column):
             return jax.lax.dynamic_update_slice_in_dim(columns, column[:, None], index, 1)
 
         block = Block(
-            put(block.tokens, drawn),
+            put(block.tokens, choices),
             put(block.logprobs, logprobs),
             block.counts + alive,
             put(block.kept, *kept) if masked else None,
         )
-        stopped = jnp.any(drawn[:, None] == stops, axis=-1)
+        stopped = jnp.any(choices[:, None] == stops, axis=-1)
         alive = alive & ~stopped & (block.counts < budgets)
-        return index + 1, alive, drawn, recent, block
+        return index + 1, alive, choices, recent, block
 
     state = (jnp.int32(0), budgets > 0, tokens, recent, block)
     *_, recent, block = jax.lax.while_loop(wanted, advance, state)

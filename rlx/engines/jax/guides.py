@@ -20,9 +20,9 @@ class Guide:
 
     def begin(self, tokens: Sequence[int]) -> "Guide":
         """Return a guide of its own for an answer that begins with `tokens`."""
-        found = Guide(self._matcher.deep_copy(), self._vocab)
-        found.add(tokens)
-        return found
+        guide = Guide(self._matcher.deep_copy(), self._vocab)
+        guide.add(tokens)
+        return guide
 
     def add(self, tokens: Sequence[int]) -> None:
         """Take the next tokens."""

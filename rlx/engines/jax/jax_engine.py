@@ -213,7 +213,7 @@ class JaxEngine(ModelEngine):
         if not jax.config.values["jax_compilation_cache_dir"]:
             for name, value in compile_cache.options().items():
                 jax.config.update(name, value)
-        config, plan, begun = self._config, self._plan, self._clock()
+        config, plan, start = self._config, self._plan, self._clock()
         try:
             self._params = self._read(str(self.model_path))
         except ValueError as error:
@@ -223,11 +223,11 @@ class JaxEngine(ModelEngine):
         try:
             self._cache = self._programs.start(self._params)
         except (RuntimeError, MemoryError) as error:
-            known = out_of_memory(error, config, plan, self._dtype)
-            if known is None:
+            failure = out_of_memory(error, config, plan, self._dtype)
+            if failure is None:
                 raise
-            raise known from error
-        self._spans.append(("load and compile", begun, self._clock()))
+            raise failure from error
+        self._spans.append(("load and compile", start, self._clock()))
 
     def _read(self, path: str) -> ServingParams:
         """Return the weights of a safetensors file or HF directory; ValueError for unfit ones."""

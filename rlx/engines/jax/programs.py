@@ -147,19 +147,19 @@ class Programs:
         Yields None after each chunk but the last, then the logprobs of tokens[first:], nats.
         """
         tokens, chunk = request.tokens, self.plan.chunk
-        cache, found = kv_cache.init_cache(self._config, 1, self.plan.prompt, self._dtype), []
+        cache, chunks = kv_cache.init_cache(self._config, 1, self.plan.prompt, self._dtype), []
         for start in range(0, len(tokens) - 1, chunk):
             part = np.zeros(chunk + 1, np.int32)
-            known = tokens[start : start + chunk + 1]
-            part[: len(known)] = known
+            stretch = tokens[start : start + chunk + 1]
+            part[: len(stretch)] = stretch
             logprobs, cache = self._get("score")(
                 params, cache, part[None, :-1], part[1:], np.int32(start),
                 np.bool_(start + chunk >= request.first), np.float32(request.temperature),
             )  # fmt: skip
-            found.append(np.asarray(logprobs))
+            chunks.append(np.asarray(logprobs))
             if start + chunk < len(tokens) - 1:
                 yield None
-        yield np.concatenate(found)[request.first - 1 : len(tokens) - 1]
+        yield np.concatenate(chunks)[request.first - 1 : len(tokens) - 1]
 
     def choose(self, used: int, longest: int, masked: int = 0) -> Shape:
         """Return the smallest usable program for the first `used` slots, `longest` cached tokens.
@@ -228,14 +228,14 @@ class Programs:
 
     def _get(self, key: Any) -> Callable:
         """Return a program; compile it if it is missing."""
-        found = self._compiled.get(key)
-        if found is None:
+        program = self._compiled.get(key)
+        if program is None:
             with self._lock:
-                if (found := self._compiled.get(key)) is None:
+                if (program := self._compiled.get(key)) is None:
                     function, donated, args = self.program(key)
-                    found = jax.jit(function, donate_argnums=donated).lower(*args).compile()
-                    self._compiled[key] = found
-        return found
+                    program = jax.jit(function, donate_argnums=donated).lower(*args).compile()
+                    self._compiled[key] = program
+        return program
 
     def program(self, key: Any) -> tuple[Callable, tuple[int, ...], tuple]:
         """Return the function of a Shape or a case below, donated arguments, argument shapes."""
@@ -306,10 +306,10 @@ def _near(one: decode.Block, other: decode.Block) -> bool:
     """Return whether two greedy calls agree within NATS, up to the first other token of a slot."""
     slots, steps = one.tokens.shape
     one, other = (jax.tree.map(lambda x: np.asarray(x)[:slots], block) for block in (one, other))
-    used = np.arange(steps) < np.minimum(one.counts, other.counts)[:, None]
+    mask = np.arange(steps) < np.minimum(one.counts, other.counts)[:, None]
     same = np.logical_and.accumulate(one.tokens == other.tokens, axis=1)
-    used[:, 1:] &= same[:, :-1]  # the largest log-probability is compared whichever token has it
-    a, b = one.logprobs[used], other.logprobs[used]
+    mask[:, 1:] &= same[:, :-1]  # the largest log-probability is compared whichever token has it
+    a, b = one.logprobs[mask], other.logprobs[mask]
     return np.allclose(a, b, rtol=0, atol=NATS, equal_nan=True)
 
 

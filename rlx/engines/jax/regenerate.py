@@ -15,13 +15,13 @@ class Recording:
     """A recorded sample."""
 
     request: Request  # for this sample only
-    made: Completion
+    completion: Completion
     # Decode calls, from 1, before which its cache was computed again from its tokens.
     prefills: frozenset[int] = frozenset()
 
     def calls(self, steps: int) -> list[int]:
         """Return the version of each decode call of `steps` tokens."""
-        return self.made.versions[::steps].tolist()
+        return self.completion.versions[::steps].tolist()
 
 
 class Regenerator(JaxEngine):
@@ -43,10 +43,10 @@ class Regenerator(JaxEngine):
 
         `weights` gives a version's safetensors file or HF directory. ValueError as `generate`.
         """
-        found: dict[Recording, Completion] = {}
+        completions: dict[Recording, Completion] = {}
         for batch in batches(recordings, self._steps, self._slots.count):
-            found |= self._make(batch, weights)
-        return [found[recording] for recording in recordings]
+            completions |= self._make(batch, weights)
+        return [completions[recording] for recording in recordings]
 
     def _make(
         self, batch: Sequence[Recording], weights: Callable[[int], str]
@@ -82,11 +82,11 @@ def batches(recordings: Sequence[Recording], steps: int, most: int) -> list[list
 
     The first of a batch has the most calls, and the others have the versions of its first calls.
     """
-    found: list[list[Recording]] = []
-    for recording in sorted(recordings, key=lambda r: len(r.made.tokens), reverse=True):
-        own = recording.calls(steps)
-        same = (b for b in found if len(b) < most and b[0].calls(steps)[: len(own)] == own)
+    groups: list[list[Recording]] = []
+    for recording in sorted(recordings, key=lambda r: len(r.completion.tokens), reverse=True):
+        calls = recording.calls(steps)
+        same = (b for b in groups if len(b) < most and b[0].calls(steps)[: len(calls)] == calls)
         if (batch := next(same, None)) is None:
-            found.append(batch := [])
+            groups.append(batch := [])
         batch.append(recording)
-    return found
+    return groups

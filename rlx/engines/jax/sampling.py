@@ -73,24 +73,24 @@ def draw(
     )
     running = jnp.cumsum(allowed.masses, axis=-1)
     goal = uniforms * row_sum(allowed.masses)[:, 0]
-    wanted = jnp.where(
+    hits = jnp.where(
         greedy[:, None], allowed.peaks == allowed.top[:, None], running > goal[:, None]
     )
-    block = _first(wanted, allowed.masses > 0)
+    block = _first(hits, allowed.masses > 0)
     goal -= _pick(running, block) - _pick(allowed.masses, block)
     row = jnp.take_along_axis(allowed.z, block[:, None, None], axis=1)[:, 0]
     chances = jnp.exp(row - allowed.top[:, None])
     reached = jnp.cumsum(chances, axis=-1) > goal[:, None]
-    wanted = jnp.where(greedy[:, None], row == allowed.top[:, None], reached)
-    place = _first(wanted, chances > 0)
+    hits = jnp.where(greedy[:, None], row == allowed.top[:, None], reached)
+    place = _first(hits, chances > 0)
     picked = _pick(row, place)
     logprobs = picked - full.top - jnp.log(row_sum(full.masses)[:, 0])
     tokens = jnp.minimum(block * z.shape[-1] + place, logits.shape[1] - 1)
     if restriction.masked is None:
         return tokens, logprobs
-    own = picked - allowed.top - jnp.log(row_sum(allowed.masses)[:, 0])
+    over_allowed = picked - allowed.top - jnp.log(row_sum(allowed.masses)[:, 0])
     kept = allowed.z.reshape(len(logits), -1)[:, : logits.shape[1]] > -jnp.inf
-    logprobs = jnp.where(restriction.masked, own, logprobs)
+    logprobs = jnp.where(restriction.masked, over_allowed, logprobs)
     return tokens, logprobs, jnp.packbits(kept, axis=-1, bitorder="little")
 
 
@@ -122,14 +122,14 @@ def _blocked(z: jax.Array) -> jax.Array:
     return z.reshape(rows, -1, width)
 
 
-def _first(wanted: jax.Array, possible: jax.Array) -> jax.Array:
-    """Return the index of each row's first `wanted & possible`, [S] int32.
+def _first(hits: jax.Array, possible: jax.Array) -> jax.Array:
+    """Return the index of each row's first `hits & possible`, [S] int32.
 
     If rounding left none, return the last `possible`, and with non-finite logits 0.
     """
-    size = wanted.shape[-1]
+    size = hits.shape[-1]
     index = jnp.arange(size, dtype=jnp.int32)
-    first = jnp.min(jnp.where(wanted & possible, index, size), axis=-1)
+    first = jnp.min(jnp.where(hits & possible, index, size), axis=-1)
     last = jnp.max(jnp.where(possible, index, 0), axis=-1)
     return jnp.where(first < size, first, last)
 
@@ -155,8 +155,8 @@ def _ranked(z: jax.Array, restriction: Restriction) -> jax.Array:
     z = z.reshape(z.shape[0], -1)
     bits = jax.lax.bitcast_convert_type(z, jnp.int32)
     order = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)  # in the order of the floats
-    wanted = jnp.where(restriction.top_k > 0, restriction.top_k, z.shape[1])
-    floor = _bisect(lambda level: jnp.sum(order >= level[:, None], axis=-1) >= wanted, z.shape[0])
+    count = jnp.where(restriction.top_k > 0, restriction.top_k, z.shape[1])
+    floor = _bisect(lambda level: jnp.sum(order >= level[:, None], axis=-1) >= count, z.shape[0])
     z = jnp.where(order >= floor[:, None], z, -jnp.inf)
     chances = jnp.exp(z - jnp.max(z, axis=-1, keepdims=True))
     goal = restriction.top_p * row_sum(chances)[:, 0]

@@ -175,7 +175,7 @@ class Slots:
         with the current weights.
         """
         starts: list[SlotStart] = []
-        held = [
+        sources = [
             (i, s.live) for i, s in enumerate(self.samples) if s and s.prompt_version == version
         ]
         for slot in [slot for slot, sample in enumerate(self.samples) if sample is None]:
@@ -184,7 +184,7 @@ class Slots:
                 break
             index = live.request.first_index + live.request.n - live.waiting
             live.waiting -= 1
-            source = next((other for other, owner in held if owner is live), None)
+            source = next((other for other, owner in sources if owner is live), None)
             starts.append(SlotStart(slot, self._start(slot, live, index, version), source))
         return starts
 
@@ -243,7 +243,7 @@ class Slots:
             if sample is None or not count:
                 continue
             new = tokens[slot, :count].tolist()
-            count, reason = self._kept(slot, sample, new)
+            count, reason = self._cut_length(slot, sample, new)
             new = new[:count]
             sample.tokens += new
             if sample.guide:
@@ -266,7 +266,7 @@ class Slots:
                 self._free(slot)
         return out
 
-    def _kept(self, slot: int, sample: SlotSample, new: list[int]) -> tuple[int, str | None]:
+    def _cut_length(self, slot: int, sample: SlotSample, new: list[int]) -> tuple[int, str | None]:
         """Return how many new tokens to keep, and the stop reason if the sample ends."""
         if sample.stop_text:
             stop = sample.stop_text(new)

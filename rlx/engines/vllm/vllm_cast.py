@@ -60,25 +60,25 @@ def receive(
 
     `place` gets a tensor of its own on `device`. ValueError, which says why, if it broke.
     """
-    due, found = buckets(cast.head), dict[str, torch.Tensor]()
-    state, group = CastProgress(cast.place, len(due)), None
+    plan, tensors = buckets(cast.head), dict[str, torch.Tensor]()
+    state, group = CastProgress(cast.place, len(plan)), None
     try:
         store = dist.TCPStore(cast.host, cast.port, None, False, timeout=_PATIENCE)
         store.set(f"ready{cast.place}", "")
         store.wait(["go"], _PATIENCE)
         places = json.loads(store.get("go"))
         state = after(state, Went(tuple(places)))
-        if state.begun:
+        if state.started:
             rank = 1 + places.index(cast.place)
             group = _group(cast.backend, store, rank, 1 + len(places))
-        while state.begun and not (state.done or state.reason):
-            bucket = due[state.came]
+        while state.started and not (state.done or state.reason):
+            bucket = plan[state.came]
             words = _words(bucket, device)
             _broadcast(group, store, words)
             state = after(state, Came(state.came, bool(~words[:-1].sum() == words[-1])))
             for entry in bucket if not state.reason else ():
                 part = words.view(torch.uint8)[entry.start : entry.end].clone()
-                found[entry.name] = place(part.view(_DTYPES[entry.dtype]).view(entry.shape))
+                tensors[entry.name] = place(part.view(_DTYPES[entry.dtype]).view(entry.shape))
         if state.done:
             store.set(f"got{cast.place}", "")
     except (RuntimeError, OSError) as error:  # of torch's store and groups as well
@@ -88,7 +88,7 @@ def receive(
             group.abort()
     if not state.done:
         raise ValueError(f"the cast of the weights broke: {state.reason}")
-    return found
+    return tensors
 
 
 def _send(
@@ -108,18 +108,18 @@ def _send(
     device = torch.device("cuda" if backend == "nccl" else "cpu")
     with ExitStack() as stack:
         file = stack.enter_context(open(path, "rb", buffering=0))
-        due = buckets(head_of(file))
+        plan = buckets(head_of(file))
         group = _group(backend, store, 0, 1 + len(places)) if places else None
         if group:
             stack.callback(group.abort)
-        for bucket in due if group else ():
+        for bucket in plan if group else ():
             words = _words(bucket, torch.device("cpu"), pin_memory=backend == "nccl")
-            own: Any = words.view(torch.uint8).numpy()
-            left = memoryview(own)[: bucket[-1].end]
+            data: Any = words.view(torch.uint8).numpy()
+            left = memoryview(data)[: bucket[-1].end]
             while left:
-                if not (taken := file.readinto(left)):
+                if not (size := file.readinto(left)):
                     raise OSError(f"{path} is too short")
-                left = left[taken:]
+                left = left[size:]
             words = words.to(device)
             words[-1] = ~words[:-1].sum()  # zeros, where nothing came, are wrong
             _broadcast(group, store, words)
@@ -142,7 +142,7 @@ def _words(bucket: Bucket, device: torch.device, **how: Any) -> torch.Tensor:
 
 def _group(backend: str, store: Any, rank: int, size: int) -> Any:
     """Join the group of this cast; each cast has a store and a group of its own."""
-    own = own_host(bracketed(store.host, store.port))
+    host = own_host(bracketed(store.host, store.port))
     store = dist.PrefixStore("group", store)
     if backend == "nccl":
         # A failure then raises from `wait`; torch's own watchdog would end the server.
@@ -152,7 +152,7 @@ def _group(backend: str, store: Any, rank: int, size: int) -> Any:
         return dist.ProcessGroupNCCL(store, rank, size, options)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = _PATIENCE
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
@@ -172,11 +172,11 @@ def _broadcast(group: Any, store: Any, words: torch.Tensor) -> None:
 def main(backend: str) -> None:
     """Do the jobs on stdin, each a line of JSON; end with the first that fails."""
     end_with_parent(os.getppid())
-    own = os.dup(1)
+    stdout = os.dup(1)
     os.dup2(2, 1)  # libraries may print, as NCCL does with NCCL_DEBUG
 
     def say(reply: dict[str, Any]) -> None:
-        os.write(own, json.dumps(reply).encode() + b"\n")
+        os.write(stdout, json.dumps(reply).encode() + b"\n")
 
     reason = missing(backend)
     for line in sys.stdin:

@@ -31,7 +31,7 @@ from rlx.cli.user_code import words
 from rlx.engines.engine import NO_WEIGHTS, EngineOptions, EngineStopped, MissingImage
 from rlx.engines.model_engine import ModelEngine
 from rlx.engines.stop_strings import StopStrings
-from rlx.engines.vllm.vllm_images import PreparedImage, placed_input, prepared
+from rlx.engines.vllm.vllm_images import PreparedImage, image_inputs, placed_input
 from rlx.engines.vllm.vllm_start import on_cpu, start_llm
 from rlx.fleet.requests import TRY_OUT, Chunk, EngineStatus, Request, ScoreRequest, Scores
 from rlx.fleet.scratch import make_private
@@ -122,7 +122,7 @@ class VllmEngine(ModelEngine):
             raise ValueError("the server's model takes no images; leave them out")
         async with self._preparing:
             if name not in self._images:
-                self._images[name] = await asyncio.to_thread(prepared, renderer, data)
+                self._images[name] = await asyncio.to_thread(image_inputs, renderer, data)
                 self._image_bytes += self._images[name].num_bytes
         while len(self._images) > 1 and self._image_bytes > _MOST_IMAGE_BYTES:
             self._image_bytes -= self._images.popitem(last=False)[1].num_bytes
@@ -243,7 +243,7 @@ class VllmEngine(ModelEngine):
                     for sample in samples:
                         sample.end("abort")
                 elif kv == "keep":  # cached prefixes have the old weights
-                    waiting = [sample for sample in self._samples.values() if not sample.begun]
+                    waiting = [sample for sample in self._samples.values() if not sample.started]
                     await self._abort(waiting)
                     for sample in waiting:
                         await self._admit(sample)
@@ -258,7 +258,7 @@ class VllmEngine(ModelEngine):
 
     def status(self) -> EngineStatus:
         self._end_span()
-        running = sum(sample.begun for sample in self._samples.values())
+        running = sum(sample.started for sample in self._samples.values())
         return self._status(running=running, queued=len(self._samples) - running, slots=self._slots)
 
     async def close(self) -> None:
@@ -333,9 +333,9 @@ class VllmEngine(ModelEngine):
                 supported_tasks=self._tasks, lora_request=self._lora(adapter),
             )  # fmt: skip
         except (VLLMValidationError, ValueError, TypeError, OverflowError) as error:
-            named = getattr(error, "parameter", None)
-            named = named or ("guide" if sampling.get("structured_outputs") else "")
-            field = f"{named}: " if named else ""
+            parameter = getattr(error, "parameter", None)
+            parameter = parameter or ("guide" if sampling.get("structured_outputs") else "")
+            field = f"{parameter}: " if parameter else ""
             raise ValueError(f"{field}vLLM does not take the request: {error}") from error
 
     def _input(self, prompt: np.ndarray, images: Sequence[str]) -> Any:
@@ -357,13 +357,13 @@ class VllmEngine(ModelEngine):
         return placed_input(prompt, images, [self._images[name] for name in images])
 
     def _for_sample(self, core: Any, request: Request, index: int) -> Any:
-        own = copy.copy(core)
+        clone = copy.copy(core)
         sampling = request.sampling
         # A GPU draws requests with seeds one by one, and its logits depend on the batch anyway.
         if sampling.seed is not None and sampling.temperature > 0 and self._cpu:
-            own.sampling_params = core.sampling_params.clone()
-            own.sampling_params.seed = _mix(sampling.seed, index, request.prefix_len)
-        return own
+            clone.sampling_params = core.sampling_params.clone()
+            clone.sampling_params.seed = _mix(sampling.seed, index, request.prefix_len)
+        return clone
 
     async def _admit(self, sample: "_Sample") -> None:
         """Send `sample` to EngineCore under a new id; it shares prefixes of this version only."""
@@ -391,20 +391,20 @@ class VllmEngine(ModelEngine):
         self, outputs: list, timestamp: float | None = None, stats: Any = None, **kwargs: Any
     ) -> Any:
         """Replace vLLM's `process_outputs`: take our requests' outputs, pass on the others."""
-        others, aborted, found = [], [], False
+        others, aborted, any_ours = [], [], False
         version = int(label) if (label := kwargs.get("weight_version") or "").isdigit() else 0
         for output in outputs:
             sample = self._samples.get(output.request_id)
             if sample is None:
                 others.append(output)
                 continue
-            found = True
+            any_ours = True
             self._generated += sample.add(output, version)
             if sample.ended:
                 del self._samples[output.request_id]
                 if output.finish_reason is None:  # EngineCore does not know stop strings
                     aborted.append(output.request_id)
-        if found:
+        if any_ours:
             now, (start, end) = self._clock(), self._busy
             if now - end > _GAP_NS:
                 self._end_span()
@@ -485,7 +485,7 @@ class _Sample:
     def __init__(self, index: int, core: Any, wake: asyncio.Event, unwatched: bool = False):
         self.core, self.wake, self.unwatched = core, wake, unwatched
         self.new: Any = Chunk(index)  # its fields are lists
-        self.begun = self.ended = False
+        self.started = self.ended = False
         self.stop_reason: str | None = None
         self.stops: StopStrings | None = None
         self.vocab = 0  # above 0: the tokens drawn from are wanted
@@ -496,37 +496,37 @@ class _Sample:
         tokens = output.new_token_ids
         reason = str(output.finish_reason) if output.finish_reason is not None else None
         if tokens:
-            self.begun = True
+            self.started = True
             if self.stops and (count := self.stops(tokens)) is not None:
                 tokens, reason = tokens[:count], "stop"
             count = len(tokens)
             self.new.tokens.extend(tokens)
             self.new.versions.extend([version] * count)
             # The sampled token, then the most likely: the most that any request of the step wants.
-            made, most = output.new_logprobs, self.core.sampling_params.logprobs
+            step, most = output.new_logprobs, self.core.sampling_params.logprobs
             nothing = [math.nan] * count
             if self.vocab:
-                made = self._unmasked(made, count)
-            self.new.logprobs.extend(nothing if most is None else made.logprobs[:count, 0].tolist())
+                step = self._unmasked(step, count)
+            self.new.logprobs.extend(nothing if most is None else step.logprobs[:count, 0].tolist())
             if most:
                 ids, values = (array[:count, 1 : 1 + most].flatten().tolist()
-                               for array in (made.logprob_token_ids, made.logprobs))  # fmt: skip
+                               for array in (step.logprob_token_ids, step.logprobs))  # fmt: skip
                 self.new.top_tokens.extend(ids)
                 self.new.top_logprobs.extend(values)
         if reason:
             self.end(reason if reason in ("stop", "length") else "abort")
         return len(tokens)
 
-    def _unmasked(self, made: Any, count: int) -> Any:
+    def _unmasked(self, step: Any, count: int) -> Any:
         """Keep the masks in a step's logprobs, see TemperedSampler; return these renormalised."""
-        own, ids = made.logprobs, made.logprob_token_ids[:count]
-        if ids.shape[1] == own.shape[1]:  # no request of the step has a truncated distribution
+        logprobs, ids = step.logprobs, step.logprob_token_ids[:count]
+        if ids.shape[1] == logprobs.shape[1]:  # no request of the step has a truncated distribution
             # As wide as the words of the other steps.
             self.masks.append(np.full((count, -(-self.vocab // 32) * 4), 255, np.uint8))
-            return made
-        words = np.ascontiguousarray(ids[:, own.shape[1] :], np.int32)
+            return step
+        words = np.ascontiguousarray(ids[:, logprobs.shape[1] :], np.int32)
         self.masks.append(words.view(np.uint8))
-        return made._replace(logprobs=np.minimum(own[:, :-1] - own[:, -1:], 0))
+        return step._replace(logprobs=np.minimum(logprobs[:, :-1] - logprobs[:, -1:], 0))
 
     def end(self, reason: str) -> None:
         self.stop_reason, self.ended = reason, True
@@ -556,7 +556,7 @@ class _ScoredPrompt(_Sample):
         if output.new_prompt_logprobs_tensors is not None:
             self.logprobs = output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
         if output.new_token_ids:
-            self.begun = True
+            self.started = True
             self.logprobs.append(float(output.new_logprobs.logprobs[0, 0]))
             self.versions.append(version)
         if output.finish_reason is not None:

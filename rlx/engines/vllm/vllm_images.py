@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.system.image_store import opened
+from rlx.system.image_store import open_picture
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,20 +23,20 @@ class PreparedImage:
     num_bytes: int
 
 
-def prepared(renderer: Any, data: bytes) -> PreparedImage:
+def image_inputs(renderer: Any, data: bytes) -> PreparedImage:
     """Return the inputs for an image file, by the processor of vLLM's renderer; or ValueError."""
-    picture = opened(data)
+    picture = open_picture(data)
     text = renderer.mm_processor.dummy_inputs.get_dummy_text({"image": 1})
     ids = renderer.get_tokenizer().encode(text, add_special_tokens=False)
-    found = renderer._process_multimodal(ids, {"image": [picture]}, None, None)
-    (item,), (place,) = found["mm_kwargs"]["image"], found["mm_placeholders"]["image"]
-    tokens = np.array(found["prompt_token_ids"][place.offset :][: place.length], np.int32)
+    inputs = renderer._process_multimodal(ids, {"image": [picture]}, None, None)
+    (item,), (place,) = inputs["mm_kwargs"]["image"], inputs["mm_placeholders"]["image"]
+    tokens = np.array(inputs["prompt_token_ids"][place.offset :][: place.length], np.int32)
     every = np.ones(place.length, bool)
     embedded = every if place.is_embed is None else np.asarray(place.is_embed)
     ends = np.flatnonzero(embedded)[[0, -1]]
-    own = slice(ends[0], ends[1] + 1)
+    span = slice(ends[0], ends[1] + 1)
     num_bytes = sum(getattr(field.data, "nbytes", 0) for field in item.values())
-    return PreparedImage(item, tokens[own], embedded[own], num_bytes)
+    return PreparedImage(item, tokens[span], embedded[span], num_bytes)
 
 
 def placed_input(prompt: np.ndarray, names: Sequence[str], images: Sequence[PreparedImage]) -> Any:

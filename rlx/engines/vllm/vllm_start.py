@@ -134,7 +134,7 @@ def read_engine_args(text: str, names: Collection[str], fixed: Collection[str]) 
     `names` are those that vLLM has and rlx does not set, `fixed` those that rlx sets. UserError for
     an argument without a value, or not in `names`.
     """
-    found: dict[str, Any] = {}
+    args: dict[str, Any] = {}
     for part in filter(None, text.split(";")):
         name, equals, value = part.strip().partition("=")
         if not equals:
@@ -144,15 +144,15 @@ def read_engine_args(text: str, names: Collection[str], fixed: Collection[str]) 
         if name not in names:
             raise unknown("argument of vLLM in fleet.engine_args", name, names)
         try:
-            found[name] = json.loads(value)
+            args[name] = json.loads(value)
         except ValueError:
-            found[name] = value
-    return found
+            args[name] = value
+    return args
 
 
 def _set_environment(cpu: bool, tensor_parallel: int, size: int) -> None:
     """Set variables of vLLM and its threads, for weights of `size` bytes."""
-    wanted = {
+    variables = {
         "VLLM_NO_USAGE_STATS": "1",
         "GLOO_SOCKET_IFNAME": "lo",  # else it listens on the address of the host's name
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -161,16 +161,16 @@ def _set_environment(cpu: bool, tensor_parallel: int, size: int) -> None:
     if cpu:
         # Compiling a helper costs 10 s at the first logprob. By default threads exceed cores.
         cores = sorted(os.sched_getaffinity(0))
-        each = len(cores) // tensor_parallel
-        wanted |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": str(max(each, 1))}
+        threads = len(cores) // tensor_parallel
+        variables |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": str(max(threads, 1))}
         if tensor_parallel > 1:
-            groups = [cores[i * each : (i + 1) * each] for i in range(tensor_parallel)]
+            groups = [cores[i * threads : (i + 1) * threads] for i in range(tensor_parallel)]
             bound = "|".join(",".join(map(str, group)) for group in groups)
-            wanted |= {"VLLM_CPU_OMP_THREADS_BIND": bound if each else "nobind"}
-        elif each > 1 and size < _SMALL_MODEL:
+            variables |= {"VLLM_CPU_OMP_THREADS_BIND": bound if threads else "nobind"}
+        elif threads > 1 and size < _SMALL_MODEL:
             # For torch the second one overrides the first.
-            os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(each - 1))
-    for name, value in wanted.items():
+            os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads - 1))
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 

@@ -64,16 +64,16 @@ class TemperedSampler(Sampler):
             self._temperature = None
 
     def sample(self, logits, sampling_metadata, *args: Any, **kwargs: Any):
-        given, drawer, self._kept = sampling_metadata, self.topk_topp_sampler, None
-        whole = not (self.guided or truncates(given))
-        if given.all_greedy or given.max_num_logprobs is None or whole:
-            return super().sample(logits, given, *args, **kwargs)
+        metadata, drawer, self._kept = sampling_metadata, self.topk_topp_sampler, None
+        full = not (self.guided or truncates(metadata))
+        if metadata.all_greedy or metadata.max_num_logprobs is None or full:
+            return super().sample(logits, metadata, *args, **kwargs)
         plain, mode = drawer.forward, drawer.logprobs_mode
         if logits.device.type != "cpu":  # FlashInfer does not return what it kept
             drawer.forward = drawer.forward_native
         drawer.logprobs_mode = "processed_logits"
         try:
-            sampled, processed = super().sample(logits, given, *args, **kwargs)
+            sampled, processed = super().sample(logits, metadata, *args, **kwargs)
         finally:
             drawer.forward, drawer.logprobs_mode = plain, mode
         assert processed is not None  # by the mode
@@ -81,16 +81,16 @@ class TemperedSampler(Sampler):
         return sampled, None
 
     def gather_logprobs(self, logprobs, *args: Any, **kwargs: Any):  # type: ignore[override]
-        found = super().gather_logprobs(logprobs, *args, **kwargs)
+        table = super().gather_logprobs(logprobs, *args, **kwargs)
         kept, self._kept = self._kept, None
         if kept is None:
-            return found
+            return table
         mass = logprobs.masked_fill(~kept, -torch.inf).logsumexp(-1, keepdim=True)
         bits = torch.nn.functional.pad(kept, (0, -kept.shape[1] % 32)).unflatten(1, (-1, 32))
         words = (bits.int() << torch.arange(32, device=bits.device, dtype=torch.int32)).sum(-1)
-        ids = found.logprob_token_ids
+        ids = table.logprob_token_ids
         more = torch.cat([ids, torch.full_like(ids[:, :1], -1), words.to(ids.dtype)], 1)
-        return found._replace(logprob_token_ids=more, logprobs=torch.cat([found.logprobs, mass], 1))
+        return table._replace(logprob_token_ids=more, logprobs=torch.cat([table.logprobs, mass], 1))
 
     def compute_logprobs(self, logits):  # type: ignore[override]
         temperature = self._temperature
@@ -100,10 +100,10 @@ class TemperedSampler(Sampler):
         return logits.log_softmax(dim=-1, dtype=torch.float32)
 
 
-def truncates(given: Any) -> bool:
+def truncates(metadata: Any) -> bool:
     """Return whether top-p, top-k or a minimum length excludes tokens of a step, by metadata."""
-    limits = (getattr(each, "min_toks", None) for each in given.logitsprocs.non_argmax_invariant)
-    return given.top_p is not None or given.top_k is not None or any(limits)
+    limits = (getattr(each, "min_toks", None) for each in metadata.logitsprocs.non_argmax_invariant)
+    return metadata.top_p is not None or metadata.top_k is not None or any(limits)
 
 
 def _sample_tokens(runner: Any, plain: Callable, grammar_output: Any) -> Any:
@@ -118,25 +118,25 @@ def prompt_logprobs(
     """Replace the runner's method `plain`: return prompts' logprobs at their temperatures."""
     # vLLM has no temperature for prompts. It makes all logits of a prompt at once, twice 2.5 GB for
     # 4096 tokens and a vocabulary of 152k; here `plain` gets `_ROWS` tokens at a time.
-    found: dict[str, Any] = {}
-    wanted = runner.num_prompt_logprobs
+    results: dict[str, Any] = {}
+    pending = runner.num_prompt_logprobs
     try:
-        for name in [name for name in wanted if name in num_tokens]:
+        for name in [name for name in pending if name in num_tokens]:
             request = runner.requests[name]
             done, count = request.num_computed_tokens, num_tokens[name]
-            unfinished = runner.num_prompt_logprobs = {name: wanted[name]}
+            unfinished = runner.num_prompt_logprobs = {name: pending[name]}
             temperature = torch.tensor([request.sampling_params.temperature], device=runner.device)
             with runner.sampler.at(temperature):
                 for start in range(0, count, _ROWS):
                     request.num_computed_tokens = done + start
                     part = {name: min(_ROWS, count - start)}
-                    found |= plain(hidden_states[start:], part)
+                    results |= plain(hidden_states[start:], part)
             request.num_computed_tokens = done
             if not unfinished:  # `plain` has reached the prompt's end
-                del wanted[name]
+                del pending[name]
     finally:
-        runner.num_prompt_logprobs = wanted
-    return found
+        runner.num_prompt_logprobs = pending
+    return results
 
 
 def shrink_adapted(
@@ -248,8 +248,8 @@ class RolloutWorker:
     def _placing(self, count: int, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return a copy to the GPU if it has room for `count` numbers, else to pinned memory."""
         # The allocator keeps the memory of the last exchange, which the driver counts as used.
-        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        free = torch.cuda.mem_get_info(self.device)[0] + kept
+        cache = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        free = torch.cuda.mem_get_info(self.device)[0] + cache
         room = count * dtype.itemsize < free // 2
         if not room or get_tensor_model_parallel_world_size() > 1:  # several slice the tensors
             return lambda tensor: tensor.to("cpu", dtype).pin_memory()
@@ -295,11 +295,11 @@ def plan(model: torch.nn.Module, spec: dict[str, Any]) -> dict[str, list[str]]:
     fused, spec = getattr(model, "packed_modules_mapping", {}), renamed(model, spec)
     sources: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        own = name.replace(".base_layer.", ".")  # with adapters, which are no parameters
-        owner, _, leaf = own.rpartition(".")
+        hf_name = name.replace(".base_layer.", ".")  # with adapters, which are no parameters
+        owner, _, leaf = hf_name.rpartition(".")
         prefix, _, module = owner.rpartition(".")
-        own = own.replace(".experts.gate.", ".gate.")  # two modules share a router
-        parts = [f"{prefix}.{part}.{leaf}" for part in fused.get(module, ())] or [own]
+        hf_name = hf_name.replace(".experts.gate.", ".gate.")  # two modules share a router
+        parts = [f"{prefix}.{part}.{leaf}" for part in fused.get(module, ())] or [hf_name]
         if leaf in _EXPERTS:  # one parameter for all experts of a layer
             numbers = range(len(parameter))
             parts = [f"{prefix}.{i}.{part}.weight" for i in numbers for part in _EXPERTS[leaf]]
@@ -383,8 +383,8 @@ def _pack_experts(module: Any, new: SimpleNamespace) -> None:
     """Pack the matrices of a layer's experts as vLLM does after loading them."""
     packed = torch.nn.Module()
     for leaf in _EXPERTS:
-        each = getattr(new, leaf).unflatten(0, (len(getattr(module, leaf)), -1))
-        packed.register_parameter(leaf, torch.nn.Parameter(each, requires_grad=False))
+        matrices = getattr(new, leaf).unflatten(0, (len(getattr(module, leaf)), -1))
+        packed.register_parameter(leaf, torch.nn.Parameter(matrices, requires_grad=False))
     module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(packed)
     for leaf in _EXPERTS:
         setattr(new, leaf, getattr(packed, leaf).data)
