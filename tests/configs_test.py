@@ -119,13 +119,13 @@ def test_a_config_of_a_cluster_fills_its_nodes(variant, tmp_path):
     hosts = {f"n{i}": range(cluster.gpus_per_node) for i in range(cluster.nodes)}
     allocation = parse(config.allocation_mode)
     assert (int(nodes), allocation.gpus) == (cluster.nodes, 8 * cluster.nodes)
-    *servers, trainer = place(allocation, hosts)
+    *servers, (_, trainer) = place(allocation, hosts)
     assert len(servers) == config.fleet.num_servers
-    assert all(len({host for host, _ in server.gpus}) == 1 for server in servers)
+    assert all(len({host for host, _ in gpus}) == 1 for _, gpus in servers)
     model, billions, _ = LARGE[name]
     assert billions * 2e9 / config.fleet.tensor_parallel < 0.5 * 80e9, "weights of a server"
     assert model.num_heads % config.fleet.tensor_parallel == 0
-    gpus = len(trainer.gpus)
+    gpus = len(trainer)
     assert math.prod(mesh_axes(config.train.mesh, gpus).values()) == gpus
     pieces = memory.trainer(sizes_of(config, model), Devices("gpu", "H100", gpus, 80 * 10**9))
     assert sum(pieces.values()) < 80 * 2**30, memory.sizes_text(pieces)

@@ -23,7 +23,7 @@ from experiments.bench import process, vllm_workers
 from experiments.bench.vllm_fleet import spread
 from rlx.config import default
 from rlx.evaluation.question_sets import BENCHMARKS
-from rlx.evaluation.sample_files import Asked
+from rlx.evaluation.sample_files import QuestionOptions
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.model.directory import load_config
 from rlx.rollout import arithmetic
@@ -83,7 +83,7 @@ def main() -> None:
     config = default()
     config.data.max_prompt_tokens, config.sampling.max_new_tokens = 64, args.most
     config.rollout.max_concurrent_rollouts = args.slots
-    asked = Asked(n_samples=args.samples, pass_at=(), maj_at=())
+    asked = QuestionOptions(n_samples=args.samples, pass_at=(), maj_at=())
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(args.scratch or directory)
         with vllm_workers.model_dir(args.model, scratch) as model:

@@ -309,7 +309,7 @@ def replaced(world: World) -> Iterator[None]:
     with ExitStack() as stack:
         for place, name, value in (
             *((module, "time", clock) for module in (client, balancer, member, service)),
-            (client, "stage", staged), (service.RolloutService, "_verified", verified),
+            (client, "stage", staged), (service.RolloutService, "_verified_path", verified),
             (member.transport, "channel", channel), (member.rpc, "RolloutStub", lambda made: made),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(place, name, value))

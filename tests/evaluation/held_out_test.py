@@ -75,7 +75,12 @@ def test_sets_are_scored_by_name_with_samples_and_wait_in_line(make, fake_fleet,
     sets = {name: [{"question": f"{name}{i}", "answer": ""} for i in range(4)] for name in "ab"}
     fleet = fake_fleet()
     held_out, executor, _, skipped = make(
-        fleet=fleet, workflow=Graded(), rows=[], sets=sets, random_sampling=Sampling(1.0), n_samples=4
+        fleet=fleet,
+        workflow=Graded(),
+        rows=[],
+        sets=sets,
+        random_sampling=Sampling(1.0),
+        n_samples=4,
     )
     assert held_out.due(0)
     held_out.begin(0, executor)

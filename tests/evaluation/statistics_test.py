@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlx.base import UserError
 from rlx.evaluation import statistics
-from rlx.evaluation.sample_files import Asked
+from rlx.evaluation.sample_files import QuestionOptions
 
 
 @given(st.integers(1, 9), st.data())
@@ -107,7 +107,7 @@ def test_an_interval_of_lengths_is_students():
 
 
 def test_a_row_has_the_tables_columns_in_their_order():
-    names = Asked(pass_at=(8, 16), maj_at=(16,)).columns
+    names = QuestionOptions(pass_at=(8, 16), maj_at=(16,)).columns
     assert names == (
         "greedy_length", "sample_length", "greedy_acc", "sample_pass@1", "pass@8", "pass@16",
         "maj@16",

@@ -12,7 +12,7 @@ from rlx.base import UserError
 from rlx.doctor import gpu_cards, machine, packages
 from rlx.doctor.machine import Devices
 from rlx.engines import options
-from rlx.evaluation.sample_files import Asked
+from rlx.evaluation.sample_files import QuestionOptions
 from rlx.launch import allocation
 from rlx.launch.local import CpuPlan, LocalServers
 from rlx.run import allocate, loop, plan_run, score_models
@@ -129,7 +129,9 @@ def test_servers_of_an_evaluation_have_gpus_of_their_own(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
     monkeypatch.setattr(score_models, "servers_of", lambda *_, **options: options["gpus"])
     config = allocate.apply_allocation(config_of("vllm:d2+eval"), trains=False)
-    model = score_models._Model(config, RunOptions.of(config), Asked(), tmp_path, tmp_path)
+    model = score_models._Model(
+        config, RunOptions.of(config), QuestionOptions(), tmp_path, tmp_path
+    )
     assert model.servers(None) == (("3",), ("4",))
 
 

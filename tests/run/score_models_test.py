@@ -16,7 +16,7 @@ from configs import arithmetic
 from rlx import config as rlx_config
 from rlx.base import UserError
 from rlx.evaluation import question_sets, sample_files
-from rlx.evaluation.sample_files import GREEDY, Asked, SampleRange
+from rlx.evaluation.sample_files import GREEDY, QuestionOptions, SampleRange
 from rlx.launch.local import LocalServers
 from rlx.model import directory, hf
 from rlx.rollout import arithmetic as rollout_arithmetic
@@ -37,7 +37,7 @@ ASK = [
 
 def score(config, models, sets, out, **options):
     """The table of a config's evaluation."""
-    return score_models(config, models, sets, Asked(**options), out, lambda *_: None)
+    return score_models(config, models, sets, QuestionOptions(**options), out, lambda *_: None)
 
 
 def ask(out, file):
@@ -64,7 +64,7 @@ def test_a_sample_counts_once_and_only_those_asked_for(tmp_path):
     for sample, reward in ((GREEDY, 1.0), (0, 1.0), (0, 0.0), (1, 0.0), (2, 1.0)):
         append_jsonl(path, {"index": 0, "sample": sample, "reward": reward, "tokens": 5,
                             "answer": str(reward)})  # fmt: skip
-    asked = Asked(n_samples=2, pass_at=(2,), maj_at=())
+    asked = QuestionOptions(n_samples=2, pass_at=(2,), maj_at=())
     row = sample_files.summary("x", path, 1, asked)
     assert (row["greedy_acc"], row["sample_pass@1"], row["pass@2"]) == (1.0, 0.5, 1.0)
 
@@ -111,7 +111,7 @@ def test_the_command_prints_the_table_and_goes_on_where_it_stopped(tmp_path):
 
 
 def test_a_question_that_failed_is_wrong_without_a_length_and_asked_again(tmp_path):
-    path, asked = tmp_path / "set.jsonl", Asked(n_samples=2, pass_at=())
+    path, asked = tmp_path / "set.jsonl", QuestionOptions(n_samples=2, pass_at=())
     good = {"question": "q", "answer": "1", "completion": "1", "reward": 1.0, "tokens": 4}
     bad = {**good, "answer": None, "completion": "", "reward": 0.0, "tokens": 0, "error": "E: no"}
     for index, kinds in enumerate([[good, good, good], [bad, bad, bad]]):
@@ -249,7 +249,7 @@ def test_an_outage_of_the_servers_is_reported(capsys):
         raise UserError("stop here")
 
     config = rlx_config.default()
-    model = _Model(config, RunOptions.of(config), Asked(), None, None)
+    model = _Model(config, RunOptions.of(config), QuestionOptions(), None, None)
     with pytest.raises(UserError, match="stop here"):
         model.ask(SimpleNamespace(fleet=fleet), None, None)
     assert capsys.readouterr().err == "no rollout server alive\n"
@@ -303,13 +303,13 @@ def test_the_questions_of_a_file_have_the_configs_key(tmp_path):
 
 
 def test_an_evaluation_that_wrote_no_sample_claims_no_directory(tmp_path):
-    before = Asked(temperature=0.1)
+    before = QuestionOptions(temperature=0.1)
     settings = sample_files.settings(before, {"m": "m"}, {}, {}, tmp_path)
     (tmp_path / "settings.json").write_text(json.dumps(settings))
-    assert sample_files.settings(Asked(), {"m": "n"}, {}, {}, tmp_path)
+    assert sample_files.settings(QuestionOptions(), {"m": "n"}, {}, {}, tmp_path)
     append_jsonl(tmp_path / "m" / "x.jsonl", {"index": 0, "sample": 0})
     with pytest.raises(UserError, match=r"holds an evaluation with temperature=0.1"):
-        sample_files.settings(Asked(), {"m": "m"}, {}, {}, tmp_path)
+        sample_files.settings(QuestionOptions(), {"m": "m"}, {}, {}, tmp_path)
 
 
 def test_a_sample_that_cannot_be_read_is_put_aside_and_asked_for_again(tmp_path):
