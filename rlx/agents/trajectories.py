@@ -23,7 +23,7 @@ from rlx.agents.agent_options import EXPORTS
 from rlx.agents.sessions import Interaction
 from rlx.base import Group, Trajectory, UserError, with_images
 from rlx.rollout.control_tokens import plain
-from rlx.rollout.workflows import joined_turns
+from rlx.rollout.workflows import joined
 
 
 def turn_returns(
@@ -176,8 +176,8 @@ def _trajectory(turns: Sequence[Interaction], first: int, **fields: Any) -> Traj
     ]
     last, prompt = turns[-1], plain(turns[0].prompt_text)
     if len(turns) == 1:
-        return joined_turns(new, first=first, prompt=prompt, completion=last.text, **fields)
+        return joined(new, first=first, prompt=prompt, completion=last.text, **fields)
     starts = [len(plain(t.prompt_text)) - len(prompt) for t in turns]
     spans = tuple((at, at + len(plain(t.raw))) for at, t in zip(starts, turns, strict=True))
     words = plain(last.full_text)[len(prompt) :]
-    return joined_turns(new, first=first, prompt=prompt, completion=words, said=spans, **fields)
+    return joined(new, first=first, prompt=prompt, completion=words, said=spans, **fields)

@@ -15,7 +15,7 @@ from rlx.engines.stop_strings import cut
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.rewards.reward_pool import RewardCall, RewardPool
-from rlx.rollout.workflows import Generator, Prompts, Task, chat, encode, joined_turns
+from rlx.rollout.workflows import Generator, Prompts, Task, chat, encode, joined
 from rlx.system.threads import run_all
 
 _MARK = "@@ANSWER@@"  # an answer, to find the text that a chat template puts after it
@@ -100,7 +100,7 @@ class Episode:
             begin = len(completion)
             completion += self._decode(reply.tokens)
             spans.append((begin, len(completion)))
-        return joined_turns(
+        return joined(
             self._turns, reward, f"{self._task.group_id}.{self._index}", info=info,
             prompt=self._text, completion=completion, said=tuple(spans),
         )  # fmt: skip

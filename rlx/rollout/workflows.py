@@ -250,12 +250,12 @@ class RLVR:
 def trajectory(
     prompt_ids: Any, sampled: Completion, reward: float, trajectory_id: str, **further: Any
 ) -> Trajectory:
-    """Return a single turn, as `joined_turns` does."""
-    turn = joined_turns([(prompt_ids, sampled)], reward, trajectory_id, **further)
+    """Return a single turn, as `joined` does."""
+    turn = joined([(prompt_ids, sampled)], reward, trajectory_id, **further)
     return dataclasses.replace(turn, turn_ids=None)
 
 
-def joined_turns(
+def joined(
     turns: Sequence[tuple[Any, Completion]],
     reward: float,
     trajectory_id: str,

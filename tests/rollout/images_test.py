@@ -17,7 +17,7 @@ from rlx.rollout import data
 from rlx.rollout.datasets import answered_tokens
 from rlx.rollout.images import ImagePrompts, RowImages, data_uri, image_part
 from rlx.rollout.tool_use import ToolUse
-from rlx.rollout.workflows import Prompts, Task, joined_turns
+from rlx.rollout.workflows import Prompts, Task, joined
 from rlx.sandbox.sandbox import SandboxOptions
 from rlx.system import image_store
 from rlx.system.image_store import ImageStore, name_of
@@ -123,7 +123,7 @@ def test_a_trajectory_keeps_its_images_through_the_journal(prompts, tmp_path):
     one = np.ones(1, np.int32)
     done = Completion(one, np.zeros(1, np.float32), one, "stop")
     turns = [(PromptTokens([1, 2], ["x"]), done), (PromptTokens([3], ["y"]), done)]
-    trajectory = joined_turns(turns, 1.0, "0.0")
+    trajectory = joined(turns, 1.0, "0.0")
     (back,) = records.loads(records.dumps([Group(0, (trajectory,))]))
     assert back.trajectories[0].images == trajectory.images == ("x", "y")
 

@@ -25,13 +25,13 @@ def codes(found):
 def test_turns_and_pieces():
     pieces = episode._one_piece(completion([4, 5], True), completion([8], True))
     assert codes(pieces) == [[4], [5, 5], [8, 8]]
-    found = workflows.joined_turns(
+    found = workflows.joined(
         [([1, 2], pieces), ([5, 5], completion([7, 8], False)), ([], completion([7, 6], True))],
         0.0, "0.0",
     )  # fmt: skip
     assert found.tokens.tolist() == [1, 2, 4, 5, 8, 5, 5, 7, 8, 7, 6]
     assert codes(found) == [[], [], [4], [5, 5], [8, 8], [], [], [], [], [7], []]
-    plain = workflows.joined_turns([([1, 2], completion([4], False))], 0.0, "0.0")
+    plain = workflows.joined([([1, 2], completion([4], False))], 0.0, "0.0")
     assert plain.kept is plain.kept_sizes is None
 
 

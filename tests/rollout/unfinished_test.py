@@ -21,7 +21,7 @@ from rlx.rollout.episode import run_all
 from rlx.rollout.executor import Executor, group_seed
 from rlx.rollout.staleness import Limits
 from rlx.rollout.unfinished import Unfinished
-from rlx.rollout.workflows import joined_turns
+from rlx.rollout.workflows import joined
 from rlx.system.threads import LoopThread
 
 SEED, ROWS = 5, [{"question": f"q{i}", "answer": str(i)} for i in range(60)]
@@ -68,7 +68,7 @@ class Talk:
                 most = self.most(task.group_id, i, turn)
                 sampling = Sampling(seed=task.seed + i, max_new_tokens=most)
                 found.append((seen, (await fleet.generate([*before, *seen], sampling, 1))[0]))
-            return joined_turns(found, float(i), f"{task.group_id}.{i}")
+            return joined(found, float(i), f"{task.group_id}.{i}")
 
         return Group(task.group_id, tuple(await run_all(*map(sample, range(N)))), task.row)
 
