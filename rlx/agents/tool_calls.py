@@ -110,7 +110,7 @@ class Reader:
         return (before if before.strip() or not calls else None), calls
 
     def thoughts(self, text: str, active: bool) -> tuple[str, str]:
-        """Split a text or its beginning into thoughts, open in the prompt if `active`, and words."""
+        """Split a text or its start into thoughts, open in the prompt if `active`, and words."""
         if self.tags is None:
             return "", text
         opens, closes = self.tags
