@@ -14,7 +14,7 @@ from typing import Any
 
 from rlx.agents import trajectories
 from rlx.agents.named_workflow import RLVR_NAME
-from rlx.base import Group, UserError
+from rlx.base import Group, UserError, refuse
 from rlx.evaluation import statistics
 from rlx.rollout.images import RowImages
 from rlx.system.image_store import ImageStore
@@ -37,6 +37,12 @@ class QuestionOptions:
     maj_at: tuple[int, ...] = ()
     # Of the questions.
     images: RowImages = field(default_factory=lambda: RowImages(ImageStore(), "images"))
+
+    def __post_init__(self) -> None:
+        limits = (("temperature", 100), ("top_p", 1), ("n_samples", 1 << 16))
+        refuse((not 0 <= (value := getattr(self, name)) <= most,
+                f"--{name}={value:g} is not from 0 to {most}; give a number in that range")
+               for name, most in limits)  # fmt: skip
 
     @property
     def columns(self) -> tuple[str, ...]:
