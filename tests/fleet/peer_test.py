@@ -249,7 +249,7 @@ def test_a_server_keeps_no_third_file_for_a_joiner(tools, tmp_path):
                         taken.set()
                         await asyncio.sleep(3600)
 
-                joiner._rollouts._published = wait
+                joiner._rollouts._take_publish = wait
                 one = fleet._weights
                 to = pb.RelayServer(
                     address=f"127.0.0.1:{joiner.port}", instance=joiner._rollouts._instance

@@ -314,7 +314,7 @@ def test_a_damaged_chunk_is_not_passed_on(tools, tmp_path):
 
     async def main():
         async with pair(tools, tmp_path) as ((one, _), (two, server), stub):
-            calls, receive = [], server._rollouts._published
+            calls, receive = [], server._rollouts._take_publish
 
             async def watched(requests):
                 calls.append(seen := [])
@@ -327,7 +327,7 @@ def test_a_damaged_chunk_is_not_passed_on(tools, tmp_path):
                 messages_of, requests._requests = requests._requests, noted()
                 return await receive(requests)
 
-            server._rollouts._published = watched
+            server._rollouts._take_publish = watched
             below = pb.PublishRelay(below=[place(server)], fanout=1)
             for damage, crcs in ((0, True), (5000, True), (19_000, True), (None, False)):
                 given = messages(path, 1, relay=below, damage=damage, crcs=crcs)

@@ -266,8 +266,8 @@ def test_a_host_that_differs_is_named_with_the_remedy():
     assert all(check.level == "ok" for check in checks)
     wrong = {c.name: c for c in checks_of("c", other, here, (now, now)) if c.level != "ok"}
     assert set(wrong) == {"packages", "clock", "shared"}
-    assert "numpy 0.1 (here " in wrong["packages"].found
-    assert "jax missing (here " in wrong["packages"].found
+    assert "numpy 0.1 (here " in wrong["packages"].result
+    assert "jax missing (here " in wrong["packages"].result
     assert all(check.remedy for check in wrong.values())
     text = table([*checks, *wrong.values()])
     assert "✗ c: clock: 60.0 s off → set it by NTP (chrony)" in text

@@ -146,8 +146,8 @@ def test_no_run_exceeds_its_staleness_and_none_stands_still(eta, training, serve
     limits = setup.limits
     seconds, run = steps(setup, 4, 6)  # admitting too many raises StalenessViolation
     assert math.isfinite(seconds)
-    assert len(run.taken) == 10
-    for step, (_, _, groups) in enumerate(run.taken):
+    assert len(run.batches) == 10
+    for step, (_, _, groups) in enumerate(run.batches):
         assert all(step - group.oldest_version <= eta for group in groups)
     assert 1 <= run.limits.concurrency <= limits.concurrency
     again = steps(setup, 4, 6)
