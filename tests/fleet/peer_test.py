@@ -35,10 +35,12 @@ def weights(version):
     return {"scale": scale, "ballast": ballast.view(np.float16)}
 
 
-def limited(tools, fanout=1, **changes):
+def limited(tools, fanout=1, hang_seconds=5.0):
+    """On a busy machine servers in one process answer Status late while weights arrive."""
     return dataclasses.replace(
-        tools.limits, relay_fanout=fanout, connect_seconds=20, publish_timeout_seconds=30, **changes
-    )
+        tools.limits, relay_fanout=fanout, connect_seconds=20, publish_timeout_seconds=30,
+        hang_seconds=hang_seconds,
+    )  # fmt: skip
 
 
 async def until(condition):
@@ -350,7 +352,13 @@ def test_the_sender_is_killed_or_stopped_half_way(tools, tmp_path, how):
     """The joiner gets it from the trainer; a stopped sender that goes on changes nothing."""
 
     async def main():
-        async with processes(tools, tmp_path, limited(tools)) as (fleet, pid, slow, said, joiner):
+        async with processes(tools, tmp_path, limited(tools, hang_seconds=1.0)) as (
+            fleet,
+            pid,
+            slow,
+            said,
+            joiner,
+        ):
             os.kill(pid, how)
             assert joiner not in fleet.live
             await until(lambda: joiner in fleet.live)
@@ -374,7 +382,13 @@ def test_publishes_begin_during_a_join(tools, tmp_path, publishes):
     """One: the joiner gets the whole old version, then the changes. More: the old file is gone."""
 
     async def main():
-        async with processes(tools, tmp_path, limited(tools)) as (fleet, _, slow, said, joiner):
+        async with processes(tools, tmp_path, limited(tools, hang_seconds=1.0)) as (
+            fleet,
+            _,
+            slow,
+            said,
+            joiner,
+        ):
             slow.seconds = 0.3
             for version in range(2, 2 + publishes):
                 report = await fleet.publish(version, weights(version), "delta")

@@ -137,6 +137,11 @@ def limited(tools, fanout, **changes):
     return dataclasses.replace(tools.limits, relay_fanout=fanout, **changes)
 
 
+def patient(tools, fanout):
+    """On a busy machine servers in one process answer Status late while weights arrive."""
+    return limited(tools, fanout, hang_seconds=5.0)
+
+
 def kept(server):
     base = server._rollouts._kept.weights
     return Path(base.path).read_bytes() if base else None
@@ -149,7 +154,7 @@ def loads(engines):
 @pytest.mark.parametrize("fanout", [1, 2, 3])
 def test_the_trainer_sends_to_a_few_and_all_have_it(tools, tmp_path, fanout):
     async def main():
-        async with tools.fleet(7, tmp_path, limits=limited(tools, fanout)) as (fleet, engines, _):
+        async with tools.fleet(7, tmp_path, limits=patient(tools, fanout)) as (fleet, engines, _):
             for version in (1, 2):
                 report = await fleet.publish(version, weights(version), "stream")
                 assert len(report.acks) == 7
@@ -165,7 +170,7 @@ def test_the_trainer_sends_to_a_few_and_all_have_it(tools, tmp_path, fanout):
 
 def test_without_relays_the_trainer_sends_to_all(tools, tmp_path):
     async def main():
-        async with tools.fleet(4, tmp_path, limits=limited(tools, 0)) as (fleet, engines, _):
+        async with tools.fleet(4, tmp_path, limits=patient(tools, 0)) as (fleet, engines, _):
             report = await fleet.publish(1, weights(1), "stream")
             assert report.sent_bytes == 4 * report.num_bytes
             assert loads(engines) == [[1]] * 4
@@ -175,7 +180,7 @@ def test_without_relays_the_trainer_sends_to_all(tools, tmp_path):
 
 def test_deltas_go_the_same_way(tools, tmp_path):
     async def main():
-        async with tools.fleet(5, tmp_path, limits=limited(tools, 2)) as (fleet, engines, servers):
+        async with tools.fleet(5, tmp_path, limits=patient(tools, 2)) as (fleet, engines, servers):
             first = await fleet.publish(1, weights(1), "delta")
             assert first.sent_bytes == 2 * first.num_bytes
             report = await fleet.publish(2, weights(2), "delta")
@@ -197,7 +202,7 @@ def test_deltas_go_the_same_way(tools, tmp_path):
 
 def test_weights_that_all_refuse(tools, tmp_path):
     async def main():
-        async with tools.fleet(4, tmp_path, limits=limited(tools, 1)) as (fleet, engines, _):
+        async with tools.fleet(4, tmp_path, limits=patient(tools, 1)) as (fleet, engines, _):
             await fleet.publish(1, weights(1), "stream")
             with pytest.raises(UserError, match="not finite"):
                 await fleet.publish(2, weights(2, scale=np.nan), "stream")
@@ -210,7 +215,7 @@ def test_weights_that_all_refuse(tools, tmp_path):
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_server_that_refuses_does_not_keep_it_from_others(tools, tmp_path, where):
     async def main():
-        async with tools.fleet(3, tmp_path, limits=limited(tools, 1)) as (fleet, engines, _):
+        async with tools.fleet(3, tmp_path, limits=patient(tools, 1)) as (fleet, engines, _):
             await fleet.publish(1, weights(1), "stream")
             load = engines[where].load
 
@@ -234,7 +239,7 @@ def test_a_server_that_refuses_does_not_keep_it_from_others(tools, tmp_path, whe
 
 def test_publishes_at_once_and_requests_meanwhile(tools, tmp_path, arithmetic):
     async def main():
-        async with tools.fleet(5, tmp_path, limits=limited(tools, 2)) as (fleet, engines, _):
+        async with tools.fleet(5, tmp_path, limits=patient(tools, 2)) as (fleet, engines, _):
             for engine in engines:
                 engine.step_seconds = 0.002
             await fleet.publish(1, weights(1), "delta")

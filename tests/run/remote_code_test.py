@@ -30,7 +30,7 @@ LOADERS = {
     "stop strings": "from rlx.engines.stop_strings import load_decode; load_decode(path)",
     "scores": "from rlx.mismatch.measure import transformers_logprobs; "
     "transformers_logprobs(path, [], 1.0, 'float32')",
-    "torch": "from rlx_torch import packed_model; packed_model.known(path)",
+    "torch": "from rlx_torch import packed_model; packed_model.packable_config(path)",
 }
 
 
