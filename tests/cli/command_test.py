@@ -186,6 +186,7 @@ def test_a_command_may_open_as_many_files_as_the_user_may(tmp_path):
         f"rlx.sweep seed=1,2 --random={10**30}", "rlx.replay run --generation=-2",
         "rlx.compare --model=m --count=-1", "rlx.compare --model=m --max-new-tokens=0",
         "rlx.compare --model=m --temperature=nan", "rlx.compare --model=m --temperature=inf",
+        "rlx.cluster up --hosts=a --port=99999999", "rlx.cluster up --hosts=a --servers=-1",
         "rlx.gateway --model=m --port=65536", "rlx.gateway --model=m --idle-seconds=nan",
     ],
 )  # fmt: skip
