@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from subprocess import Popen
 from threading import TIMEOUT_MAX, Event
-from typing import Any
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -32,8 +32,7 @@ from rlx.fleet.client import Fleet, NoFleet
 from rlx.fleet.tls import client_tls, is_loopback
 from rlx.journal import history
 from rlx.journal import journal as journals
-from rlx.launch import teacher
-from rlx.launch.local import CpuPlan, LocalServers, cpu_plan, servers_of, start_early
+from rlx.launch import local, teacher
 from rlx.mismatch import measure
 from rlx.mismatch.gate import Gate
 from rlx.model import directory
@@ -49,7 +48,7 @@ from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor
 from rlx.rollout.teacher_scores import JudgeRewarded, TeacherScored
 from rlx.run import flags, resume, trainers
-from rlx.run.auto_values import Precision, decide_dtypes, decide_microbatches
+from rlx.run.auto_values import Fit, Precision, decide_dtypes, decide_microbatches
 from rlx.run.export import Export, require_base
 from rlx.run.frequency import Position, from_host
 from rlx.run.inputs import INITIAL, Inputs
@@ -66,6 +65,7 @@ from rlx.train.hosts import Cluster, Hosts
 from rlx.train.train_options import AUTO
 
 END_SECONDS = 20.0  # of the grace period, for servers and a requeue, at most a quarter of it
+POLICY = "policy"  # name of the fleet that generates
 SKIPS_SHOWN = 5  # skipped rows shown in the terminal; skipped.jsonl has all
 
 
@@ -81,6 +81,9 @@ class Parts:
     laps: dict[str, int]  # parts of the start → their ends, ns
     hooks: Hooks
     precision: Precision = field(init=False)  # dtypes, which `build` writes into `config`
+    fit: Fit = field(init=False)  # remat and microbatches, in `config` too
+    decided: dict[str, Any] = field(init=False)  # those of both that every trainer process needs
+    in_turns: bool = False  # whether trainer and servers share a device in turns
     elapsed: Callable[[], float] = field(init=False)  # the run's seconds, earlier processes' too
     progress: Progress = field(init=False)
     timeline: Timeline = field(init=False)
@@ -95,14 +98,25 @@ class Parts:
     teacher_fleet: Fleet | None = None  # of the teacher that scores rollouts
     fleets: Mapping[str, Fleet] = field(init=False)  # policy, teacher, reward model: those it has
     gate: Gate | None = None
-    turns: Turns | None = None  # where trainer and servers share a device in turns
+    turns: Turns | None = None
     tracer: Any = None  # of rollouts' spans
+    note_skip: Callable[[dict[str, Any]], None] = field(init=False)  # records a skipped row
     initial: Position = field(init=False)  # at the start
     last: Mapping[str, Position] = field(init=False)  # by kind of `frequency.KINDS`
 
     def advice(self, started: bool = True) -> str:
         """Return the remedy when out of memory."""
         return memory.advice(self.sizes, trainers.library(self.config).devices, started=started)
+
+
+class _Initial(NamedTuple):
+    """The train state that a run starts from, and how far the run was."""
+
+    state: State
+    restored: checkpoint.Restored | None  # the checkpoint that it is from, if any
+    last: Mapping[str, Any]  # the last record of a step, perhaps after the checkpoint's; or {}
+    step: int = 0
+    seconds: float = 0.0  # of earlier processes
 
 
 def build(
@@ -114,42 +128,83 @@ def build(
     early: Sequence[Popen],  # from `early_servers`
 ) -> tuple[State, int]:  # the train state, which the first update donates, and its step
     """Build and start everything; `stack` ends it in reverse order. UserError if a part fails."""
-    config, workdir, inputs, hooks = parts.config, parts.workdir, parts.inputs, parts.hooks
-    started_at, library = time.monotonic(), trainers.library(config)
-    cores = sorted(os.sched_getaffinity(0))
-    num_servers = 0 if config.fleet.addresses else config.fleet.num_servers
-    scorers = [each for each in (inputs.options.teacher, inputs.options.reward_model) if each]
-    plan = _cpu_plan(config, cores, num_servers + sum(each.num_local for each in scorers))
+    start, laps, cores = time.monotonic(), parts.laps, sorted(os.sched_getaffinity(0))
+    plan = _divide_cores(parts, stack, cores)
+    _decide(parts, hosts.count)
+    laps["precision"] = time.monotonic_ns()
+    _show_progress(parts, stack, killed)
+    model_dir = _first_weights(parts)
+    servers, scoring = _start_servers(parts, stack, model_dir, plan, gpus, early)
+    initial = _make_trainer(parts, hosts, model_dir)
+    parts.elapsed = lambda: initial.seconds + time.monotonic() - start
+    laps["trainer"] = time.monotonic_ns()
+    _open_records(parts, stack, initial, cores, plan)
+    laps["records"] = time.monotonic_ns()
+    _make_fleets(parts, servers, scoring)
+    _make_executor(parts, initial)
+    _connect(parts, stack, initial)
+    if isinstance(parts.fleet, Fleet) and parts.config.gate.enabled:
+        parts.gate = _gate(parts, parts.fleet, model_dir)
+    laps["servers"] = time.monotonic_ns()
+    for (_, begin), (name, end) in itertools.pairwise(laps.items()):
+        parts.timeline.add("trainer", "main", f"start: {name}", begin, end)
+    return initial.state, initial.step
+
+
+def _divide_cores(parts: Parts, stack: ExitStack, cores: Sequence[int]) -> local.CpuPlan:
+    """Limit this process to the trainer's cores; return all cores, the policy's servers first."""
+    num_servers = _num_policy_servers(parts.config)
+    num_servers += sum(each.num_local for each in parts.inputs.options.scorers)
+    plan = _cpu_plan(parts.config, cores, num_servers)
     os.sched_setaffinity(0, plan.trainer)  # before JAX makes its threads
     stack.callback(os.sched_setaffinity, 0, cores)
-    before = dict(flags.leaves(read_json(workdir / "config.json")))
-    parts.precision = precision = decide_dtypes(
+    return plan
+
+
+def _num_policy_servers(config: ConfigDict) -> int:
+    return 0 if config.fleet.addresses else config.fleet.num_servers
+
+
+def _decide(parts: Parts, num_hosts: int) -> None:
+    """Choose what the config leaves open (dtypes, microbatches), and write it into config."""
+    config, inputs = parts.config, parts.inputs
+    library, images = trainers.library(config), parts.workdir / "images"
+    before = dict(flags.leaves(read_json(parts.workdir / "config.json")))
+    parts.precision = decide_dtypes(
         config, inputs.model_config, library.devices(), before.get("model.compute_dtype", ""),
-        hosts.count,
+        num_hosts,
     )  # fmt: skip
-    config.model.update(precision.dtypes)
+    config.model.update(parts.precision.dtypes)
     sizes = sizes_of(config, inputs.model_config)
-    before = before if checkpoint.checkpoints(workdir / "checkpoints") else {}
-    fit = decide_microbatches(config, sizes, library.devices(), library.planned, before)
-    config.update_from_flattened_dict(fit.keys)
-    if turns := in_turns(config, hosts.count, library.devices()):
+    before = before if checkpoint.checkpoints(parts.workdir / "checkpoints") else {}
+    parts.fit = decide_microbatches(config, sizes, library.devices(), library.planned, before)
+    config.update_from_flattened_dict(parts.fit.keys)
+    parts.in_turns = in_turns(config, num_hosts, library.devices())
+    if parts.in_turns:
         config.fleet.kv_on_update = "recompute"  # as servers do after a sleep, for replays
     parts.sizes = sizes = sizes_of(config, inputs.model_config)
-    fitted = {"remat": sizes.train.remat, "token_budget": sizes.train.token_budget}
-    inputs.images.move(workdir / "images")
-    decided = {**precision.dtypes, **fitted, "image_dir": str(workdir / "images")}
-    inputs.train = replace(inputs.train, **decided)
-    inputs.options = options = RunOptions.of(config)
-    messages = [precision.message, fit.message, *resume.prepare_workdir(config, workdir)]
+    inputs.images.move(images)
+    parts.decided = {
+        **parts.precision.dtypes, "remat": sizes.train.remat,
+        "token_budget": sizes.train.token_budget, "image_dir": str(images),
+    }  # fmt: skip
+    inputs.train = replace(inputs.train, **parts.decided)
+    inputs.options = RunOptions.of(config)
+
+
+def _show_progress(parts: Parts, stack: ExitStack, killed: Killed | None) -> None:
+    """Open terminal and timeline, show what was decided, and take signals."""
+    config, workdir, devices = parts.config, parts.workdir, trainers.library(parts.config).devices()
+    messages = [parts.precision.message, parts.fit.message]
+    messages += resume.prepare_workdir(config, workdir)
     parts.timeline = timeline = Timeline(earlier=workdir / "timeline.json")
     stack.callback(lambda: timeline.save(workdir / "timeline.json"))
-    parts.laps["precision"] = time.monotonic_ns()
     stack.push(partial(note_failure, workdir))
     log = workdir / "console.log"
-    progress = stack.enter_context(Progress(config.total_steps, title=workdir.name, log=log))
-    parts.progress, say = progress, progress.message
-    warnings = _warnings(parts, killed, library.devices().platform)
-    for text in filter(None, itertools.chain(messages, [inputs.notes], warnings)):
+    parts.progress = Progress(config.total_steps, title=workdir.name, log=log)
+    parts.hooks.say = say = stack.enter_context(parts.progress).message
+    warnings = _warnings(parts, killed, devices.platform)
+    for text in filter(None, itertools.chain(messages, [parts.inputs.notes], warnings)):
         say(text)
 
     def stop_after_step() -> None:
@@ -160,77 +215,114 @@ def build(
     grace = config.scheduler.grace_seconds
     limit = grace - min(END_SECONDS, grace / 4) if IS_COMMAND.get() else TIMEOUT_MAX
     late = partial(_end_late, parts)
-    stack.enter_context(interrupts(stop_after_step, lambda: hooks.under_way, late, limit))
+    stack.enter_context(interrupts(stop_after_step, lambda: parts.hooks.under_way, late, limit))
+
+
+def _first_weights(parts: Parts) -> Path:
+    """Return the HF directory of the weights without a checkpoint; make random ones if asked."""
+    library, directory = trainers.library(parts.config), parts.inputs.model_dir
+    library.check_devices(parts.inputs)
+    if parts.config.model.random_init:
+        directory = parts.workdir / INITIAL
+        library.random_weights(parts.inputs, directory)
+    return directory
+
+
+def _start_servers(
+    parts: Parts,
+    stack: ExitStack,
+    model_dir: Path,  # of the policy
+    plan: local.CpuPlan,
+    gpus: Sequence[Sequence[str]],
+    early: Sequence[Popen],
+) -> tuple[local.LocalServers | local.RunningServers | None, dict[str, Any]]:
+    """Start local servers, which load and compile while the trainer is built.
+
+    Return the policy's, None if the algorithm needs none, and those that score, by their names.
+    """
+    config, options = parts.config, parts.inputs.options
+    devices, o = trainers.library(config).devices(), config.observe
+    say = parts.progress.message
     token = wire.take_token(os.environ)
     if token:  # for the next run in this process
         stack.callback(os.environ.__setitem__, wire.TOKEN_VARIABLE, token)
-    places = iter(plan.servers)
-    own_plan = CpuPlan(plan.trainer, tuple(itertools.islice(places, num_servers)))
-    library.check_devices(inputs)
-    model_dir = inputs.model_dir
-    if config.model.random_init:
-        model_dir = workdir / INITIAL
-        library.random_weights(inputs, model_dir)
-    o = config.observe  # servers' listeners are on loopback, where Prometheus must be then
+    # Servers' listeners are on loopback, where Prometheus must be then.
     end = 1 << 16 if o.metrics_port and is_loopback(o.metrics_host) else 0
-    started: dict[str, Any] = {
+    common: dict[str, Any] = {
         **options.servers, "token": token, "tls": client_tls(**config.fleet.tls),
-        "workdir": workdir, "on_message": say,
+        "workdir": parts.workdir, "on_message": say,
         "metrics_ports": iter(range(o.metrics_port + 1, end)),
     }  # fmt: skip
-    if options.served and config.fleet.publish in cast.BACKENDS:
-        cast.require(config.fleet.publish)
     if options.served:
-        started["publish_dir"] = publish_dir(config, parts.sizes, workdir, say)
+        if config.fleet.publish in cast.BACKENDS:
+            cast.require(config.fleet.publish)
+        common["publish_dir"] = publish_dir(config, parts.sizes, parts.workdir, say)
+    cores = iter(plan.servers)
+    policy_cores = tuple(itertools.islice(cores, _num_policy_servers(config)))
     scoring = dict[str, Any]()
-    for each in scorers:  # local ones load and compile while the trainer is built
-        own_places = tuple(itertools.islice(places, each.num_local))
-        scoring[each.name] = stack.enter_context(teacher.servers(each, own_places, **started))
+    for each in options.scorers:
+        places = tuple(itertools.islice(cores, each.num_local))
+        scoring[each.name] = stack.enter_context(teacher.servers(each, places, **common))
+    servers: Any = None
     if options.served:
-        servers: Any = stack.enter_context(servers_of(
-            config.fleet.addresses, model_dir, plan=own_plan, gpus=gpus,
-            joining=joining_of(config), early=early, **{**started, "sleep": config.fleet.sleep},
+        servers = stack.enter_context(local.servers_of(
+            config.fleet.addresses, model_dir, plan=replace(plan, servers=policy_cores),
+            gpus=gpus, early=early, joining=joining_of(config),
+            **{**common, "sleep": config.fleet.sleep},
         ))  # fmt: skip
-        if turns and isinstance(servers, LocalServers) and library.devices().platform == "gpu":
+        if parts.in_turns and isinstance(servers, local.LocalServers) and devices.platform == "gpu":
             servers.wait()  # asleep: they measure free memory at their start
-    stack.callback(inputs.reward_pool.close)
+    stack.callback(parts.inputs.reward_pool.close)
     if options.served:
-        inputs.reward_pool.start()
+        parts.inputs.reward_pool.start()
+    return servers, scoring
 
-    make = partial(library.make, inputs.train, options.context)
-    parts.update = update = conductor.driver(hosts, make, path=str(model_dir), **decided)
+
+def _make_trainer(parts: Parts, hosts: Hosts, model_dir: Path) -> _Initial:
+    """Make the trainer and its export; return the last checkpoint's state, or the first one."""
+    config, inputs, workdir = parts.config, parts.inputs, parts.workdir
+    make = partial(trainers.library(config).make, inputs.train, inputs.options.context)
+    update = conductor.driver(hosts, make, path=str(model_dir), **parts.decided)
     template = inputs.prompts.tokenizer.chat_template if config.data.chat_template else ""
-    parts.export = export = Export(
+    parts.update = update
+    parts.export = Export(
         inputs.train, config.fleet.publish, update, model_dir, inputs.model_dir, template
     )
-    restored, step, earlier = None, 0, 0.0
+    last, restored = read_last(workdir / "metrics.jsonl"), None
     if config.checkpoint.recover_mode == "auto":
         restore = partial(_restore, update, config.trainer)
+        say = parts.progress.message
         restored = checkpoint.restore_latest(workdir / "checkpoints", restore, say)
-    if restored:
-        require_base(restored.host, export.base, model_dir)
-        step, earlier = restored.host["step"], restored.host["elapsed_seconds"]
-    state = restored.state if restored else update.init()
+    if not restored:
+        return _Initial(update.init(), None, last)
+    require_base(restored.host, parts.export.base, model_dir)
+    step, seconds = restored.host["step"], restored.host["elapsed_seconds"]
+    return _Initial(restored.state, restored, last, step, seconds)
 
-    parts.laps["trainer"] = time.monotonic_ns()
-    parts.elapsed = lambda: earlier + time.monotonic() - started_at
-    hooks.say = say
+
+def _open_records(
+    parts: Parts, stack: ExitStack, initial: _Initial, cores: Sequence[int], plan: local.CpuPlan
+) -> None:
+    """Open the run's records, its journal and its evaluations after the initial step."""
+    config, workdir, inputs, hooks = parts.config, parts.workdir, parts.inputs, parts.hooks
+    restored, step = initial.restored, initial.step
     place = {
         "cores": len(cores), "trainer_cores": len(plan.trainer),
-        "server_cores": len(own_plan.servers[0]) if own_plan.servers else "",
-        "devices": update.devices, "precision": precision.message, "memory": fit.message,
-        "peak_flops": precision.peak,
+        "server_cores": len(plan.servers[0]) if _num_policy_servers(config) else "",
+        "devices": parts.update.devices, "precision": parts.precision.message,
+        "memory": parts.fit.message, "peak_flops": parts.precision.peak,
         "servers": len(config.fleet.addresses) or config.fleet.num_servers,
     }  # fmt: skip
-    last = read_last(workdir / "metrics.jsonl")
     parts.writer = _records(parts, step, place, restored)
     parts.journal = _journal(parts, restored)
     stack.callback(parts.journal.close)
     stack.push(lambda kind, *_: hooks.end("stopped" if kind is KeyboardInterrupt else "failed"))
     hooks.begin(as_json(config), workdir, step)
-    note_skip = _skip_notes(workdir / "skipped.jsonl", say)
+    parts.note_skip = _skip_notes(workdir / "skipped.jsonl", hooks.say)
     positions = restored.host.get("positions", {}) if restored else {}
-    parts.initial, parts.last = from_host(positions, Position(step=step, seconds=earlier))
+    begin = Position(step=step, seconds=initial.seconds)
+    parts.initial, parts.last = from_host(positions, begin)
+    options = inputs.options
     parts.held_out = HeldOut(
         rows=inputs.eval_rows, groups=inputs.held_out, sets=inputs.eval_sets,
         sampling=options.evaluation if options.served else None,
@@ -238,61 +330,68 @@ def build(
         n_samples=config.eval.samples, total_steps=config.total_steps, start=step,
         done={record["step"] for record in read_jsonl(workdir / "eval.jsonl")},
         owed=parts.last["eval"].step, patience=options.patience,
-        timeout=options.limits.request, timeline=timeline, elapsed=parts.elapsed,
-        on_skip=note_skip, say=say,
+        timeout=options.limits.request, timeline=parts.timeline, elapsed=parts.elapsed,
+        on_skip=parts.note_skip, say=hooks.say,
     )  # fmt: skip
-    parts.fleet = fleet = NoFleet()
-    parts.laps["records"] = time.monotonic_ns()
-    if options.served:
-        kv, level = config.fleet.kv_on_update, CACHE if turns else None
-        parts.fleet = fleet = servers.fleet(
-            limits=options.limits, kv_on_update=kv, on_message=say, sleep=level,
-            image=inputs.images.get,
-        )  # fmt: skip
-    fleets = {
-        name: teacher.fleet(scorer, options.limits, say, name, inputs.images.get)
-        for name, scorer in scoring.items()
-    }
+
+
+def _make_fleets(parts: Parts, servers: Any, scoring: Mapping[str, Any]) -> None:
+    """Make the clients of all servers, not yet connected, and the turns with the policy's."""
+    config, options, say = parts.config, parts.inputs.options, parts.hooks.say
+    images, devices = parts.inputs.images.get, trainers.library(config).devices()
+    parts.loop, parts.fleet, fleets = LoopThread("executor"), NoFleet(), dict[str, Fleet]()
+    for name, scorer in scoring.items():
+        fleets[name] = teacher.fleet(scorer, options.limits, say, name, images)
     parts.teacher_fleet = fleets.get(options.teacher.name)
-    parts.loop = loop = LoopThread("executor")
-    if turns and isinstance(fleet, Fleet):
-        leaves = rests(update.state_bytes, library.devices(), config.fleet.gpu_memory)
-        rest = getattr(update, "rest", None)  # of JAX, the only one that takes turns
-        parts.turns = Turns(fleet, loop, rest if leaves else None)
+    if options.served:
+        parts.fleet = fleets[POLICY] = servers.fleet(
+            limits=options.limits, kv_on_update=config.fleet.kv_on_update, on_message=say,
+            sleep=CACHE if parts.in_turns else None, image=images,
+        )  # fmt: skip
+        if parts.in_turns:
+            leaves = rests(parts.update.state_bytes, devices, config.fleet.gpu_memory)
+            rest = getattr(parts.update, "rest", None)  # of JAX, the only one that takes turns
+            parts.turns = Turns(fleets[POLICY], parts.loop, rest if leaves else None)
+    parts.fleets = fleets
+
+
+def _make_executor(parts: Parts, initial: _Initial) -> None:
+    """Make the executor, and restore it from the checkpoint and the journal."""
+    config, workdir, inputs = parts.config, parts.workdir, parts.inputs
     longest = min(inputs.train.row_budget, max(inputs.train.row_buckets))
-    reward_fleet = fleets.get(options.reward_model.name)
-    parts.executor = executor = _executor(parts, reward_fleet, longest, note_skip)
-    recovered = _recover(parts, restored, last)
+    reward_fleet = parts.fleets.get(inputs.options.reward_model.name)
+    parts.executor = executor = _executor(parts, reward_fleet, longest)
+    recovered = _recover(parts, initial.restored, initial.last)
     if isinstance(inputs.workflow, OnlineWorkflow):
 
         def oldest() -> int:  # version whose tokens a resumed run may need
             steps = map(checkpoint.step_of, checkpoint.checkpoints(workdir / "checkpoints"))
             return min(steps, default=0) - config.rollout.max_staleness
 
-        first = recovered.host["cursor"]["position"]
+        first, say = recovered.host["cursor"]["position"], parts.hooks.say
         inputs.workflow.context = RunContext(
             workdir / "sessions", first, lambda: executor.version, oldest, longest, say
         )
+
+
+def _connect(parts: Parts, stack: ExitStack, initial: _Initial) -> None:
+    """Connect to all servers; publish the initial weights to those that may have others."""
+    config, loop, fleet, step = parts.config, parts.loop, parts.fleet, initial.step
+    scoring = {name: each for name, each in parts.fleets.items() if name != POLICY}
     loop.start()
     stack.callback(loop.close)
-    stack.callback(_close, loop, fleet)
-    stack.callback(executor.close)  # first: agents would fail when the fleet closes
-    for name, scorer in fleets.items():
-        stack.callback(_close, loop, scorer)
-        loop.run(teacher.connect(scorer, name))
+    for each in (fleet, *scoring.values()):
+        stack.callback(_close, loop, each)
+    stack.callback(parts.executor.close)  # first: agents would fail when a fleet closes
+    for name, each in scoring.items():
+        loop.run(teacher.connect(each, name))
     loop.run(fleet.connect())
-    parts.fleets = fleets | ({"policy": fleet} if isinstance(fleet, Fleet) else {})
     # Local servers have just loaded the first weights.
-    if restored or config.fleet.addresses or config.fleet.join:
+    if initial.restored or config.fleet.addresses or config.fleet.join:
         method = config.fleet.publish
-        export.publish(state, lambda w: loop.submit(fleet.publish(step, w, method))).result()
-    executor.set_version(step)
-    if isinstance(fleet, Fleet) and config.gate.enabled:
-        parts.gate = _gate(parts, fleet, model_dir)
-    parts.laps["servers"] = time.monotonic_ns()
-    for (_, start), (name, end) in itertools.pairwise(parts.laps.items()):
-        timeline.add("trainer", "main", f"start: {name}", start, end)
-    return state, step
+        publish = parts.export.publish
+        publish(initial.state, lambda w: loop.submit(fleet.publish(step, w, method))).result()
+    parts.executor.set_version(step)
 
 
 @contextmanager
@@ -309,16 +408,16 @@ def early_servers(config: ConfigDict) -> Iterator[list[Popen]]:
     with ExitStack() as stack:
         if place and not (elsewhere or unfit or options.teacher or options.reward_model):
             for i, cpus in enumerate(_cpu_plan(config, cores, fleet.num_servers).servers):
-                servers.append(start_early(place, cpus, config.seed + i, settings))
+                servers.append(local.start_early(place, cpus, config.seed + i, settings))
                 stack.enter_context(servers[-1])
                 stack.callback(servers[-1].kill)  # if it was not taken
         yield servers
 
 
-def _cpu_plan(config: ConfigDict, cores: Sequence[int], servers: int) -> CpuPlan:
+def _cpu_plan(config: ConfigDict, cores: Sequence[int], servers: int) -> local.CpuPlan:
     # XLA's threads sleep while they wait; OpenMP's spin, and would hold up the other process.
     sharing = config.trainer == config.fleet.engine == "jax"
-    return cpu_plan(cores, servers, config.fleet.threads, sharing)
+    return local.cpu_plan(cores, servers, config.fleet.threads, sharing)
 
 
 def _restore(update: Update, trainer: str, path: Path) -> State:
@@ -369,8 +468,8 @@ def publish_dir(
         return fleet.publish_dir
     need = f"and two versions of the weights need {size(needed)}"
     what = f"fleet.publish_dir={fleet.publish_dir} has {size(free)} free, {need}"
-    local = not (fleet.addresses or fleet.join)
-    if (local or fleet.publish != "path") and needed <= shutil.disk_usage(workdir).free:
+    same_host = not (fleet.addresses or fleet.join)
+    if (same_host or fleet.publish != "path") and needed <= shutil.disk_usage(workdir).free:
         say(f"{what}; using the slower {workdir}; in Docker set --shm-size=8g")
         return str(workdir.absolute())
     raise UserError(f"{what}; in Docker set --shm-size=8g, or set it to a disk with space")
@@ -460,9 +559,7 @@ def _recover(
     return recovery
 
 
-def _executor(
-    parts: Parts, reward_fleet: Fleet | None, longest: int, note_skip: Callable[[dict], None]
-) -> Executor:
+def _executor(parts: Parts, reward_fleet: Fleet | None, longest: int) -> Executor:
     """Return the executor of the run's workflow; `parts.loop` need not run yet."""
     c, inputs = parts.config, parts.inputs
     workflow, online = inputs.workflow, isinstance(inputs.workflow, OnlineWorkflow)
@@ -486,7 +583,7 @@ def _executor(
         running_mean=inputs.algorithm.running_mean,
         keep_tokens=c.journal.keep > 0 and not online,
         note=parts.journal.append, on_drop=drop, say=parts.progress.message, tracer=parts.tracer,
-        on_skip=lambda skipped: note_skip(skipped.record("train")),
+        on_skip=lambda skipped: parts.note_skip(skipped.record("train")),
     )  # fmt: skip
 
 

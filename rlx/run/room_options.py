@@ -51,6 +51,11 @@ class RunOptions:
     teacher: ScorerOptions
     reward_model: ScorerOptions
 
+    @property
+    def scorers(self) -> list[ScorerOptions]:
+        """Return the models that score rollouts: those of teacher and reward model that exist."""
+        return [each for each in (self.teacher, self.reward_model) if each]
+
     @classmethod
     def of(cls, config: ConfigDict) -> "RunOptions":
         fleet, rollout = config.fleet, config.rollout

@@ -48,7 +48,7 @@ def test_only_servers_whose_engine_the_config_decides_start_early(changes, start
         found.append((str(model), seed, options["slots"], options["dtype"]))
         return subprocess.Popen("sleep 60", shell=True, start_new_session=True)
 
-    monkeypatch.setattr(parts, "start_early", start)
+    monkeypatch.setattr(parts.local, "start_early", start)
     config.update_from_flattened_dict({"model.path": "rlx:arithmetic", "seed": 5, **changes})
     monkeypatch.setattr(parts.Devices, "has_bfloat16", True)
     with parts.early_servers(config) as servers:
