@@ -316,6 +316,12 @@ class _Run:
         if now < idle:
             self.at(now, self.decoded, index, now)
 
+    def close_spans(self) -> None:
+        for index, planned in enumerate(self.planned):
+            if planned < math.inf:
+                span = f"server {index}", "generate", self.busy_since[index], self.now
+                self.spans.append(span)
+
     def decoded(self, index: int, planned: float) -> None:
         if planned != self.planned[index]:
             return  # something happened in between, and a later event stands for this one
@@ -404,6 +410,7 @@ def simulate(setup: Setup, steps: int = 0) -> Prediction:
     run.run(warm + steps)
     seconds = max(run.now - start, 1e-9)
     busy, decoded, preempted = run.counts() - before
+    run.close_spans()
     batches = list(enumerate(run.batches))[warm:]
     lags, tokens = dict[int, float](), 0.0
     for step, (_, _, groups) in batches:
