@@ -16,6 +16,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from rlx.doctor.gpu_cards import CARDS
+from rlx.model import params
 from rlx.model.model_config import ModelConfig
 from rlx.plan.simulate import Lengths, Setup, simulate
 from rlx.plan.speeds import Calibration, ServerSpeed, TrainerSpeed
@@ -74,28 +75,38 @@ RUNS = {  # name → run, published seconds a step
         ("verl 7B, 64 + 64", VERL, "7B", 64, 64, 115.8, STALE),
     )
 }
-# prime-rl's trainer: model, GPU, GPUs, tokens a GPU and update → share of the peak
+# Seconds of an update, without other forward passes: model, GPU, GPUs, updates, tokens of each
+# sequence (None: as verl's answers), seconds. prime-rl publishes tokens a second of its trainer,
+# with two sequences a GPU. verl's are means of 400 steps, and here scaled like the steps.
 UPDATES = {
-    "prime-rl 4B, 16k": ("4B", "h100", 8, 32_768, 16_384, 0.139),
-    "prime-rl 4B, 64k": ("4B", "h100", 8, 131_072, 65_536, 0.354),
-    "prime-rl 0.6B, 16k": ("0.6B", "h100", 1, 32_768, 16_384, 0.111),
-    "prime-rl 0.6B, 64k": ("0.6B", "h100", 1, 131_072, 65_536, 0.268),
-}
-# GPUs → seconds of the updates of verl's colocated runs, without other forward passes. Published
-# are means of 400 steps; these are scaled like the steps.
-VERL_UPDATES = {32: 269.8 * 494.4 / 790.1, 64: 133.4 * 373.2 / 365.3, 128: 113.8 * 309.6 / 356.3}
-FITTED = ("bandwidth", "step", "sequence", "mfu", "half")
-# Of each of FITTED, and of verl's mean length.
-BOUNDS = (0.2, 1e-3, 1e-6, 0.2, 1e4, 100), (0.9, 1e-2, 1e-3, 0.6, 2e5, 2000)
-PUBLISHED = (
-    {name: seconds for name, (_, seconds) in RUNS.items()}
-    | {name: row[-1] for name, row in UPDATES.items()}
-    | {f"verl 7B, update on {gpus}": seconds for gpus, seconds in VERL_UPDATES.items()}
-)
+    **{
+        f"prime-rl {model} {kind}, {tokens}k": (
+            model, card, gpus, 1, [tokens << 10] * (2 * gpus), (2 * gpus * tokens << 10) / speed
+        )
+        for model, kind, card, gpus, tokens, speed in (
+            ("0.6B", "SFT", "h100", 1, 8, 26_000), ("0.6B", "SFT", "h100", 1, 16, 25_500),
+            ("4B", "SFT", "h100", 8, 16, 49_700),
+            ("0.6B", "RL", "h100", 1, 16, 11_900), ("0.6B", "RL", "h100", 1, 64, 10_200),
+            ("4B", "RL", "h100", 8, 16, 26_000), ("4B", "RL", "h100", 8, 64, 29_000),
+            ("30B-A3B", "RL", "h100", 8, 16, 6_100), ("30B-A3B", "RL", "h200", 8, 64, 12_800),
+        )
+    },
+    **{
+        f"verl 7B, update on {gpus}": ("7B", "h20", gpus, VERL["updates"], None, seconds)
+        for gpus, seconds in (
+            (32, 269.8 * 494.4 / 790.1), (64, 133.4 * 373.2 / 365.3), (128, 113.8 * 309.6 / 356.3)
+        )
+    },
+}  # fmt: skip
+FITTED = ("bandwidth", "step", "sequence", "mfu", "weights", "update")
+# A step of prime-rl's RL ends with a publish, which SFT has not: seconds for each billion weights.
+# Of each of FITTED, of verl's mean length, and of prime-rl's publish.
+BOUNDS = (0.2, 1e-3, 1e-6, 0.2, 0.05, 0.1, 100, 0.1), (0.9, 1e-2, 1e-3, 0.7, 5, 3, 2000, 5)
+PUBLISHED = {name: row[-1] for name, row in (RUNS | UPDATES).items()}
 SCALED = 512  # trajectories that are simulated of a step, on as many fewer servers
 
 
-def setup(run: dict, calibration: Calibration, verl_mean: float) -> Setup:
+def setup(run: dict, calibration: Calibration, mean: float) -> Setup:
     """Return a run's simulation, with servers and prompts made fewer by the same factor."""
     model, card = MODELS[run["model"]], CARDS[run["card"]]
     tensor, own = run.get("tensor", 1), run.get("own", 0)
@@ -106,8 +117,9 @@ def setup(run: dict, calibration: Calibration, verl_mean: float) -> Setup:
     )  # fmt: skip
     prompts = run["prompts"] // factor
     training = TrainerSpeed(
-        model, card, own or run["gpus"], calibration, run["forwards"], 1.0, run["updates"]
-    )
+        model, card, own or run["gpus"], calibration, run["forwards"], run.get("recomputed", 1.0),
+        run["updates"],
+    )  # fmt: skip
 
     class Whole:  # the trainer sees all trajectories
         def seconds(self, lengths):
@@ -119,7 +131,7 @@ def setup(run: dict, calibration: Calibration, verl_mean: float) -> Setup:
     if "logged" in run:
         lengths = cut_later(*run["logged"], run["limit"])
     else:
-        lengths = Lengths.fit(verl_mean, run["limit"], run["cut"])
+        lengths = Lengths.fit(mean, run["limit"], run["cut"])
     limits = Limits(prompts, run.get("eta", 0), run.get("live", 1 << 30) // factor)
     server = ServerSpeed(model, card, tensor, calibration, 0.8)
     return Setup(limits, run["n"], servers // factor, run.get("slots", 1024), server, Whole(),
@@ -142,38 +154,32 @@ def predicted(run: dict, calibration: Calibration, verl_mean: float) -> float:
     return simulate(setup(run, calibration, verl_mean), 4 if run.get("eta") else 2).step_seconds
 
 
-def utilisation(row: tuple, calibration: Calibration) -> float:
-    """Return the share of the peak of an update by the usual count, nothing computed again."""
-    model, card, gpus, tokens, length, _ = row
-    lengths = np.full(gpus * tokens // length, length)
-    training = TrainerSpeed(MODELS[model], CARDS[card], gpus, calibration, 0.0, 1.0)
-    plain = dataclasses.replace(training, recomputed=0.0)
-    peak = dataclasses.replace(calibration, mfu=1.0, half=0.0, update=0.0)
-    return dataclasses.replace(plain, calibration=peak).seconds(lengths) / training.seconds(lengths)
+def update_seconds(row: tuple, calibration: Calibration, verl_mean: float) -> float:
+    """Return the seconds of an update of `UPDATES`."""
+    model, card, gpus, updates, lengths, _ = row
+    lengths = lengths or [verl_mean + VERL["prompt"]] * (VERL["prompts"] * VERL["n"])
+    training = TrainerSpeed(MODELS[model], CARDS[card], gpus, calibration, 0.0, 1.0, updates)
+    return training.seconds(np.array(lengths))
+
+
+def publish_seconds(name: str, row: tuple, each: float) -> float:
+    """Return the seconds of the publish in a step of `UPDATES`, `each` for a billion weights."""
+    return each * params.count(MODELS[row[0]]) / 1e9 if " RL" in name else 0.0
 
 
 def errors(values: np.ndarray) -> dict[str, float]:
     """Return name → log of predicted over published."""
-    calibration, mean = of(values)
-    found = {
-        name: math.log(predicted(run, calibration, mean) / seconds)
-        for name, (run, seconds) in RUNS.items()
-    }  # fmt: skip
+    calibration, mean, publish = of(values)
+    found = {name: predicted(run, calibration, mean) for name, (run, _) in RUNS.items()}
     for name, row in UPDATES.items():
-        found[name] = math.log(utilisation(row, calibration) / row[-1])
-    lengths = np.full(8192, mean + VERL["prompt"])
-    for gpus, seconds in VERL_UPDATES.items():
-        training = TrainerSpeed(
-            MODELS["7B"], CARDS["h20"], gpus, calibration, 0.0, 1.0, VERL["updates"]
-        )
-        found[f"verl 7B, update on {gpus}"] = math.log(training.seconds(lengths) / seconds)
-    return found
+        found[name] = update_seconds(row, calibration, mean) + publish_seconds(name, row, publish)
+    return {name: math.log(seconds / PUBLISHED[name]) for name, seconds in found.items()}
 
 
-def of(values: np.ndarray) -> tuple[Calibration, float]:
-    """Return the constants, and verl's mean length, of the vector that is fitted."""
-    *constants, mean = np.exp(values)
-    return Calibration(**dict(zip(FITTED, map(float, constants), strict=True))), float(mean)
+def of(values: np.ndarray) -> tuple[Calibration, float, float]:
+    """Return the constants, verl's mean length and prime-rl's publish of the vector."""
+    *constants, mean, publish = map(float, np.exp(values))
+    return Calibration(**dict(zip(FITTED, constants, strict=True))), mean, publish
 
 
 def fit(start: np.ndarray) -> np.ndarray:
@@ -197,9 +203,9 @@ def left_out(values: np.ndarray) -> np.ndarray:
 
 def main() -> None:
     """Fit, find the errors of rows left out, and write calibration.json."""
-    values = fit(np.log([0.5, 4e-3, 3e-5, 0.5, 60_000, 700]))
-    calibration, mean = of(values)
-    print(calibration, "verl's mean", round(mean), flush=True)
+    values = fit(np.log([0.5, 4e-3, 3e-5, 0.5, 0.5, 0.5, 500, 1.2]))
+    calibration, mean, publish = of(values)
+    print(calibration, f"verl's mean {mean:.0f}, prime-rl's publish {publish:.2f}", flush=True)
     rows, errors_without = {}, left_out(values)
     for (name, error), without in zip(errors(values).items(), errors_without, strict=True):
         published = PUBLISHED[name]
@@ -214,7 +220,7 @@ def main() -> None:
     typical = round(float(np.median(abs(errors_without))), 2)
     record = {
         "constants": {**dataclasses.asdict(calibration), "error": typical},
-        "verl_mean_tokens": round(mean), "runs": rows,
+        "verl_mean_tokens": round(mean), "prime_rl_publish": round(publish, 2), "runs": rows,
     }  # fmt: skip
     (HERE / "calibration.json").write_text(json.dumps(record, indent=1) + "\n")
 

@@ -22,19 +22,20 @@ WIDTH = 2  # bytes of a weight and of a number of the KV cache, bfloat16
 class Calibration:
     """Constants fitted on 2026-11-28 to published runs, see experiments/2026-12-planner."""
 
-    bandwidth: float = 0.53  # share of the memory's bandwidth that decoding reaches
+    bandwidth: float = 0.46  # share of the memory's bandwidth that decoding reaches
     # Share of the peak FLOP/s that prefill, and decoding with many sequences, reaches.
     flops: float = 0.5
-    step: float = 2.4e-3  # seconds of a decode step whatever its size
-    sequence: float = 4.2e-5  # seconds more for each sequence
+    step: float = 2.1e-3  # seconds of a decode step whatever its size
+    sequence: float = 6.1e-6  # seconds more for each sequence
     reduce: float = 2e-5  # seconds of one all-reduce between the GPUs of a server
-    mfu: float = 0.51  # share of the peak that training reaches with many tokens a GPU
-    # Tokens a GPU and update with which an H100 reaches half of that. Slower GPUs need fewer, as
-    # what is no product (communication, optimizer, launches) takes them no longer.
-    half: float = 36_000.0
-    update: float = 1.0  # seconds of an update whatever its size
+    products: float = 0.75  # share of the peak FLOP/s that training's products reach
+    mfu: float = 0.44  # the same of all of training, on an H100
+    # Seconds of an update for each billion weights: to gather them, to reduce gradients, optimizer.
+    # They count all experts, and no fewer with more GPUs.
+    weights: float = 0.49
+    update: float = 0.12  # seconds of an update of any size, further ones
     # Typical relative error of a step's seconds, leaving the predicted run out of the fit.
-    error: float = 0.10
+    error: float = 0.16
 
 
 @dataclass(frozen=True)
@@ -113,23 +114,27 @@ class TrainerSpeed:
 
     def seconds(self, lengths: np.ndarray) -> float:
         """Return seconds of a batch; lengths: [N], prompt and answer, tokens, group by group."""
-        c = self.calibration
-        tokens, work = self._computed_tokens(lengths)
-        share = tokens / self.gpus / self.updates  # tokens a GPU and update
-        reached = c.mfu * share / (share + c.half * self.card.flops / CARDS["h100"].flops)
-        passes = 3 + self.forwards + self.recomputed
-        flops = passes * work * params.forward_flops(self.model, lengths)
-        seconds = flops / (self.gpus * self.card.flops * reached) + self.updates * c.update
+        c, passes = self.calibration, 3 + self.forwards + self.recomputed
+        flops = passes * self._work(lengths) * params.forward_flops(self.model, lengths)
+        once = c.update + c.weights * params.count(self.model) / 1e9 * passes / 4
+        seconds = flops / (self.gpus * self.card.flops * self._mfu) + self.updates * once
         return self.factor * seconds
 
-    def _computed_tokens(self, lengths: np.ndarray) -> tuple[float, float]:
-        """Return computed tokens, and their work for one unshared, as share_prefixes=auto does."""
+    @cached_property
+    def _mfu(self) -> float:
+        """Share of the peak with many tokens: products, and passes over memory between them."""
+        c, h100 = self.calibration, CARDS["h100"]
+        memory = (self.card.flops / self.card.bandwidth) / (h100.flops / h100.bandwidth)
+        return 1 / (1 / c.products + (1 / c.mfu - 1 / c.products) * memory)
+
+    def _work(self, lengths: np.ndarray) -> float:
+        """Return the share of the work that is left where samples share tokens, see `GAIN`."""
         prefixes = np.minimum(lengths.reshape(-1, self.samples).min(1), self.shared)
         prefixes = np.repeat(prefixes, self.samples - 1)
         cost = params.attention_cost(self.model, self.card.kind.lower())
         saved, total = ((n * (1 + cost * n)).sum() for n in (prefixes, lengths))
         work = 1 - saved / total
-        return (lengths.sum() - prefixes.sum(), work) if work < GAIN else (lengths.sum(), 1.0)
+        return work if work < GAIN else 1.0
 
     def publish_seconds(self, servers: int) -> float:
         """Return seconds from a finished update to the last server's confirmation."""

@@ -248,13 +248,13 @@ def test_nvidia_smi_names_the_gpus(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("mode", "changes", "level", "words"),
     [
+        ("vllm:d1+jax:f7", {}, "warning", "trainer idle [3-9].*set allocation_mode=vllm:d.* of"),
         (
-            "vllm:d1+jax:f7",
-            {"fleet.slots": 16},
+            "vllm:d7+jax:f1",
+            {"sampling.max_new_tokens": 32},
             "warning",
-            "trainer idle [3-9].*set allocation_mode=vllm:d.* of",
+            "servers idle [3-9].*set allocation_mode=vllm",
         ),
-        ("vllm:d7+jax:f1", {}, "warning", r"servers idle [3-9].*set allocation_mode=vllm"),
         (
             "vllm:d4+jax:f4",
             {"rollout.max_staleness": 0},
