@@ -21,7 +21,7 @@ def main(argv: Sequence[str], serve: Sequence[str] = ("-m", "rlx.serve")) -> int
     p.add_argument("--hosts", default="", help="a,b,c, by names that ssh knows")
     p.add_argument("--shared", default="cluster", help="a directory that all hosts see")
     p.add_argument("--model", default="", help="HF directory that all hosts see")
-    count, port = command.from_least(0), command.from_least(0, most=65535)
+    count, port = command.number(0), command.number(0, most=65535)
     p.add_argument("--servers", type=count, default=0, help="on each host; 0: one a GPU, or one")
     p.add_argument("--port", type=port, default=0, help="of a host's first server; 0: any")
     p.add_argument("--metrics-port", type=port, default=0, help="likewise, for Prometheus; 0: none")

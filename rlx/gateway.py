@@ -22,7 +22,7 @@ def main() -> None:
     p.add_argument("--tool-format", default="", help="docs/agents.md; default: the template's")
     p.add_argument("--admin-key", default="", help="a file; sessions by HTTP: docs/online.md")
     p.add_argument("--sessions", default="rlx-sessions", help="directory of the sessions' database")
-    seconds = command.from_least(0, float)
+    seconds = command.number(0, float)
     p.add_argument("--idle-seconds", type=seconds, default=3600, help="of silence ends a session")
     a = p.parse_args()
     by_admin = OnlineOptions.from_flags(a)

@@ -27,8 +27,6 @@ def main() -> int:
         workdir="directory of the run; default: under runs/",
     )
     workdir = Path(values.workdir or "runs")
-    if workdir.exists() and not workdir.is_dir():
-        raise UserError(f"--workdir={workdir} is a file; give a directory")
     local = config.scheduler.type == "local"
     if values.dry_run and local:
         from rlx.cli.findings import show, status

@@ -17,13 +17,13 @@ def main() -> int:
     """Replay steps of a run, or write a bundle of them; return the exit status."""
     p = command.Parser("rlx.replay", description=__doc__, allow_abbrev=False)
     p.add_argument("run", type=Path, help="WORKDIR of a run, or a bundle")
-    p.add_argument("--from", type=int, default=0, dest="first", help="first step, from 1")
-    p.add_argument("--until", type=int, default=0, help="last step")
+    count = command.number(1)
+    p.add_argument("--from", type=count, default=0, dest="first", help="first step, from 1")
+    p.add_argument("--until", type=count, default=0, help="last step")
     p.add_argument("--bundle", type=Path, help="write a file to replay these steps elsewhere")
     p.add_argument("--out", type=Path, help="new directory for metrics.jsonl and the final hf/")
     p.add_argument(
-        "--generation", type=command.from_least(1), nargs="?", const=sys.maxsize, default=0,
-        metavar="N",
+        "--generation", type=count, nargs="?", const=sys.maxsize, default=0, metavar="N",
         help="also make all samples, or N of each step, again (JAX engine), and compare tokens",
     )  # fmt: skip
     settings = [word for word in sys.argv[1:] if word.startswith("--config.")]

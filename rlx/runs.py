@@ -21,10 +21,12 @@ def main() -> None:
     from rlx.observe import run_table
 
     usual = default().to_dict()
-    rows = [run_table.summary(path, usual) for path in run_table.find(arguments.place)]
+    runs = {place: run_table.find([place]) for place in arguments.place}
+    rows = [run_table.summary(path, usual) for paths in runs.values() for path in paths]
     rows = run_table.sorted_rows(rows, arguments.sort)
-    lines = [json.dumps(rows, indent=2)] if arguments.json else run_table.table(rows)
-    command.say("\n".join(lines) if rows or arguments.json else "no run there")
+    empty = [f"no run under {place}" for place, paths in runs.items() if not paths]
+    lines = [*(run_table.table(rows) if rows else []), *empty]
+    command.say(json.dumps(rows, indent=2) if arguments.json else "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def main() -> int:
     p.add_argument(
         "--jobs", type=int, default=1, help="runs at a time, which share cores and GPUs; or jobs"
     )
-    some = command.from_least(0)
+    some = command.number(0)
     p.add_argument("--random", type=some, default=0, metavar="N", help="N combinations; 0: all")
     halve = "stop the worse half at 2^-N of the steps, and after each doubling"
     p.add_argument("--halve", type=some, default=0, metavar="N", help=halve)

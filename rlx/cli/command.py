@@ -27,15 +27,15 @@ def say(text: object, file: TextIO | None = None) -> None:
     print(plain(str(text)), file=file, flush=True)
 
 
-def from_least(least: int, kind: type = int, most: float = 1e9) -> Callable[[str], Any]:
+def number(least: int, kind: type = int, most: float = 1e9) -> Callable[[str], Any]:
     """Return the `type` of a flag whose number is in [least, most]."""
 
-    def number(text: str) -> Any:
+    def checked(text: str) -> Any:
         if least <= (value := kind(text)) <= most:
             return value
         raise argparse.ArgumentTypeError(f"{text} is not from {least} to {most:g}")
 
-    return number
+    return checked
 
 
 class Parser(argparse.ArgumentParser):

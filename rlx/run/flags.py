@@ -51,6 +51,9 @@ def parse(
     if has_config := config_needed or values.config or overrides:
         _check_file(values.config, plain)
     _check_flags(plain, ("config", *strings, *switches))
+    workdir = Path(getattr(values, "workdir", ""))
+    if workdir.exists() and not workdir.is_dir():
+        raise UserError(f"--workdir={workdir} is a file; give a directory")
     config = with_overrides(_load(values.config), overrides) if has_config else None
     if rest:
         key = nearest_key(rest[0].partition("=")[0].lstrip("+"), OPTIONS) if "=" in rest[0] else ""

@@ -55,7 +55,8 @@ class Recorded:
         self._starts = {s["start"]: s for s in read_jsonl(workdir / STARTS) if "start" in s}
         if not self.batches.groups or not self._starts:
             remedy = "give the --workdir of a run whose journal.keep was above 0, or a bundle"
-            raise UserError(f"{workdir} has no journal with batches; {remedy}")
+            what = f"{workdir}/journal is missing, damaged or without a complete batch"
+            raise UserError(f"{what}; {remedy}")
 
     def start(self, step: int) -> Mapping[str, Any]:
         """Return the entry of starts.jsonl that made a step; the last one if that is unknown."""

@@ -37,7 +37,7 @@ def add_flags(p: command.Parser, port: int) -> None:
     p.add_options(EngineOptions, "slots", "max_model_len")
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     p.add_argument("--host", default="127.0.0.1", help="any but loopback needs --keys and TLS")
-    p.add_argument("--port", type=command.from_least(0, most=65535), default=port, help="0: any")
+    p.add_argument("--port", type=command.number(0, most=65535), default=port, help="0: any")
     p.add_argument("--keys", default="", help="file with one API key a line; default: any")
     p.add_argument("--tls-cert", default="", help="PEM file: certificate")
     p.add_argument("--tls-key", default="", help="PEM file: its key")

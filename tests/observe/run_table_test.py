@@ -170,7 +170,8 @@ def test_the_command_lists_runs_as_a_table_or_as_json(run, tmp_path):
     assert found["step"] == 40
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert command(str(empty)) == "no run there\n"
+    assert command(str(empty)) == f"no run under {empty}\n"
+    assert command(str(run), str(empty)).endswith(f"no run under {empty}\n")
 
 
 def test_a_status_has_progress_parts_and_messages_of_a_living_run(run):

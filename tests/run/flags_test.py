@@ -228,3 +228,10 @@ def test_each_key_is_described_in_a_line():
     assert "(in [0, 1])" in lines["algorithm.clip_low"]
     assert "sampling.top_p=1.0  (in (0, 1])  share" in lines["sampling.top_p"]
     assert not [line for line in lines.values() if "\n" in line or line.endswith("  ")]
+
+
+def test_a_workdir_that_is_a_file_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"--workdir=.*/file is a file; give a directory"):
+        parsed(CONFIG, f"--workdir={tmp_path / 'file'}")
+    parsed(CONFIG, f"--workdir={tmp_path / 'new'}")

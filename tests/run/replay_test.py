@@ -120,7 +120,7 @@ def test_adapters_are_replayed(tmp_path):
 
 
 def test_a_run_without_a_journal_and_steps_that_are_not_there_are_one_line(tmp_path):
-    with pytest.raises(UserError, match="has no journal with batches; give the --workdir"):
+    with pytest.raises(UserError, match="without a complete batch; give the --workdir"):
         Recorded(tmp_path)
     (tmp_path / "file").write_bytes(b"PK nothing")
     with (
