@@ -125,7 +125,9 @@ class PlanRequest:
     def measured(self) -> dict[str, float]:
         """Seconds of a step's phases in the second half of the run, where there are any."""
         records = [record for _, record in sorted(self.run.metrics.items())] if self.run else []
-        seconds = measured_phases(records[len(records) // 2 - 1 :])
+        if (done := len(records)) >= self.config.total_steps:  # servers had no prompts at the end
+            records = records[: max(2, done - int(self.config.rollout.max_staleness))]
+        seconds = measured_phases(records[max(0, len(records) // 2 - 1) :])
         if "train" in seconds:  # with packing and records, which the trainer does not wait for
             seconds["train"] = seconds["step"] - seconds.get("wait", 0.0)
         return seconds
@@ -266,7 +268,7 @@ def lines(query: PlanRequest) -> Iterator[str]:
         idle = [max(0.0, 1 - seconds.get(phase, step) / step) for phase in ("train", "generate")]
         idles = f"trainer idle {idle[0]:.0%}, servers idle {idle[1]:.0%}"
         yield f"measured in {query.run.workdir}: {step:.3g} s a step, {idles}"
-        split = split if {"generate", "train"} <= query.measured.keys() else None
+        split = split if all(map(query.measured.get, ("generate", "train"))) else None
         if split:
             if not (work.cores or (query.run.workdir / "plan.json").exists()):
                 _write(search.plan(work, split), query.run.workdir)

@@ -120,6 +120,20 @@ def test_a_run_has_measured_what_it_shares():
     assert asked.workload({}).shared == pytest.approx(40.0), "of eight, seven share 40 tokens"
 
 
+def test_steps_after_the_last_admission_are_not_measured():
+    """The servers of a run of eight steps work for the first four, with max_staleness 4."""
+    config, records = default(), {}
+    config.rollout.max_staleness = 4
+    for step in range(1, 9):
+        phases = {"train": 9.0, "wait": 1.0}
+        busy = {"server_busy_seconds": 8.0 * (step <= 4)}
+        records[step] = {"step": step, "step_seconds": 10.0, "seconds": phases, **busy}
+    for total, expected in ((8, 8.0), (100, 0.0)):  # the second one still runs
+        config.total_steps = total
+        request = PlanRequest(config, SimpleNamespace(), CPU, 2, SimpleNamespace(metrics=records))
+        assert request.measured["generate"] == pytest.approx(expected, abs=0.5), total
+
+
 def test_turns_are_read_from_the_masks_of_sampled_tokens():
     one, three, none = (
         np.array(list(map(int, mask)), bool) for mask in ("0011", "0110001101", "00")
