@@ -198,8 +198,8 @@ class Gateway:
             raise ApiError(404, "this gateway does not train, so it takes no rewards")
         value = body.get("reward") if isinstance(body, dict) else None
         ids = {i.completion_id for i in session.interactions}
-        if wrong := returns.mistake(value, ids):
-            raise ApiError(400, wrong.replace("run returned", "the reward is"), "reward")
+        if wrong := returns.mistake(value, ids, "the reward is"):
+            raise ApiError(400, wrong, "reward")
         session.reward = value
         session.rewarded.set()
         return web.json_response({"completions": len(ids)})
@@ -359,7 +359,7 @@ class Gateway:
             logprobs, begin = self._logprobs(p), len(text) - len(spoken) - len(plain(p.forced))
             if p.chat.logprobs:
                 logprobs.add(completion)
-            own_tokens = logprobs.sent(begin, begin + len(content or ""), last=True)
+            own_tokens = logprobs.unsent(begin, begin + len(content or ""), last=True)
             reason = "tool_calls" if calls else "stop"
             reason = "length" if completion.stop_reason == "length" else reason
             count = len(completion.tokens)
@@ -427,7 +427,7 @@ class Gateway:
                 if p.forced:  # a forced call is sent when complete
                     continue
                 if pieces := list(texts[index].add(list(chunk.tokens))):
-                    yield events(index, pieces, logprobs[index].sent(*texts[index].span))
+                    yield events(index, pieces, logprobs[index].unsent(*texts[index].span))
             choices = self._keep(p, reply.id, await work)
             for index, choice in enumerate(choices):
                 last = list(texts[index].rest(choice.thoughts, choice.content or ""))

@@ -40,8 +40,8 @@ def reward(online: OnlineSessions, request: web.Request, body: Any) -> web.Respo
     if name := data.get("completion_id"):
         value = {name: value}
     if state.completions or not isinstance(value, Mapping):  # else it is too early
-        if wrong := returns.mistake(value, state.completions):
-            raise ApiError(400, wrong.replace("run returned", "the reward is"), "reward")
+        if wrong := returns.mistake(value, state.completions, "the reward is"):
+            raise ApiError(400, wrong, "reward")
         value = returns.plain(value)
     return web.json_response(public_view(online.reward(state.id, value)))
 

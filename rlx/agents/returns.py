@@ -7,11 +7,12 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
-_WANTED = "return a float, or {completion id: float}"
+_RETURNED = "run returned"
+_WANTED = "give a float, or {completion id: float}"
 
 
-def mistake(value: Any, ids: Collection[str]) -> str:
-    """Return one line about what is wrong with a returned value, or "".
+def mistake(value: Any, ids: Collection[str], what: str = _RETURNED) -> str:
+    """Return one line, which begins with `what`, about the mistake in a reward; "" for none.
 
     It should be a finite number, or map `ids` of the run's completions to finite numbers.
     """
@@ -19,12 +20,12 @@ def mistake(value: Any, ids: Collection[str]) -> str:
         if wrong := _of_number(part, f"{name} of the returned reward is"):
             return wrong
     if not isinstance(value, Mapping):
-        return _of_number(value, "run returned")
+        return _of_number(value, what)
     if not value:
-        return f"run returned {{}}, a reward for no completion; {_WANTED}"
+        return f"{what} {{}}, a reward for no completion; {_WANTED}"
     for key, reward in value.items():
         if not isinstance(key, str):
-            return f"run returned a dict with the key {key!r:.60}; use `completion.id` as keys"
+            return f"{what} a dict with the key {key!r:.60}; use `completion.id` as keys"
         if key not in ids:
             known = ", ".join(list(ids)[:3]) if ids else "none"
             problem = f"run rewards {key!r:.60}, which is no completion of this run ({known})"
@@ -43,8 +44,8 @@ def plain(value: Any) -> float | dict[str, float]:
 
 def _of_number(value: Any, what: str) -> str:
     if value is None:
-        path = "is a `return` missing on some path?" if what == "run returned" else _WANTED
-        return f"{what} None; {path}"
+        remedy = "is a `return` missing on some path?" if what == _RETURNED else _WANTED
+        return f"{what} None; {remedy}"
     if inspect.isawaitable(value):
         return f"{what} {type(value).__name__}, not yet awaited; write `return await …`"
     if isinstance(value, numbers.Real):

@@ -389,6 +389,17 @@ def test_a_reward_is_refused_where_nobody_trains(agents):
     agents.run(main())
 
 
+def test_a_missing_reward_over_http_is_refused_without_advice_about_run(agents):
+    async def main():
+        async with agents.gateway() as g:
+            return await post(g, b'{"reward": null}', "/v1/rewards")
+
+    status, answer = agents.run(main())
+    assert status == 400
+    wanted = "the reward is None; give a float, or {completion id: float}"
+    assert answer["error"]["message"] == wanted
+
+
 def test_tools_are_refused_where_the_template_has_no_word_for_them(agents):
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
