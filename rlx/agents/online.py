@@ -99,13 +99,13 @@ class OnlineSessions:
         self.options, self._defaults = options, defaults
         self._temperature_fixed = temperature_fixed
         self.states: dict[str, SessionState] = {}  # by id, in order of opening
-        self.live: dict[str, Session] = {}  # requests and answers, by id
+        self.sessions: dict[str, Session] = {}  # their requests and answers, by id
         # Returns the slot of a new session of a task, −1 for none; may raise Denied.
         self.admit: Callable[[str], int] = lambda task: -1
         # Gets the time after each opening, reward and end, and at every sweep.
         self.changed: Callable[[float], None] = lambda now: None
         # Whether a taken session may be deleted.
-        self.covered: Callable[[SessionState], bool] = lambda state: True
+        self.deletable: Callable[[SessionState], bool] = lambda state: True
         self._path = directory / FILE
         with ExitStack() as stack:  # releases the lock if the start fails
             try:
@@ -152,7 +152,7 @@ class OnlineSessions:
         if (state := self.current(key)) is None:
             return None
         state.require_open()
-        return self.live[state.id]
+        return self.sessions[state.id]
 
     def open(self, task: str = "", key: str = "") -> tuple[SessionState, str]:
         """Open a session; return it and its API key, `key` or a new one; or raise Denied."""
@@ -168,7 +168,7 @@ class OnlineSessions:
         slot, now = self.admit(task), self._clock()
         name = "session-" + secrets.token_hex(8)
         state = self._save(SessionState(name, now, now, _digest(key), task, slot))
-        self.live[name] = self._session(name)
+        self.sessions[name] = self._session(name)
         self.changed(now)
         return state, key
 
@@ -191,7 +191,7 @@ class OnlineSessions:
         """End a session and cancel its requests."""
         state = self._save(self.state(name).end(by))
         self.changed(state.touched)
-        for task in list(self.live[name].tasks):
+        for task in list(self.sessions[name].tasks):
             task.cancel()
         return state
 
@@ -217,7 +217,7 @@ class OnlineSessions:
         for name, state in list(self.states.items()):
             if state.ended:
                 continue
-            if self.live[name].tasks:
+            if self.sessions[name].tasks:
                 self.states[name] = replace(state, touched=now)
             elif now - state.touched > self.options.idle_seconds:
                 self.end(name, "idle")
@@ -243,16 +243,16 @@ class OnlineSessions:
         state = self.state(name)
         if not state.ended:
             raise Denied("open", f"session {name} has not ended; end it first")
-        return await in_thread(_export, state, self.live[name].interactions)
+        return await in_thread(_export, state, self.sessions[name].interactions)
 
     def forget(self) -> None:
-        """Delete the sessions that were taken and are covered."""
-        names = [name for name, s in self.states.items() if s.taken and self.covered(s)]
+        """Delete the sessions that were taken and are `deletable`."""
+        names = [name for name, s in self.states.items() if s.taken and self.deletable(s)]
         with self._db:
             self._db.executemany("DELETE FROM sessions WHERE id = ?", [(n,) for n in names])
             self._db.execute(_FORGET, (_KEYS,))
         for name in names:
-            del self.states[name], self.live[name]
+            del self.states[name], self.sessions[name]
 
     def _sync(self) -> None:
         with open(f"{self._path}-wal", "rb") as file:
@@ -304,7 +304,7 @@ class OnlineSessions:
             state = SessionState(**{**data, "completions": tuple(data["completions"])})
             answers = self._db.execute(query, (state.id,))
             self.states[state.id] = state
-            self.live[state.id] = self._session(state.id, (answer for (answer,) in answers))
+            self.sessions[state.id] = self._session(state.id, (answer for (answer,) in answers))
 
 
 def public_view(state: SessionState) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class OnlineWorkflow:
         """Return a group of finished sessions, or of a held-out row."""
         if task.sampling is not None:
             return await self.held_out.run(fleet, task)
-        online = await self._at(fleet)
+        online = await self._sessions_for(fleet)
         full = asyncio.get_running_loop().create_future()
         self._admitted.append(asyncio.get_running_loop().time())
         slot = self._slots[task.group_id] = _Slot(task.group_id, task.version, full)
@@ -101,7 +101,7 @@ class OnlineWorkflow:
             self._slots.pop(task.group_id, None)
         results: list[Trajectory] = []
         for number, name in enumerate(names):
-            state, interactions = online.states[name], online.live[name].interactions
+            state, interactions = online.states[name], online.sessions[name].interactions
             assert state.reward is not None
             results += trajectories.of_run(
                 interactions, state.reward, f"{task.group_id}.{number}", agent=self.name,
@@ -125,7 +125,7 @@ class OnlineWorkflow:
         if gateway:
             await gateway.stop()
 
-    async def _at(self, fleet: Generator) -> OnlineSessions:
+    async def _sessions_for(self, fleet: Generator) -> OnlineSessions:
         """Return the sessions of a gateway in front of `fleet`, started on the first call."""
         async with self._starting:
             if self._gateway is None:
@@ -141,7 +141,7 @@ class OnlineWorkflow:
                     raise Unavailable(str(error)) from error
                 self._gateway = gateway
                 online.admit, online.changed = self._admit, self._settle
-                online.covered = partial(self._is_settled, online)
+                online.deletable = partial(self._is_deletable, online)
                 for state in list(online.states.values()):
                     if not state.ended and state.slot >= self.context.first_group:
                         online.end(state.id, "restart")
@@ -149,7 +149,7 @@ class OnlineWorkflow:
                 self.context.say(f"sessions at {gateway.base_url()}{by}")
             return self._gateway.online
 
-    def _is_settled(self, online: OnlineSessions, state: SessionState) -> bool:
+    def _is_deletable(self, online: OnlineSessions, state: SessionState) -> bool:
         if state.why:  # rewarded but not trained on: kept until exported
             return state.reward is None or state.taken == "exported"
         return _oldest(online, state.id) < self.context.needed()
@@ -196,7 +196,7 @@ class OnlineWorkflow:
 
     def _unusable(self, online: OnlineSessions, state: SessionState, version: int) -> str:
         """Return the reason why an ended session cannot be trained on, or ""."""
-        interactions = online.live[state.id].interactions
+        interactions = online.sessions[state.id].interactions
         if not interactions or state.reward is None:
             return _NO_REWARD if interactions else "it has no answer"
         if _oldest(online, state.id) < version:
@@ -228,5 +228,5 @@ def expected_wait(admitted: Sequence[float], now: float) -> float:
 
 def _oldest(online: OnlineSessions, name: str) -> int:
     """Return the oldest version of a session's tokens, 0 without any."""
-    versions = [i.completion.versions for i in online.live[name].interactions]
+    versions = [i.completion.versions for i in online.sessions[name].interactions]
     return min((int(v.min()) for v in versions if len(v)), default=0)

@@ -27,7 +27,7 @@ class StreamText:
         self._from = self._read = 0  # start of the decoded context, and its end
         self._text = ""
         self._safe = 0  # characters that no stop string or mark can include
-        self._said = [0, 0]
+        self._sent = [0, 0]  # characters of the thoughts, and of the words
         self.span = 0, 0  # (begin, end) in the text of the words that may be sent
 
     def add(self, ids: Sequence[int]) -> Iterator[tuple[str, str]]:
@@ -47,7 +47,7 @@ class StreamText:
     def rest(self, thoughts: str, words: str) -> Iterator[tuple[str, str]]:
         """Yield ("thinking" or "text", unsent text) of those with unsent text."""
         for place, text in enumerate((thoughts, words)):
-            start, self._said[place] = self._said[place], max(self._said[place], len(text))
+            start, self._sent[place] = self._sent[place], max(self._sent[place], len(text))
             if text[start:]:
                 yield _KINDS[place], text[start:]
 
@@ -98,7 +98,7 @@ class Logprobs:
                 self._text += text
                 self._from, self._read = self._read, len(self._ids)
 
-    def sent(self, begin: int, end: int, last: bool = False) -> list[dict]:
+    def unsent(self, begin: int, end: int, last: bool = False) -> list[dict]:
         """Return the JSON of a span's unsent tokens; in the last span cut the token at its end."""
         tokens = []
         for start, until, new, before, (value, likeliest) in self._made[self._sent :]:

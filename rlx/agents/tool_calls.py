@@ -74,8 +74,8 @@ class Reader:
     """
 
     def __init__(self, template: str, name: str = ""):
-        taught = [n for n, f in FORMATS.items() if "tools" in template and f.template in template]
-        name = name or next(iter(taught), "")
+        known = FORMATS.items() if "tools" in template else ()
+        name = name or next((n for n, f in known if f.template in template), "")
         if name and name not in FORMATS:
             raise unknown("format of tool calls", name, FORMATS)
         self._format = FORMATS.get(name)

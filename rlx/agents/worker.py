@@ -73,7 +73,7 @@ def watch_loop(late: Callable[[float, str], None]) -> None:
     threading.Thread(target=watch, name="rlx-loop-watch", daemon=True).start()
 
 
-def _spare(host: str) -> None:
+def _bypass_proxy(host: str) -> None:
     """Exclude a host from HTTP_PROXY, if one is set."""
     names = (f"{kind}_proxy" for kind in ("http", "https", "all"))
     if any(os.environ.get(name) or os.environ.get(name.upper()) for name in names):
@@ -92,7 +92,7 @@ class Worker:
     async def serve(self) -> None:
         """Load the class, then start and cancel runs as asked, until the other end closes."""
         first = self._end.first
-        _spare(first["no_proxy"])
+        _bypass_proxy(first["no_proxy"])
         try:
             cls = loading.load_class(first["class"])
             loading.instance(cls, first["kwargs"])

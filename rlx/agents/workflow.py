@@ -87,7 +87,8 @@ class AgentWorkflow:
 
     async def run(self, fleet: Generator, task: Task) -> Group:
         """Return the group of the task's row: the trajectories of all runs, or raise AgentError."""
-        front = await self._at(getattr(fleet, "fleet", fleet))  # an attempt's, or the fleet itself
+        # An attempt wraps the fleet.
+        front = await self._front_of(getattr(fleet, "fleet", fleet))
         data = with_messages(task.row, self._options.question_key, self._options.system_prompt)
         defaults = task.sampling or self._sampling
         runs = []
@@ -108,7 +109,7 @@ class AgentWorkflow:
             await front.workers.close()
             await front.gateway.stop()
 
-    async def _at(self, fleet: Generator) -> "_Front":
+    async def _front_of(self, fleet: Generator) -> "_Front":
         """Return the gateway in front of `fleet`, with workers that are ready."""
         async with self._starting:
             if self._front is None or self._front.fleet is not fleet:

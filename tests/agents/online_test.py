@@ -192,11 +192,11 @@ def test_a_conversation_goes_on_after_a_restart_token_for_token(agents, tmp_path
             _, body, _ = await s.ask(key, {"model": "m", "messages": turns})
             turns.append(body["choices"][0]["message"])
             await s.call("POST", "/rewards", key, {"reward": 1, "completion_id": body["id"]})
-            before = list(s.online.live[name].interactions), s.online.states[name]
+            before = list(s.online.sessions[name].interactions), s.online.states[name]
             with pytest.raises(UserError, match="another process"):
                 OnlineSessions(tmp_path, OnlineOptions(ADMIN), agents.sampling)
         async with site(agents, tmp_path) as s:
-            after = list(s.online.live[name].interactions), s.online.states[name]
+            after = list(s.online.sessions[name].interactions), s.online.states[name]
             turns.append({"role": "user", "content": "two"})
             await s.ask(key, {"model": "m", "messages": turns})
             await s.call("POST", "/session/end", key)
@@ -315,7 +315,7 @@ def test_an_export_of_many_rows_leaves_the_loop_free(agents, tmp_path):
     async def main():
         online = OnlineSessions(tmp_path, OnlineOptions(ADMIN), agents.sampling)
         state, _ = online.open()
-        session = online.live[state.id]
+        session = online.sessions[state.id]
         session.on_keep = None
         for number in range(20):  # as turns whose thoughts a template drops
             tokens, some = np.full(20_000, number, np.int32), np.zeros(50, np.int32)

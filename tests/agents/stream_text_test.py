@@ -113,7 +113,7 @@ def test_the_bytes_of_tokens_joined_are_the_text(name, words, at, to, sizes):
     whole, text = logprobs(tokenizer, ids)
     whole.add(drawn(ids))
     at, to = sorted((min(at, len(text)), min(to, len(text))))
-    every = whole.sent(at, to, last=True)
+    every = whole.unsent(at, to, last=True)
     # A token that begins before a cut and ends behind it has bytes of a character that is cut off.
     assert b"".join(bytes(t["bytes"]) for t in every).decode(errors="ignore") == text[at:to]
     assert [t["logprob"] for t in every] == sorted((t["logprob"] for t in every), reverse=True)
@@ -125,8 +125,8 @@ def test_the_bytes_of_tokens_joined_are_the_text(name, words, at, to, sizes):
         sent += size
         reached = len(tokenizer.decode(ids[:sent]).rstrip("\ufffd"))
         if at < min(reached, to):
-            found += grown.sent(at, min(reached, to))
-    found += grown.sent(at, to, last=True)
+            found += grown.unsent(at, min(reached, to))
+    found += grown.unsent(at, to, last=True)
     assert [t["bytes"] for t in found] == [t["bytes"] for t in every]
 
 
@@ -135,7 +135,7 @@ def test_a_token_has_its_own_bytes_where_no_text_is_whole():
     ids = tokenizer.convert_tokens_to_ids([*"aæ¼"])  # 漢 without its last byte
     whole, text = logprobs(tokenizer, ids)
     whole.add(drawn(ids))
-    every = whole.sent(0, len(text), last=True)
+    every = whole.unsent(0, len(text), last=True)
     assert [bytes(t["bytes"]) for t in every] == [b"a", b"\xe6", b"\xbc"]
     assert text == "a\ufffd"
 
@@ -146,7 +146,7 @@ def test_the_likeliest_tokens_have_their_bytes_in_the_same_place():
         others = [tokenizer.convert_tokens_to_ids("<|end|>"), ids[0]]
         whole, text = logprobs(tokenizer, ids, most=3)
         whole.add(drawn(ids, [t for own in ids for t in (own, *others)]))
-        for one in whole.sent(0, len(text), last=True):
+        for one in whole.unsent(0, len(text), last=True):
             same, end, _ = one["top_logprobs"]
             assert same["bytes"] == one["bytes"]
             assert bytes(end["bytes"]) == b"<|end|>"

@@ -439,12 +439,12 @@ def test_a_start_that_is_given_up_begins_again(agents, monkeypatch):
 
         monkeypatch.setattr(workflow._gateway_class, "start", hang)
         monkeypatch.setattr(WorkerPool, "start", start)
-        first = asyncio.create_task(workflow._at(fleet))
+        first = asyncio.create_task(workflow._front_of(fleet))
         await begun.wait()
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         assert workflow._front is None
-        assert (await workflow._at(fleet)).fleet is fleet
+        assert (await workflow._front_of(fleet)).fleet is fleet
         await workflow.aclose()
 
     asyncio.run(main())
