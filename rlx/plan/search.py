@@ -41,9 +41,9 @@ class Workload:
     observed: float = 0.0  # tokens that each turn but the first adds
     recompute: bool = False
     calibration: Calibration = Calibration()  # noqa: RUF009
-    # Seconds of servers and trainer that a run measured, for one by the data sheet.
+    # Measured seconds for each one by the data sheet, of the servers and of the trainer.
     factors: tuple[float, float] = (1.0, 1.0)
-    shared: float = 0.0  # first tokens that the trainer computes once for a group
+    shared_tokens: float = 0.0  # first tokens that the trainer computes once for a group
     cores: int = 0  # of a CPU that servers and trainer divide; 0: they have GPUs
     fanout: int = 1  # of weights, `fleet.relay_fanout`
 
@@ -66,8 +66,8 @@ class Workload:
             self.limits, self.sizes.n_samples, serves.sizes.get("d", 1), self.slots,
             ServerSpeed(model, card, serves.each, fitted, share, serve),
             TrainerSpeed(model, card, trains.gpus, fitted, self.forwards, self.recomputed,
-                         self.sizes.train.minibatches, train, self.sizes.n_samples, self.shared,
-                         self.fanout),
+                         self.sizes.train.minibatches, train, self.sizes.n_samples,
+                         self.shared_tokens, self.fanout),
             self.lengths, self.prompt_tokens, self.tool_seconds, self.turns, self.observed,
             split.shared, self.recompute,
         )  # fmt: skip

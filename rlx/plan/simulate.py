@@ -189,10 +189,10 @@ class _Engine:
             self.busy += elapsed
             self.sequence_seconds += elapsed * len(self._running)
 
-    def stop(self, seconds: float, again: bool) -> None:
-        """Pause decoding; `again`: then compute the caches again."""
+    def stop(self, seconds: float, recompute: bool) -> None:
+        """Pause decoding; `recompute`: then compute the caches again."""
         self._debt += seconds
-        if again:
+        if recompute:
             self._debt += self._server.prefill_seconds(self._context)
 
     @property
@@ -258,7 +258,7 @@ class _Run:
         self.state, self.buffer = Staleness(), buffers.Buffer()
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.order = self.groups = 0
-        self.planned = [math.inf] * setup.servers  # time of each engine's next event
+        self.planned = [math.inf] * setup.servers  # time of each engine's next event; inf: idle
         self.busy_since = [0.0] * setup.servers  # time since which each engine works
         self.loads = [(0, i) for i in range(setup.servers)]
         self.now, self.training = 0.0, False
@@ -298,7 +298,7 @@ class _Run:
             changed.add(index)
         for index in changed:
             self.engines[index].advance(self.now)
-            self.plan(index)
+            self.schedule(index)
 
     def least_loaded(self) -> int:
         while True:
@@ -306,21 +306,21 @@ class _Run:
             if load == self.engines[index].load:
                 return index
 
-    def plan(self, index: int) -> None:
-        before, now = self.planned[index], self.engines[index].fill()
-        self.planned[index], idle = now, math.inf
-        if before == idle > now:
+    def schedule(self, index: int) -> None:
+        """Plan the engine's next event, and note where it begins or ends to work."""
+        before, after = self.planned[index], self.engines[index].fill()
+        self.planned[index], idle = after, math.inf
+        if before == idle > after:
             self.busy_since[index] = self.now
-        elif before < idle == now:
+        elif before < idle == after:
             self.spans.append((f"server {index}", "generate", self.busy_since[index], self.now))
-        if now < idle:
-            self.at(now, self.decoded, index, now)
+        if after < idle:
+            self.at(after, self.decoded, index, after)
 
     def close_spans(self) -> None:
         for index, planned in enumerate(self.planned):
             if planned < math.inf:
-                span = f"server {index}", "generate", self.busy_since[index], self.now
-                self.spans.append(span)
+                self.spans.append((f"server {index}", "generate", self.busy_since[index], self.now))
 
     def decoded(self, index: int, planned: float) -> None:
         if planned != self.planned[index]:
@@ -336,7 +336,7 @@ class _Run:
             if not turn.group.left:
                 self.at(answered, self.accepted, turn.group)
         heapq.heappush(self.loads, (engine.load, index))
-        self.plan(index)
+        self.schedule(index)
 
     def go_on(self, index: int, turn: _Turn) -> None:
         """Ask the same server for the next turn, whose prompt has a further observation."""
@@ -346,7 +346,7 @@ class _Run:
             left=turn.part, context=kept + self.setup.observed, kept=kept, further=turn.further - 1
         ))  # fmt: skip
         heapq.heappush(self.loads, (engine.load, index))
-        self.plan(index)
+        self.schedule(index)
 
     def accepted(self, group: _Group) -> None:
         self.buffer = buffers.finish(self.buffer, group.admitted, group)  # type: ignore[arg-type]
@@ -368,7 +368,7 @@ class _Run:
         self.training = True
         self.spans.append(("trainer", f"train {step + 1}", self.now, self.now + seconds))
         if self.setup.shared:
-            self.pause(seconds, False)
+            self.pause(seconds)
         publish = self.setup.training.publish_seconds(self.setup.servers * self.setup.copies)
         self.spans.append(("trainer", "publish", self.now + seconds, self.now + seconds + publish))
         self.at(self.now + seconds + publish, self.published)
@@ -382,11 +382,11 @@ class _Run:
         for engine in self.engines:
             engine.queued = len(engine.waiting)
 
-    def pause(self, seconds: float, again: bool) -> None:
+    def pause(self, seconds: float, recompute: bool = False) -> None:
         for index, engine in enumerate(self.engines):
             engine.advance(self.now)
-            engine.stop(seconds, again)
-            self.plan(index)
+            engine.stop(seconds, recompute)
+            self.schedule(index)
 
     def published(self) -> None:
         self.training = False

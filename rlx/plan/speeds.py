@@ -109,7 +109,7 @@ class TrainerSpeed:
     updates: int = 1  # optimizer steps of a batch
     factor: float = 1.0  # seconds that were measured for one that is computed here
     samples: int = 1  # trajectories of a group
-    shared: float = 0.0  # first tokens of each that its group has in common; 0: none are shared
+    shared_tokens: float = 0.0  # first tokens of each that its group has in common
     fanout: int = 1  # servers to which each passes weights on; 0: process 0 sends to all
 
     def seconds(self, lengths: np.ndarray) -> float:
@@ -129,7 +129,7 @@ class TrainerSpeed:
 
     def _work(self, lengths: np.ndarray) -> float:
         """Return the share of the work that is left where samples share tokens, see `GAIN`."""
-        prefixes = np.minimum(lengths.reshape(-1, self.samples).min(1), self.shared)
+        prefixes = np.minimum(lengths.reshape(-1, self.samples).min(1), self.shared_tokens)
         prefixes = np.repeat(prefixes, self.samples - 1)
         cost = params.attention_cost(self.model, self.card.kind.lower())
         saved, total = ((n * (1 + cost * n)).sum() for n in (prefixes, lengths))

@@ -108,7 +108,7 @@ class PlanRequest:
             sizes, self.card, limits_of(config), lengths, prompt, config.fleet.slots,
             algorithm.needs_proximal_pass(sizes.train.minibatches) + algorithm.needs_reference,
             config.trainer, self._number("tool_seconds", 0.0), turns, observed,
-            config.fleet.kv_on_update != "keep", shared=self._shared_tokens(sizes, prompt),
+            config.fleet.kv_on_update != "keep", shared_tokens=self._shared_tokens(sizes, prompt),
             cores=self.gpus * (self.card.kind == CPU.kind), fanout=config.fleet.relay_fanout,
         )  # fmt: skip
 

@@ -46,7 +46,7 @@ def test_shared_tokens_are_those_of_the_trainers_trees(prompt, answers):
     plain = packing.plan(flat.sizes, budget, (512,), attention_cost=cost)
     trees = prefix_trees.plan(flat, ids, budget, (512,), attention_cost=cost, tree_cost=0.0)
     speed = TrainerSpeed(
-        SMALL, CPU, 1, Calibration(), samples=len(answers), shared=float(prompt)
+        SMALL, CPU, 1, Calibration(), samples=len(answers), shared_tokens=float(prompt)
     )  # fmt: skip
     work = speed._work(flat.sizes.astype(float))
     if prompt == 10:
@@ -87,10 +87,12 @@ def test_sharing_makes_a_batch_as_fast_as_its_tokens_are_few():
     plain = TrainerSpeed(SMALL, CPU, 1, c, samples=8)
     lengths = np.full(64, 110.0)
     apart = plain.seconds(lengths)
-    shared = dataclasses.replace(plain, shared=100.0).seconds(lengths)
+    shared, most = (
+        dataclasses.replace(plain, shared_tokens=n).seconds(lengths) for n in (100.0, 500.0)
+    )
     # 100 + 8 · 10 tokens in place of 8 · 110, and attention over 180 in place of 110.
     assert 180 / 880 < shared / apart < 1.2 * 180 / 880
-    assert dataclasses.replace(plain, shared=500.0).seconds(lengths) == pytest.approx(apart / 8)
+    assert most == pytest.approx(apart / 8)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ def test_prompts_are_shared_where_the_trainer_has_trees(card, changed, shared):
     config.model.path, config.data.max_prompt_tokens = "rlx:arithmetic", 60
     config.sampling.max_new_tokens = 128
     asked = PlanRequest(config, SimpleNamespace(), card, 2, None)
-    assert asked.workload(changed).shared == shared
+    assert asked.workload(changed).shared_tokens == shared
 
 
 def test_a_run_has_measured_what_it_shares():
@@ -117,7 +119,7 @@ def test_a_run_has_measured_what_it_shares():
     records = {n: {"n_shared_tokens": 128 * 35, "n_seqs": 128} for n in range(4)}
     run = SimpleNamespace(metrics=records, batches=SimpleNamespace(groups={}))
     asked = PlanRequest(config, SimpleNamespace(), CPU, 2, run)
-    assert asked.workload({}).shared == pytest.approx(40.0), "of eight, seven share 40 tokens"
+    assert asked.workload({}).shared_tokens == pytest.approx(40.0), "seven of eight share 40"
 
 
 def test_steps_after_the_last_admission_are_not_measured():
