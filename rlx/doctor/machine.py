@@ -179,6 +179,7 @@ def check_publish_dir(place: str, needed: int) -> Finding:
         usage = shutil.disk_usage(place)
     except OSError as error:
         return Finding("memory", "publishing", "problem", f"{place}: {error.strerror}", grow)
-    what = f"{place}: {size(usage.free)} of {size(usage.total)} free; two versions of the weights "
+    free = f"{place}: {size(usage.free)} of {size(usage.total)} free"
+    what = f"{free}; two versions of the weights need {size(needed)}"
     level, remedy = ("problem", grow) if needed > usage.free else ("ok", "")
-    return Finding("memory", "publishing", level, f"{what}need {size(needed)}", remedy)
+    return Finding("memory", "publishing", level, what, remedy)

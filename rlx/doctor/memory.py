@@ -120,7 +120,7 @@ def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
     elif train.algorithm.needs_reference and not train.reference_moves:
         pieces["reference"] = parameters.count(model) * width
     trained = ("parameters", "optimizer")
-    out = {name: size * (train_part if name in trained else part) for name, size in pieces.items()}
+    out = {name: n * (train_part if name in trained else part) for name, n in pieces.items()}
     numbers = train_part * sizes.trained
     minibatch = whole_minibatch(sizes, axes)
     tokens = min(train.token_budget, minibatch)
@@ -137,12 +137,13 @@ def trainer(sizes: RunSizes, devices: Devices = ONE_CPU) -> Bytes:
         for row in (row for row in parameters.table(model) if row.stacked):
             weights += math.prod(row.shape[1:]) // (axes["expert"] if "experts" in row.axes else 1)
         passing["gathered weights"] = (narrow + 4) * weights
-    out |= {name: size / axes["tensor"] for name, size in passing.items()}
+    out |= {name: n / axes["tensor"] for name, n in passing.items()}
     out["optimizer update"] = max(12 * numbers - sum(passing.values()) / axes["tensor"], 0)
-    return {name: int(size) for name, size in out.items() if size >= 1}
+    return {name: int(n) for name, n in out.items() if n >= 1}
 
 
 def bound(sizes: RunSizes, devices: Devices) -> int:
+    """Return the sum of the bytes of `trainer`."""
     return sum(trainer(sizes, devices).values())
 
 

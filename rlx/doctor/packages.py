@@ -92,21 +92,19 @@ def check(distribution: str = "rlx", needed: Sequence[str] = ()) -> Iterator[Fin
                       "pip install -e . in its directory")  # fmt: skip
         return
     names = metadata.metadata(distribution).get_all("Provides-Extra") or []
-    extras, modules = (
-        {name: required_packages(distribution, name) for name in names},
-        modules_by_name(),
-    )
+    extras = {name: required_packages(distribution, name) for name in names}
+    modules = modules_by_name()
     every = [r for requirements in extras.values() for r in requirements]
     dependencies += [r for r in every if modules.get(canonicalize_name(r.name)) in needed]
     by_name = {r.name: r for r in dependencies}
     wrong = {name: why for name, r in by_name.items() if (why := unfit(r))}
     tried = {name: module for name in by_name if name not in wrong
              if (module := modules.get(canonicalize_name(name)))}  # fmt: skip
-    start, failed = time.monotonic(), imports([*tried.values()])
+    start, errors = time.monotonic(), imports([*tried.values()])
     seconds = time.monotonic() - start
     for name, module in tried.items():
-        if failed[module]:
-            wrong[name] = f"{metadata.version(name)} cannot be imported: {failed[module]}"
+        if errors[module]:
+            wrong[name] = f"{metadata.version(name)} cannot be imported: {errors[module]}"
     for name, why in wrong.items():
         again = "--force-reinstall " * (name in tried)
         remedy = f"pip install {again}'{_text(by_name[name])}'"
