@@ -31,7 +31,7 @@ SAME = (  # facts that decide a run's bits, as dotted names
 )  # fmt: skip
 
 
-def again(workdir: Path) -> str:
+def resume_command(workdir: Path) -> str:
     """Return the shell command that continues a run in `workdir`."""
     flags = {word.partition("=")[0] for word in sys.orig_argv}
     if "--config" not in flags:

@@ -97,7 +97,7 @@ def flatten(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _header(run: Run) -> dict[str, Any]:
     total, done = run.total, _last(run, "step") or 0
     finished = total is not None and done >= total
-    state = f"{done:g} of {total:g} steps" if total else f"{done:g} steps"
+    progress = f"{done:g} of {total:g} steps" if total else f"{done:g} steps"
     rows = [_facts(replace(run, config=start["config"])) for start in run.starts]
     facts = [" → ".join(dict.fromkeys(filter(None, fact))) for fact in zip(*rows, strict=True)]
     if holes := gaps(run.metrics, int(max([done, *(e["step"] for e in run.evals)]))):
@@ -107,7 +107,7 @@ def _header(run: Run) -> dict[str, Any]:
         facts.append(f"{number(tokens)} tokens continued after restarts")
     if run.ended_at:
         facts.append(time.strftime("%-d %B %Y, %H:%M", time.localtime(run.ended_at)))
-    state = "finished" if finished else state
+    state = "finished" if finished else progress
     return {"finished": finished, "state": state, "facts": list(filter(None, facts))}
 
 
@@ -151,8 +151,8 @@ def _cost_tiles(run: Run) -> Iterator[tuple[str, str, str, str]]:
     if shared := sum(v or 0 for v in run.series("n_shared_tokens")):
         total = sum(v or 0 for v in run.series("n_tokens"))
         yield "", "Shared tokens", percent(shared / total), "computed for another sample"
-    if shares := sorted(v for v in run.series("mfu") if v is not None):
-        yield "", "MFU", percent(shares[len(shares) // 2]), "of the peak, while it computes"
+    if used := sorted(v for v in run.series("mfu") if v is not None):
+        yield "", "MFU", percent(used[len(used) // 2]), "of the peak, while it computes"
     if phases := report_speed.phase_totals(run):
         waiting = phases.get("wait", 0) / sum(phases.values())
         yield "", "Trainer waiting", percent(waiting), "of its time"

@@ -457,7 +457,7 @@ class _Loop:
             say(f"evaluation of step {late} timed out; a resumed run evaluates step {self.step}")
         if report := self.saves.show():
             say(f"report: {report}")
-        again = environment.again(self.parts.workdir)
+        again = environment.resume_command(self.parts.workdir)
         if not complete:
             say(f"stopped after step {self.step}; to resume: {again}")
         if missing := complete and self.held_out.due(self.step):

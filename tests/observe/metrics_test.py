@@ -103,12 +103,12 @@ def test_the_command_to_go_on_is_one_that_a_shell_takes(monkeypatch, tmp_path):
     flags = ["/usr/bin/python3", "my main.py", "--config=a.py", "--config.data.train=a b.jsonl"]
     monkeypatch.setattr(sys, "orig_argv", flags)
     wanted = [*flags, f"--workdir={tmp_path}"]
-    assert shlex.split(environment.again(tmp_path)) == wanted
+    assert shlex.split(environment.resume_command(tmp_path)) == wanted
     assert shlex.split(environment.describe({})["command"]) == flags
     monkeypatch.setattr(sys, "orig_argv", wanted)
-    assert shlex.split(environment.again(tmp_path)) == wanted
+    assert shlex.split(environment.resume_command(tmp_path)) == wanted
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "ipykernel_launcher"])
-    assert environment.again(Path("a")) == "rlx.run with the same config and workdir='a'"
+    assert environment.resume_command(Path("a")) == "rlx.run with the same config and workdir='a'"
 
 
 def test_a_users_files_and_what_differs_from_the_commit_are_kept(monkeypatch, tmp_path):
