@@ -46,9 +46,8 @@ class HeldOut:
     on_skip: Callable[[dict[str, Any]], None]  # takes a failed question's record, on any thread
     say: Callable[[str], None]  # takes one line for the user
     sets: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)  # further rows
-    random_sampling: Sampling | None = (
-        None  # of `n_samples` answers to each question, besides the greedy one
-    )
+    # Of `n_samples` further answers to each question; None: the greedy one is all.
+    random_sampling: Sampling | None = None
     n_samples: int = 0
 
     def __post_init__(self) -> None:

@@ -67,14 +67,11 @@ def rows(
         most_rows = f"{data.MOST_ROWS:,}, or 0 for all questions"
         raise UserError(f"--limit={limit} is out of range; give a number up to {most_rows}")
     if not benchmark.source:
-        raw = data.generated_rows(benchmark.name, 0, "held_out", limit or 200, images)
-    else:
-        graders = [] if benchmark.reward == rewards.JUDGE else [benchmark.reward]
-        answer_key = rewards.answer_key(graders, benchmark.answer_key)
-        most, keys = limit or None, (benchmark.question_key, answer_key)
-        raw = data.load(benchmark.source, *keys, split="test", most=most, images=images)
-    dataset = [{**r, "question": r[benchmark.question_key]} if benchmark.source else r for r in raw]
-    return dataset[:limit] if limit else dataset
+        return data.generated_rows(benchmark.name, 0, "held_out", limit or 200, images)
+    graders = [] if benchmark.reward == rewards.JUDGE else [benchmark.reward]
+    keys = benchmark.question_key, rewards.answer_key(graders, benchmark.answer_key)
+    loaded = data.load(benchmark.source, *keys, split="test", most=limit or None, images=images)
+    return [{**row, "question": row[benchmark.question_key]} for row in loaded]
 
 
 def load_sets(
