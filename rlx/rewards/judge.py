@@ -88,10 +88,10 @@ class Judge:
 
     def keep(self, file: Path | str) -> None:
         """Keep verdicts in `file` from now on, and use those that it has."""
-        self._kept = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
-        self._kept.execute("PRAGMA journal_mode=WAL")
-        self._kept.execute("PRAGMA synchronous=NORMAL")
-        self._kept.execute("CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, score REAL)")
+        self._db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=NORMAL")
+        self._db.execute("CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, score REAL)")
 
     async def grade(self, question: str, answer: str, reference: str) -> dict[str, float]:
         """Return the mean score, 0 to 1, with seconds and tokens, by name for metrics.
@@ -111,13 +111,13 @@ class Judge:
     async def aclose(self) -> None:
         """Close connections and the file of verdicts."""
         await asyncio.gather(*(client.close() for client in self._clients.values()))
-        self._kept.close()
+        self._db.close()
 
     async def _verdict(self, name: str, text: str) -> tuple[float, float, float]:
         """Return a judge's score, 0 to 1, and its seconds and tokens, 0 if it was kept."""
         key = hashlib.sha256("\0".join((name, self._rubric, text)).encode()).hexdigest()
         query = "SELECT score FROM verdicts WHERE key = ?"
-        if row := self._kept.execute(query, (key,)).fetchone():
+        if row := self._db.execute(query, (key,)).fetchone():
             return row[0], 0.0, 0.0
         start, used = time.monotonic(), 0.0
         for _ in range(self._options.attempts):
@@ -127,7 +127,7 @@ class Judge:
             used += answer.usage.total_tokens if answer.usage else 0
             reply = (answer.choices[0].message.content or "") if answer.choices else ""
             if (score := score_of(reply)) is not None:
-                self._kept.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (key, score))
+                self._db.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (key, score))
                 return score, time.monotonic() - start, used
         raise JudgeError(
             f"judge {name} gave no verdict in {self._options.attempts} answers, the last "
@@ -138,8 +138,9 @@ class Judge:
         """Wait for the request's turn under `per_minute`."""
         if self._options.per_minute:
             now = time.monotonic()
-            self._next = max(self._next, now) + 60 / self._options.per_minute
-            await asyncio.sleep(self._next - 60 / self._options.per_minute - now)
+            turn = max(self._next, now)
+            self._next = turn + 60 / self._options.per_minute
+            await asyncio.sleep(turn - now)
 
     async def _ask(self, name: str, text: str) -> Any:
         """Return the server's answer; without a schema if the server takes none."""
