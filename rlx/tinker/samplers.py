@@ -59,8 +59,8 @@ class WeightTurns:
 class Samplers:
     """Samples and scores by the base model, or by it with the adapter in a PEFT directory.
 
-    Servers of the connected fleet have the `base` of this digest, and make sums of `dtype`. They
-    read adapters by themselves if these are `side_by_side`.
+    `base` is the digest of the base model of the connected fleet's servers, which add adapters to
+    it in `dtype`. If adapters are `side_by_side`, the servers read them by themselves.
     """
 
     def __init__(self, fleet: Fleet, base: bytes, dtype: str, side_by_side: bool = False):
@@ -105,13 +105,13 @@ class Samplers:
     async def _publish(self, weights: Any) -> None:
         try:
             self._version += 1
-            adapter = await in_thread(self._made, weights and weights[0])
+            adapter = await in_thread(self._read_adapter, weights and weights[0])
             await self._fleet.publish(self._version, adapter, "adapter")
         except BaseException:
             self._published = None  # the next request tries again
             raise
 
-    def _made(self, adapter: Path | None) -> Adapter:
+    def _read_adapter(self, adapter: Path | None) -> Adapter:
         tensors, scale = dict[str, Any](), 1.0  # None: the base, plus nothing
         if adapter:
             scale = peft.load_config(adapter).scale

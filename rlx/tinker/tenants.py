@@ -87,7 +87,7 @@ class Tenant:
         return session
 
     def end(self, session: str) -> None:
-        """Forget what a session has, but for its checkpoints with names."""
+        """Forget all of a session except its checkpoints with names."""
         self._heard.pop(session, None)
         parts: tuple[dict[str, Any], ...] = self.models, self.samplers, self.futures
         for part in parts:
@@ -113,7 +113,7 @@ class Tenant:
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def note_fetched(self, name: str) -> None:
-        """Note that a client has a result; forget those but the latest, as one may be lost."""
+        """Note that a client fetched a result; keep the latest, because an answer may be lost."""
         self._fetched.append(name)
         if len(self._fetched) > _KEPT:
             self.futures.pop(self._fetched.popleft(), None)

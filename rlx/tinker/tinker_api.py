@@ -38,7 +38,7 @@ ALPHA = 32.0  # Tinker's adapters are scaled by 32 / rank
 MAX_BODY = 64 << 20  # bytes of a request
 HOLD_SECONDS = 20.0  # of retrieve_future; the client waits 45
 _LINK_SECONDS = 3600.0  # of a download
-_NOT_HERE = ("topk_prompt_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
+_UNSUPPORTED = ("topk_prompt_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
 _CHECKPOINT = "tinker://{run}/{kind}/{name}"
 _Json = Mapping[str, Any]
 _Work = Callable[[Tenant, _Json, TrainedModel], Any]  # on the thread of the trainer
@@ -202,21 +202,20 @@ class TinkerApi:
     def _save(self, kind: str, tenant: Tenant, args: _Json, model: TrainedModel) -> _Json:
         if args.get("age_encryption_recipients"):
             raise UserError("files cannot be encrypted here; drop age_encryption_recipients")
-        state, session = model.trained(), model.id.partition(":")[0]
-        number = args.get("sampling_session_seq_id")
-        sampler = f"{session}:sample:{number}"
-        place = f"{kind}/{args['path']}" if args.get("path") else f"{UNNAMED}/{number}"
-        path = f"tinker://{model.id}/{place}"
-        end = args.get("ttl_seconds") and time.time() + args["ttl_seconds"]
-        fields = {"checkpoint_metadata": args.get("user_metadata"), "expires": end}
+        state, number = model.trained(), args.get("sampling_session_seq_id")
+        name = f"{kind}/{args['path']}" if args.get("path") else f"{UNNAMED}/{number}"
+        path = f"tinker://{model.id}/{name}"
+        expires = args.get("ttl_seconds") and time.time() + args["ttl_seconds"]
+        fields = {"checkpoint_metadata": args.get("user_metadata"), "expires": expires}
         record = {**model.record, **fields, "updates": state.updates}
 
-        def write(place: Path) -> None:
-            self.trainer.save(state, place, self.tokenizer, moments=kind == "weights")
+        def write(directory: Path) -> None:
+            self.trainer.save(state, directory, self.tokenizer, moments=kind == "weights")
 
         saved = tenant.save(path, record, write, bool(args.get("overwrite")))
         if args.get("path"):
             return saved
+        sampler = f"{model.id.partition(':')[0]}:sample:{number}"
         tenant.samplers[sampler] = path
         return {"sampling_session_id": sampler}
 
@@ -290,7 +289,7 @@ class TinkerApi:
         chunks, spec = args["prompt"]["chunks"], args["sampling_params"]
         prompt = [token for chunk in chunks for token in chunk.get("tokens", ())]
         room, stop = self.trainer.config.max_position - len(prompt), spec.get("stop")
-        refused = [name for name in _NOT_HERE if args.get(name)]
+        refused = [name for name in _UNSUPPORTED if args.get(name)]
         refused += [f"a chunk of {c['type']}" for c in chunks if c["type"] != "encoded_text"]
         refused += ["stop=[], as the model's end always stops"] * (stop == [])
         refused += [f"a prompt of {len(prompt)} tokens"] * (not prompt or room < 1)
