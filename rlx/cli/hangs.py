@@ -129,14 +129,14 @@ def reported(
 
 def loop_sign(turned: float, thread: int, name: str) -> Sign:
     """Return the sign of an event loop in a thread, which `turned` last at that time."""
-    blocked = frames(thread)
-    mark = None if debugging(blocked) else turned
-    return Sign(mark, lambda: f"{name} is blocked at {place_of(blocked)}")
+    stack = frames(thread)
+    mark = None if debugging(stack) else turned
+    return Sign(mark, lambda: f"{name} is blocked at {place_of(stack)}")
 
 
-def debugging(frames: list[FrameType]) -> bool:
-    """Return whether a thread waits at a debugger's prompt."""
-    return any(name in frame.f_code.co_filename for frame in frames for name in _DEBUGGERS)
+def debugging(stack: list[FrameType]) -> bool:
+    """Return whether a thread with this stack waits at a debugger's prompt."""
+    return any(name in frame.f_code.co_filename for frame in stack for name in _DEBUGGERS)
 
 
 @contextmanager
