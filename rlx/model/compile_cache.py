@@ -38,7 +38,7 @@ def options() -> dict[str, str | int | float]:
         return {}
     if _due(Path(path, _INDEX)):
         check()
-        atexit.register(check, True)
+        atexit.register(check, only_new=True)
     return {
         "jax_compilation_cache_dir": path,
         "jax_persistent_cache_min_compile_time_secs": 0,
@@ -46,8 +46,8 @@ def options() -> dict[str, str | int | float]:
     }
 
 
-def check(new: bool = False) -> None:
-    """Remove cache entries whose checksum has changed; `new`: only record checksums of new ones."""
+def check(only_new: bool = False) -> None:
+    """Remove cache entries whose checksum has changed; `only_new`: record those of new ones."""
     # JAX runs whatever it loads. With zstd, which has no checksum, a flipped bit ends every start
     # by SIGSEGV. With zlib it is a warning, and the program is compiled again.
     path = Path(directory() or os.devnull)
@@ -59,7 +59,7 @@ def check(new: bool = False) -> None:
             # With the time: another process may have written half of it when it was recorded.
             name = f"{entry.name} {entry.stat().st_mtime_ns}"
             crc = known.get(name)
-            sums[name] = crc if new and crc is not None else zlib.crc32(entry.read_bytes())
+            sums[name] = crc if only_new and crc is not None else zlib.crc32(entry.read_bytes())
             if crc not in (None, sums[name]):
                 entry.unlink()
                 del sums[name]

@@ -38,7 +38,7 @@ def target_logprobs(
 ) -> tuple[Array, Array]:
     """Return log softmax(head·x / temperature)[target] and the entropy of that distribution.
 
-    Both are [N] float32, nats; 0 for tokens that are not scored for.
+    Both are [N] float32, nats; 0 for tokens that are not scored.
     """
     if not chunk:
         # The head's gradient, V · D numbers, is read and written for each chunk's V · chunk.
@@ -59,7 +59,7 @@ def target_logprobs(
         kept = kept and (*kept[:2], cut(kept[2]))
         logprob, entropy = _chunked(cut(x), head, cut(targets), None, kept, how)
         return logprob.reshape(-1)[:tokens], entropy.reshape(-1)[:tokens]
-    order = jnp.argsort(~scored)  # those scored about first, in as many chunks as they fill
+    order = jnp.argsort(~scored)  # scored ones first, in as many chunks as they fill
     used = -(-jnp.sum(scored) // size)
     back = jnp.argsort(order)
     if kept is not None:

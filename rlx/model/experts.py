@@ -104,10 +104,12 @@ def _local(
     return y.reshape(shape), routing
 
 
-def _gathered_weight(weight: Array, dtype: Any, cut: int) -> Array:
-    """Return a weight cast to `dtype`, then gathered along its axis `cut`."""
-    weight = weight.astype(dtype)
-    return weight if cut < 0 else lax.all_gather(weight, EXPERT_WEIGHTS, axis=cut, tiled=True)
+def _gathered_weights(weights: Weights, dtype: Any, cut: Cut) -> list[Array]:
+    """Return the weights cast to `dtype`, then each gathered along its axis of `cut`."""
+    return [
+        lax.all_gather(weight, EXPERT_WEIGHTS, axis=axis, tiled=True) if axis >= 0 else weight
+        for weight, axis in zip((w.astype(dtype) for w in weights), cut, strict=True)
+    ]
 
 
 def _scattered_gradient(grad: Array, cut: int) -> Array:
@@ -161,9 +163,7 @@ def _blocked(x, chosen, blocks: Blocks, weights: Weights, cut: Cut, gated: Any, 
 
 
 def _blocked_forward(x, chosen, blocks, weights, cut, gated, trips):
-    wholes = [
-        _gathered_weight(weight, x.dtype, axis) for weight, axis in zip(weights, cut, strict=True)
-    ]
+    wholes = _gathered_weights(weights, x.dtype, cut)
 
     def one(i, y):
         tokens, rows, scale, (gate, up, down) = _piece(x, chosen, blocks, wholes, i)
@@ -177,9 +177,7 @@ def _blocked_forward(x, chosen, blocks, weights, cut, gated, trips):
 
 def _blocked_backward(cut, gated, trips, residuals, grad):
     x, chosen, blocks, weights = residuals
-    wholes = [
-        _gathered_weight(weight, x.dtype, axis) for weight, axis in zip(weights, cut, strict=True)
-    ]
+    wholes = _gathered_weights(weights, x.dtype, cut)
 
     def one(i, carry):
         grad_x, grad_chosen, grads = carry

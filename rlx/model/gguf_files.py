@@ -201,7 +201,7 @@ def _tensors(
     return Buckets(shaped, weights())  # `shaped` takes no memory
 
 
-def _write_tokenizer(keys: Mapping[str, Any], config: ModelConfig, directory: Path) -> None:
+def _write_tokenizer(keys: Mapping[str, Any], config: ModelConfig, target: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json of a byte-level BPE."""
     fields = {name.removeprefix("tokenizer.ggml."): value for name, value in keys.items()}
     rule = fields.get("pre", "default") if fields["model"] == "gpt2" else fields["model"]
@@ -236,11 +236,11 @@ def _write_tokenizer(keys: Mapping[str, Any], config: ModelConfig, directory: Pa
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, vocab[bos])]
         )
-    tokenizer.save(str(directory / "tokenizer.json"))
+    tokenizer.save(str(target / "tokenizer.json"))
     record = {
         **specials,
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": config.max_position,
     }
-    (directory / "tokenizer_config.json").write_text(json.dumps(record, indent=2) + "\n")
+    (target / "tokenizer_config.json").write_text(json.dumps(record, indent=2) + "\n")

@@ -147,8 +147,8 @@ def _on_devices(
     """Return a slice on each device, read along its first axis at most `bucket` bytes at a time."""
     (start, stop), *rest = bounds
     inner = tuple(slice(*each) for each in rest)
-    some = math.prod(stop - start for start, stop in rest) * _WIDEST
-    size = min(max(1, bucket // some), stop - start)
+    row_bytes = math.prod(stop - start for start, stop in rest) * _WIDEST
+    size = min(max(1, bucket // row_bytes), stop - start)
     wholes: list[jax.Array] = []
     for first in range(start, stop, size):
         part = read((slice(first, min(first + size, stop)), *inner))

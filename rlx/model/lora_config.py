@@ -74,10 +74,8 @@ def table(config: ModelConfig, lora: LoraConfig) -> tuple[Row, ...]:
         inner, outer = base.axes[1], "joined" if base.joined_size else base.axes[2]
         stem, widths = PREFIX + base.hf.removesuffix("weight"), sizes | {"joined": base.joined_size}
         for half, axes, kind in (("a", (inner, "rank"), "matrix"), ("b", ("rank", outer), "zeros")):
-            path, hf = (
-                ("layers", f"{adapter(base)}_lora_{half}"),
-                f"{stem}lora_{half.upper()}.weight",
-            )
+            path = "layers", f"{adapter(base)}_lora_{half}"
+            hf = f"{stem}lora_{half.upper()}.weight"
             rows.append(Row(path, ("layers", *axes), hf, True, kind).sized(widths))
     return tuple(rows)
 

@@ -39,7 +39,7 @@ def test_a_damaged_entry_is_compiled_again(tmp_path, monkeypatch):
     good, bad = path / "jit_a-1-cache", path / "jit_b-2-cache"
     for entry in (good, bad):
         entry.write_bytes(b"\x28\xb5\x2f\xfd" + bytes(100))
-    compile_cache.check(new=True)  # at the end of the process that wrote them
+    compile_cache.check(only_new=True)  # at the end of the process that wrote them
     written = bad.stat().st_mtime_ns
     bad.write_bytes(bad.read_bytes()[:-1] + b"\x01")
     os.utime(bad, ns=(written, written))  # a damaged disk changes no time

@@ -157,7 +157,8 @@ class JaxEngine(ModelEngine):
             self._inbox.put(lambda: setattr(self, "_closing", True))
             await asyncio.to_thread(self._thread.join)
             await asyncio.to_thread(self._programs.close)
-            await asyncio.to_thread(compile_cache.check, True)  # servers end without `atexit`
+            # Servers end without `atexit`.
+            await asyncio.to_thread(compile_cache.check, only_new=True)
         self._end_all()
 
     async def _ask(self, action: Callable[[], _T], fatal: bool = False) -> _T:
