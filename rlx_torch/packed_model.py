@@ -237,10 +237,9 @@ def published_tensors(model: Any, only_adapters: bool = False) -> dict[str, Weig
     for name, tensor in {**dict(model.named_parameters()), **saved_buffers(model)}.items():
         layer, base, last = name.rpartition(".base_layer.")
         if base:
-            pair = (
-                partial(_adapter_product, model.get_submodule(layer)) if last == "weight" else None
-            )
-            weights[f"{layer}.{last}"] = Weight(tensor.detach(), pair)
+            product = partial(_adapter_product, model.get_submodule(layer))
+            added = product if last == "weight" else None
+            weights[f"{layer}.{last}"] = Weight(tensor.detach(), added)
         elif ".lora_" not in name and (name != "lm_head.weight" or not tied):
             weights[name] = Weight(tensor.detach())
     return weights
@@ -392,7 +391,7 @@ def token_scores(
     """Return log-probabilities of K tokens after each state, and the distribution's entropy.
 
     Args:
-      states: [N, D] of `hidden`. targets: [N, K] int64. Others as of `logprobs`.
+      states: [N, D] of `hidden_states`. targets: [N, K] int64. Others as of `logprobs`.
 
     Returns:
       [N, K] and [N] float32, nats.

@@ -121,10 +121,8 @@ class TorchUpdate(BatchUpdate):
         """Return why this device has no attention over trees; empty if it has."""
         if self._seen:
             return "models that see images are not computed over trees"
-        dtype, kind = (
-            self._options.compute_dtype,
-            packed_model.packable_config(self._directory).model_type,
-        )
+        dtype = self._options.compute_dtype
+        kind = packed_model.packable_config(self._directory).model_type
         name = attention.kernel(self._device, dtype, kind)
         if name == "rlx_segments":
             return ""
@@ -201,13 +199,11 @@ class TorchUpdate(BatchUpdate):
         return state
 
     def weights(self, state: TorchState, adapters: bool = False) -> Buckets:
-        model, tensors = (
-            state.policy.model,
-            packed_model.published_tensors(state.policy.model, adapters),
-        )
+        model = state.policy.model
+        tensors = packed_model.published_tensors(model, adapters)
         mixture = self.model.num_experts > 0  # transformers joins a layer's experts
-        foreign = (mixture or bool(self.model.foreign)) and not adapters
-        if not (foreign or self.model.foreign):  # in the order of the other trainer's files
+        converts = (mixture or bool(self.model.foreign)) and not adapters
+        if not (converts or self.model.foreign):  # in the order of the other trainer's files
             lora, table = self._options.lora, parameters.table(self.model)
             rows = lora_config.table(self.model, lora) if adapters and lora else table
             tensors = {name: tensors[name] for row in rows for name in row.names}
@@ -215,16 +211,15 @@ class TorchUpdate(BatchUpdate):
         kind = getattr(torch, dtype)
 
         def named(part: dict[str, Tensor]) -> dict[str, Tensor]:
-            return packed_model.hf_tensors(model, part) if foreign else part
+            return packed_model.hf_tensors(model, part) if converts else part
 
-        parts = [[*names] for _, names in groupby(tensors, _layer if foreign else None)]
+        parts = [[*names] for _, names in groupby(tensors, _layer if converts else None)]
 
         def buckets() -> Iterator[dict[str, np.ndarray]]:
             bucket: dict[str, np.ndarray] = {}
             for names in parts:
-                for name, tensor in named(
-                    {name: tensors[name].copied(kind) for name in names}
-                ).items():
+                copies = named({name: tensors[name].copied(kind) for name in names})
+                for name, tensor in copies.items():
                     if sum(x.nbytes for x in bucket.values()) + tensor.nbytes > BUCKET and bucket:
                         yield bucket
                         bucket = {}

@@ -207,12 +207,8 @@ def _features(base: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     device = base.get_input_embeddings().weight.device
     out = base.get_image_features(**{k: x.to(device) for k, x in inputs.items()}, return_dict=True)
     parts = [out.pooler_output, *getattr(out, "deepstack_features", ())]
-    return tuple(
-        torch.cat(
-            [x.reshape(-1, x.shape[-1]) for x in (p if isinstance(p, (tuple, list)) else [p])]
-        )
-        for p in parts
-    )
+    lists = (part if isinstance(part, tuple | list) else [part] for part in parts)
+    return tuple(torch.cat([x.reshape(-1, x.shape[-1]) for x in each]) for each in lists)
 
 
 def processor(directory: Path) -> Any:
