@@ -1,6 +1,7 @@
 """Orders: requests of one model by their numbers, and weights of several on one fleet."""
 
 import asyncio
+import time
 from functools import partial
 from threading import Event
 
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx.fleet.requests import Sampling
+from rlx.model.peft import WEIGHTS
 from rlx.system.threads import DaemonThreads
 from rlx.tinker.samplers import Samplers, WeightTurns
 from rlx.tinker.tenants import TrainedModel
@@ -94,6 +96,84 @@ def test_those_who_wait_for_other_weights_are_not_overtaken():
     assert turns.add("b", 5) == []
     assert turns.end() == []
     assert turns.end() == [3, 5]
+
+
+def test_a_request_that_leaves_the_line_frees_those_behind_it():
+    turns = WeightTurns()
+    assert turns.add("a", 1) == [1]
+    assert turns.add("b", 2) == []
+    assert turns.add("a", 3) == []
+    assert turns.leave("b", 2) == [3]
+    assert turns.end() == turns.end() == []
+
+
+class OneAtATime:
+    """A fleet that serves the weights published last, and notes which ones requests get."""
+
+    def __init__(self):
+        self.served, self.log, self.go_on = None, [], asyncio.Event()
+
+    async def publish(self, version, source, method):
+        self.served = source
+        self.log.append(f"publish {source}")
+
+    async def generate(self, prompt, sampling, n):
+        served = self.served
+        await self.go_on.wait()
+        assert self.served == served, "weights changed under a request"
+        self.log.append(f"sample {served}")
+        return []
+
+
+def line(monkeypatch, tmp_path, seconds):
+    """A fleet, and a function that begins to sample from an adapter, read in its `seconds`."""
+
+    def read(self, adapter):
+        time.sleep(seconds[adapter.name])
+        return adapter.name
+
+    monkeypatch.setattr(Samplers, "_read_adapter", read)
+    fleet = OneAtATime()
+    samplers = Samplers(fleet, b"", "float32")
+
+    def begin(name):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / WEIGHTS).touch()
+        call = samplers.sample(tmp_path / name, [1, 2], Sampling(), 1, 0)
+        return asyncio.create_task(call)
+
+    return fleet, begin
+
+
+def test_a_request_cancelled_in_the_line_ends_no_other(monkeypatch, tmp_path):
+    async def whole():
+        fleet, begin = line(monkeypatch, tmp_path, {"a": 0.0, "b": 0.0, "c": 0.0})
+        first = begin("a")
+        while not fleet.log:
+            await asyncio.sleep(0.01)
+        second, third = begin("b"), begin("c")
+        await asyncio.sleep(0.05)
+        second.cancel()
+        await asyncio.sleep(0.1)
+        fleet.go_on.set()
+        await asyncio.gather(first, third)
+        return fleet.log
+
+    assert asyncio.run(whole()) == ["publish a", "sample a", "publish c", "sample c"]
+
+
+def test_weights_are_published_in_the_order_of_their_turns(monkeypatch, tmp_path):
+    async def whole():
+        fleet, begin = line(monkeypatch, tmp_path, {"a": 0.3, "b": 0.0})
+        fleet.go_on.set()
+        first, second = begin("a"), begin("b")
+        await asyncio.sleep(0.05)
+        first.cancel()  # while its adapter is read
+        await second
+        await asyncio.sleep(0.4)
+        return fleet.log
+
+    assert asyncio.run(whole()) == ["publish a", "publish b", "sample b"]
 
 
 def test_servers_that_read_adapters_get_one_with_each_request(tmp_path):
