@@ -42,9 +42,15 @@ class WeightTurns:
         self.waiting.setdefault(weights, []).append(request)
         return self._begin()
 
-    def end(self) -> list[Any]:
-        """Note that a request has ended; return those that begin now, all for `served`."""
-        self.running -= 1
+    def end(self, weights: Hashable, request: Any) -> list[Any]:
+        """Note that a request has ended, maybe while it waited; return those that begin now."""
+        waiting = self.waiting.get(weights, [])
+        if request not in waiting:
+            self.running -= 1
+        elif waiting == [request]:
+            del self.waiting[weights]
+        else:
+            waiting.remove(request)
         return self._begin()
 
     def _begin(self) -> list[Any]:
@@ -66,7 +72,7 @@ class Samplers:
     def __init__(self, fleet: Fleet, base: bytes, dtype: str, side_by_side: bool = False):
         self._fleet, self._base, self._dtype = fleet, base, dtype
         self._side_by_side = side_by_side
-        self._turns, self._version = WeightTurns(), 0
+        self._turns, self._version, self._publishing = WeightTurns(), 0, asyncio.Lock()
         self._published: tuple[Hashable, asyncio.Future] | None = None
 
     async def sample(
@@ -82,7 +88,7 @@ class Samplers:
             await asyncio.shield(await turn)
             return await self._ask("", prompt, sampling, n, scored)
         finally:
-            self._begin(self._turns.end())
+            self._begin(self._turns.end(weights, turn))
 
     async def _ask(
         self, adapter: str, prompt: Sequence[int], sampling: Sampling, n: int, scored: int
@@ -100,13 +106,16 @@ class Samplers:
         if turns and (not self._published or self._published[0] != served):
             self._published = served, asyncio.ensure_future(self._publish(served))
         for turn in turns:
-            turn.set_result(self._published and self._published[1])
+            if not turn.cancelled():
+                turn.set_result(self._published and self._published[1])
 
     async def _publish(self, weights: Any) -> None:
+        # After earlier weights: those whose requests were all cancelled may still be on their way.
         try:
-            self._version += 1
-            adapter = await in_thread(self._read_adapter, weights and weights[0])
-            await self._fleet.publish(self._version, adapter, "adapter")
+            async with self._publishing:
+                self._version += 1
+                adapter = await in_thread(self._read_adapter, weights and weights[0])
+                await self._fleet.publish(self._version, adapter, "adapter")
         except BaseException:
             self._published = None  # the next request tries again
             raise

@@ -64,7 +64,7 @@ def test_a_cancelled_wait_lets_no_other_request_begin_while_its_work_runs():
     assert ran == ["long", "other"]
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.booleans()), max_size=60))
 def test_only_requests_for_the_served_weights_run(steps):
     turns, running, waiting = WeightTurns(), [], []
 
@@ -72,18 +72,21 @@ def test_only_requests_for_the_served_weights_run(steps):
         for weights, number in requests:
             assert weights == turns.served
             waiting.remove((weights, number))
-            running.append(weights)
-        assert len({*running}) <= 1
+            running.append((weights, number))
+        assert len({weights for weights, _ in running}) <= 1
 
-    for number, (weights, ends) in enumerate(steps):
+    def end(request):
+        begin(turns.end(request[0], request))
+
+    for number, (weights, ends, leaves) in enumerate(steps):
         waiting.append((weights, number))
         begin(turns.add(weights, (weights, number)))
         if ends and running:
-            running.pop()
-            begin(turns.end())
+            end(running.pop())
+        if leaves and waiting:
+            end(waiting.pop(0))
     while running:
-        running.pop()
-        begin(turns.end())
+        end(running.pop())
     assert not waiting
 
 
@@ -94,8 +97,8 @@ def test_those_who_wait_for_other_weights_are_not_overtaken():
     assert turns.add("b", 3) == []
     assert turns.add("a", 4) == []  # else b would wait for ever
     assert turns.add("b", 5) == []
-    assert turns.end() == []
-    assert turns.end() == [3, 5]
+    assert turns.end("a", 1) == []
+    assert turns.end("a", 2) == [3, 5]
 
 
 def test_a_request_that_leaves_the_line_frees_those_behind_it():
@@ -103,8 +106,8 @@ def test_a_request_that_leaves_the_line_frees_those_behind_it():
     assert turns.add("a", 1) == [1]
     assert turns.add("b", 2) == []
     assert turns.add("a", 3) == []
-    assert turns.leave("b", 2) == [3]
-    assert turns.end() == turns.end() == []
+    assert turns.end("b", 2) == [3]
+    assert turns.end("a", 1) == turns.end("a", 3) == []
 
 
 class OneAtATime:
