@@ -31,9 +31,11 @@ def number(least: int, kind: type = int, most: float = 1e9) -> Callable[[str], A
     """Return the `type` of a flag whose number is in [least, most]."""
 
     def checked(text: str) -> Any:
-        if least <= (value := kind(text)) <= most:
-            return value
-        raise argparse.ArgumentTypeError(f"{text} is not from {least} to {most:g}")
+        with suppress(ValueError):
+            if least <= (value := kind(text)) <= most:
+                return value
+        what = "whole number" if kind is int else "number"
+        raise argparse.ArgumentTypeError(f"{text} is not a {what} from {least} to {most:g}")
 
     return checked
 

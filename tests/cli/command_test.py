@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import subprocess
 import sys
 import time
@@ -188,6 +189,7 @@ def test_a_command_may_open_as_many_files_as_the_user_may(tmp_path):
         "rlx.compare --model=m --temperature=nan", "rlx.compare --model=m --temperature=inf",
         "rlx.cluster up --hosts=a --port=99999999", "rlx.cluster up --hosts=a --servers=-1",
         "rlx.gateway --model=m --port=65536", "rlx.gateway --model=m --idle-seconds=nan",
+        "rlx.gateway --model=m --port=abc", "rlx.compare --model=m --count=1.5",
     ],
 )  # fmt: skip
 def test_a_number_out_of_range_is_one_line(words):
@@ -195,4 +197,4 @@ def test_a_number_out_of_range_is_one_line(words):
         [sys.executable, "-m", *words.split()], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert "is not from" in done.stderr
+    assert re.search("is not a (whole )?number from", done.stderr), done.stderr
