@@ -65,7 +65,8 @@ def parse(text: str) -> tuple[Card, int, int]:
     if name not in CARDS:
         raise unknown("GPU of --compile-for", name, CARDS)
     hosts, times, per_host = (count or "1").partition("x")
-    if not hosts.isdigit() or (times and not per_host.isdigit()) or not int(hosts):
+    counts = (hosts, per_host) if times else (hosts,)
+    if not all(number.isdigit() and int(number) for number in counts):
         raise UserError(f"--compile-for={text}: not a number of GPUs; give h100:16 or h100:2x8")
     if times:
         return CARDS[name], int(hosts), int(per_host)

@@ -205,8 +205,12 @@ def test_gpus_fill_hosts_of_eight(text, hosts, each):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("h10:8", "did you mean 'h100'"), ("h100:12", "3x4"), ("h100:x", "2x8")]
-)
+    ("text", "words"),
+    [
+        ("h10:8", "did you mean 'h100'"), ("h100:12", "3x4"), ("h100:x", "2x8"), ("h100:0", "2x8"),
+        ("h100:2x0", "2x8"),
+    ],
+)  # fmt: skip
 def test_unknown_gpus_are_refused_in_one_line(text, words):
     with pytest.raises(UserError, match=words):
         gpu_cards.parse(text)
