@@ -465,7 +465,7 @@ async def _errors_as_json(
         return await handler(request)
     except ApiError as refused:
         error = refused
-    except http_listener.CLIENTS as broken:
+    except http_listener.MALFORMED as broken:
         error = ApiError(400, f"the body cannot be read: {broken}")
     except web.HTTPException as other:
         endpoints = ", ".join([*_DIALECTS, _COUNT, "GET /v1/models", "GET /health"])

@@ -18,7 +18,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from rlx.base import UserError
 
-CLIENTS = (HttpProcessingError, web.RequestPayloadError)  # malformed requests, status 400
+MALFORMED = (HttpProcessingError, web.RequestPayloadError)  # of requests, status 400
 LOGGER = logging.getLogger("aiohttp.server.rlx")
 _BACKLOG = 4096  # connections that may wait in the kernel
 _HANDSHAKE_SECONDS = 10.0
@@ -27,7 +27,7 @@ _LIMITS, _LIMITS_WHEN_FULL = (10.0, 60.0, float("inf")), (1.0, 10.0, 1.0)
 _LOOK_SECONDS = 0.25
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # Drops errors of malformed requests.
-LOGGER.addFilter(lambda record: not isinstance((record.exc_info or [0, 0])[1], CLIENTS))
+LOGGER.addFilter(lambda record: not isinstance((record.exc_info or [0, 0])[1], MALFORMED))
 
 
 class HttpListener:

@@ -320,7 +320,7 @@ async def _errors_as_json(request: web.Request, handler: Callable) -> web.Stream
         return await handler(request)
     except ApiError as refused:
         status, why = refused.status, str(refused)
-    except (*http_listener.CLIENTS, KeyError, TypeError) as broken:
+    except (*http_listener.MALFORMED, KeyError, TypeError) as broken:
         status, why = 400, f"the body cannot be read: {broken!r}"
     except web.HTTPRequestEntityTooLarge:
         status, why = 413, f"the body is larger than {MAX_BODY >> 20} MiB; send fewer data at once"
