@@ -75,7 +75,7 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     return "".join(BARS[round((p - low) / (high - low) * (len(BARS) - 1))] for p in points)
 
 
-def shares(parts: Sequence[float], width: int) -> list[int]:
+def divide_cells(parts: Sequence[float], width: int) -> list[int]:
     """Return `width` cells divided in proportion to `parts`, by largest remainders."""
     total = sum(parts)
     if total <= 0:

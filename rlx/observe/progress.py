@@ -19,7 +19,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from rlx.cli.text import duration, number, plain, shares, sparkline
+from rlx.cli.text import divide_cells, duration, number, plain, sparkline
 from rlx.cli.user_code import words
 from rlx.observe.charts import mean
 from rlx.observe.metrics import HELD_OUT, TRAINED, present
@@ -341,9 +341,9 @@ def _facts(record: Mapping[str, Any], names: Mapping[str, str], column: int) -> 
 def _phase_bar(seconds: Mapping[str, float | None], width: int) -> Text:
     """Return a bar of the step's phases, longest first, and its legend."""
     phases = sorted(((v or 0.0, k) for k, v in seconds.items()), reverse=True)
-    cells = max(8, min(28, width - 46))
+    counts = divide_cells([value for value, _ in phases], max(8, min(28, width - 46)))
     line = Text()
-    for (_, name), count in zip(phases, shares([v for v, _ in phases], cells), strict=True):
+    for (_, name), count in zip(phases, counts, strict=True):
         line.append("▅" * count, style=PHASE_COLORS.get(name, "white"))
     for value, name in phases:
         entry = f"{name} {duration(value)}"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.cli.text import duration, number, resample, shares, sparkline
+from rlx.cli.text import divide_cells, duration, number, resample, sparkline
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_resampling_never_invents_values(values, count):
 
 @given(st.lists(st.floats(0.001, 1e3), min_size=1, max_size=8), st.integers(0, 40))
 def test_shares_fill_the_bar_exactly(parts, width):
-    cells = shares(parts, width)
+    cells = divide_cells(parts, width)
     assert sum(cells) == width
     for part, count in zip(parts, cells, strict=True):
         assert abs(count - part / sum(parts) * width) <= 1
