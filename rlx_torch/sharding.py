@@ -252,7 +252,7 @@ class Ranks:
             donor = packed_model.auto(model.config).from_pretrained(
                 path, dtype=torch.float32, trust_remote_code=False
             )
-            source = _Whole(donor.state_dict())
+            source = _TensorsInMemory(donor.state_dict())
             model._weight_conversions = donor._weight_conversions  # for names of published tensors
         for name, tensor in targets.items():
             local, index = _own_part(tensor)
@@ -307,7 +307,7 @@ class Ranks:
         return norm
 
 
-class _Whole(dict):
+class _TensorsInMemory(dict):
     """Tensors by name, read by slices as of LazyTensors."""
 
     def part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:

@@ -19,7 +19,7 @@ class AgentOptions:
     export: str = option("tree", "rows of a run: docs/agents.md", EXPORTS)
     reward_seconds: float = option(0.0, "wait for the reward of a run that returned None", "0")
     block_seconds: float = option(300.0, "most time an agent may block its event loop", "(0, inf)")
-    process_per_run: bool = option(False, "hide each run's key from others; reward.workers at once")
+    process_per_run: bool = option(False, "a process for each run, which hides its key from others")
     system_prompt: str = ""  # system_prompt, question_key: of rows that have no `messages`
     question_key: str = "question"
     workers: int = 1  # processes; one serves many runs as long as they wait rather than compute

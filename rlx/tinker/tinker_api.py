@@ -46,7 +46,7 @@ _Work = Callable[[Tenant, _Json, TrainedModel], Any]  # on the thread of the tra
 
 @dataclass(eq=False)
 class TinkerApi:
-    """Handlers on the running loop; those of JSON take a tenant, and body and path in one."""
+    """Handlers on the running loop; those of JSON take a tenant, and fields of body and path."""
 
     trainer: LoraTrainer
     samplers: Samplers
