@@ -110,7 +110,7 @@ class Samplers:
                 turn.set_result(self._published and self._published[1])
 
     async def _publish(self, weights: Any) -> None:
-        # After earlier weights: those whose requests were all cancelled may still be on their way.
+        # In turn: requests for earlier weights may be cancelled before all servers have these.
         try:
             async with self._publishing:
                 self._version += 1
