@@ -52,8 +52,7 @@ class RunSizes:
         if self.train.lora:
             return lora_config.count(self.model, self.train.lora)
         scores = self.train.algorithm.kind.scores
-        return parameters.count(replace(self.model, value_head=True) if scores
-                                else self.model)  # fmt: skip
+        return parameters.count(replace(self.model, value_head=True) if scores else self.model)
 
     @property
     def longest(self) -> int:
