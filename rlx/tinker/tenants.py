@@ -122,10 +122,13 @@ class Tenant:
         self, path: str, record: dict[str, Any], write: Callable[[Path], None], overwrite: bool
     ) -> dict[str, Any]:
         """Write the checkpoint tinker://RUN/KIND/NAME; UserError if that is taken or malformed."""
-        where = self._root / path.removeprefix("tinker://")
-        if not _PATH.fullmatch(path) or (where.exists() and not overwrite):
-            raise UserError(f"{path} is taken or malformed; choose another name, or overwrite it")
-        with atomic_directory(where) as fresh:
+        if not _PATH.fullmatch(path):
+            raise UserError(f"{path} is malformed; name it with letters, digits, '_', '.' and '-'")
+        with suppress(ApiError):  # there is none, or it has expired
+            self.checkpoint(path)
+            if not overwrite:
+                raise UserError(f"{path} is taken; choose another name, or overwrite it")
+        with atomic_directory(self._root / path.removeprefix("tinker://")) as fresh:
             write(fresh)
             (fresh / _RECORD).write_text(json.dumps(record | {"saved": time.time()}))
         return {"path": path}

@@ -1,0 +1,28 @@
+"""Checkpoints on disk: names that are taken, free again, or malformed."""
+
+import pytest
+
+from rlx.base import UserError
+from rlx.tinker.tenants import Tenant
+
+PATH = "tinker://run:train:0/weights/first"
+
+
+def save(tenant, path=PATH, expires=None, overwrite=False):
+    return tenant.save(path, {"expires": expires}, lambda directory: None, overwrite)
+
+
+def test_a_name_is_free_again_once_its_checkpoint_has_expired(tmp_path):
+    tenant = Tenant(tmp_path)
+    save(tenant, expires=1.0)
+    assert save(tenant) == {"path": PATH}
+    with pytest.raises(UserError, match="is taken"):
+        save(tenant)
+    save(tenant, overwrite=True)
+
+
+@pytest.mark.parametrize("name", ["../first", ".hidden", "a/b", ""])
+def test_a_malformed_name_is_refused(tmp_path, name):
+    with pytest.raises(UserError, match="is malformed"):
+        save(Tenant(tmp_path), f"tinker://run:train:0/weights/{name}", overwrite=True)
+    assert not any(tmp_path.iterdir())
