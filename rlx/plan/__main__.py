@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rlx.base import refuse, unknown
+from rlx.base import UserError, refuse, unknown
 from rlx.cli import command
 from rlx.doctor import failures
 from rlx.doctor.gpu_cards import CARDS
@@ -40,7 +40,9 @@ def main() -> int:
         timeline="write the best plan's simulated timeline for Perfetto to this file",
         dollars="price of a GPU for an hour",
     )  # fmt: skip
-    if values.gpu == "this" and config is not None:
+    if values.gpu == "this":
+        if config is None:
+            raise UserError("--gpu=this measures the run of a config; give --config=FILE")
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
             plan_run.probe(config, Path(place, "run"))
             vars(values).update(run=f"{place}/run", gpu="")

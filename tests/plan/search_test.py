@@ -152,6 +152,13 @@ def test_a_run_is_refitted_and_the_change_is_named(model, tmp_path):
     assert plan["seconds"]["generate"] < 10, "by the data sheet"
 
 
+def test_this_machine_is_measured_with_a_config_only():
+    command = [sys.executable, "-m", "rlx.plan", "--gpu=this", "--gpus=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "give --config=FILE" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
