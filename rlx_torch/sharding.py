@@ -134,14 +134,14 @@ class Ranks:
         axes = mesh_axes(text, self.count)
         self.row_shards, self._row = num_row_shards(axes), 0  # parts of a microbatch's rows
         self._mesh: Any = None
-        self.files: Any = None  # a gloo group for another thread; None for one process
+        self.checkpoint_group: Any = None  # of gloo, for another thread; None for one process
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         if self.count > 1:
             sizes = tuple(axes[name] for name in AXES)
             self._mesh = init_device_mesh(self.device, sizes, mesh_dim_names=AXES)
             place = {name: self._mesh.get_local_rank(name) for name in AXES}
             self._row = place["replica"] * axes["fsdp"] + place["fsdp"]
-            self.files = dist.new_group(backend="gloo")
+            self.checkpoint_group = dist.new_group(backend="gloo")
 
     # Rows.
 

@@ -91,14 +91,15 @@ class TorchUpdate(BatchUpdate):
         self._ranks = Ranks(options.mesh)
         super().__init__(options, self._ranks.row_shards)
         self._directory = model_dir
-        scores, self._scored = self._algorithm.kind.scores, model_config.value_head
+        scores, self._given_head = self._algorithm.kind.scores, model_config.value_head
         self.model = dataclasses.replace(model_config, value_head=True) if scores else model_config
         self.images: Callable[[str], bytes] = _no_images  # the bytes of an image by its name
-        config, self._seen = packed_model.packable_config(model_dir), None
+        self._pictures: vision.Images | None = None  # the same, as the model's tower takes them
+        config = packed_model.packable_config(model_dir)
         self._frozen_tower = vision.sees(config) and options.vision == "frozen"
         if vision.sees(config):
             tower = self._frozen_tower
-            self._seen = vision.Images(model_dir, config, lambda name: self.images(name), tower)
+            self._pictures = vision.Images(model_dir, config, lambda name: self.images(name), tower)
         self._device = self._ranks.device
         if self._device == "cpu" and self._ranks.count == 1:  # no more threads than cores
             torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -119,7 +120,7 @@ class TorchUpdate(BatchUpdate):
 
     def _obstacle(self, model: ModelConfig) -> str:
         """Return why this device has no attention over trees; empty if it has."""
-        if self._seen:
+        if self._pictures:
             return "models that see images are not computed over trees"
         dtype = self._options.compute_dtype
         kind = packed_model.packable_config(self._directory).model_type
@@ -167,7 +168,7 @@ class TorchUpdate(BatchUpdate):
             options = dataclasses.replace(o.optimizer, learning_rate=o.critic_learning_rate)
             updates = o.total_steps * o.minibatches
             critic = _new_learner(self._load(valued=True), options, updates, o.offload_optimizer)
-        if self._scored and self._ranks.count == 1:  # model_dir has a reward model
+        if self._given_head and self._ranks.count == 1:  # model_dir has a reward model
             with open_tensors(self._directory) as tensors, torch.no_grad():
                 head = np.array(tensors["score.weight"], np.float32)
                 model.score.weight.copy_(torch.from_numpy(head))
@@ -235,7 +236,7 @@ class TorchUpdate(BatchUpdate):
     def _run_dcp(self, save_or_load: Callable, tree: dict[str, Any], path: Path) -> None:
         with warnings.catch_warnings():  # for a single process torch warns each time
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            single, group = self._ranks.count == 1, self._ranks.files
+            single, group = self._ranks.count == 1, self._ranks.checkpoint_group
             try:
                 save_or_load(tree, checkpoint_id=path, no_dist=single, process_group=group)
             except CheckpointException as error:  # it is no Exception, and hides a full disk
@@ -247,7 +248,7 @@ class TorchUpdate(BatchUpdate):
         return {name: torch.from_numpy(x).to(self._device) for name, x in arrays.items()}
 
     def _put_rows(self, microbatch: Any) -> Any:
-        return packed_model.put(self._ranks.own_rows(microbatch), self._device, self._seen)
+        return packed_model.put(self._ranks.own_rows(microbatch), self._device, self._pictures)
 
     def _to_host(self, tree: Any) -> Any:
         return _mapped(tree, _host)
