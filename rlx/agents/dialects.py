@@ -123,7 +123,7 @@ def parse(body: bytes) -> Any:
         if "\\ud" in text.lower():
             json.dumps(data, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise ApiError(400, "the body has an unpaired surrogate, which is no character") from None
+        raise ApiError(400, "the body has an unpaired surrogate; send Unicode") from None
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     return data

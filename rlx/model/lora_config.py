@@ -26,7 +26,7 @@ class LoraConfig:
         if self.rank < 1:
             raise UserError(f"lora.rank={self.rank} is below 1; set it to 1 or more")
         if not 0 < self.alpha < math.inf:
-            raise UserError(f"lora.alpha={self.alpha} must be above 0 and finite")
+            raise UserError(f"lora.alpha={self.alpha} is not a finite number above 0; set one")
         object.__setattr__(self, "targets", lora_targets(self.targets))
 
     @property

@@ -137,7 +137,7 @@ class TinkerApi:
             again = {"type": "try_again", "request_id": name, "queue_state": "active"}
             return web.json_response(again)
         tenant.note_fetched(name)
-        refusal = task.cancelled() and ApiError(410, "its session has ended")
+        refusal = task.cancelled() and ApiError(410, "its session has ended; make a new client")
         if error := refusal or task.exception():
             mistake = isinstance(error, UserError | ApiError | ValueError)
             if not mistake:
@@ -174,7 +174,7 @@ class TinkerApi:
 
     def _new_model(self, tenant: Tenant, args: _Json, record: _Json, work: _Work) -> _Json:
         if (args.get("optimizer_config") or {"type": "adamw"}).get("type") != "adamw":
-            raise ApiError(400, "optimizer_config.type is not adamw, the only one here")
+            raise ApiError(400, "optimizer_config.type is not adamw; leave it out")
         name = f"{tenant.beat(args.get('session_id'))}:train:{args.get('model_seq_id')}"
         fields = {"base_model": self.names[0], "is_lora": True, "train_unembed": False}
         fields |= {"user_metadata": args.get("user_metadata")}
