@@ -138,9 +138,7 @@ def shared_call(chain_sizes: Array, positions: Array, seen: Array) -> tuple[Call
     later = members & ~leads[:, None]
     sizes = jnp.sum(jnp.where(later, chain_sizes[:, None], 0), axis=2)
     limit = positions.shape[1]
-    begin, until = (
-        jnp.min(jnp.where(later, x[:, None], limit), axis=2) for x in (starts, first)
-    )  # fmt: skip
+    begin, until = (jnp.min(jnp.where(later, x[:, None], limit), axis=2) for x in (starts, first))
     values = (sizes, until - seen, begin, starts + seen - first)
     numbers = (jnp.where(sizes > 0, x, -1).astype(jnp.int32) for x in values)
     sizes, shared, begin, starts = numbers

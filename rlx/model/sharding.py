@@ -76,11 +76,8 @@ class Placement:
 
     @property
     def transposed(self) -> "Placement":
-        stored, used = (
-            NamedSharding(place.mesh, PartitionSpec(*reversed(place.spec)))
-            for place in (self.stored, self.used)
-        )
-        return Placement(stored, used)
+        both = (self.stored, self.used)
+        return Placement(*(NamedSharding(x.mesh, PartitionSpec(*reversed(x.spec))) for x in both))
 
 
 def used(weight: Array, dtype, place: Placement | None) -> Array:
