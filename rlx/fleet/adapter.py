@@ -44,18 +44,19 @@ class Base:
 
     def __init__(self, directory: str | Path):
         self._directory = Path(directory)
-        self._known: tuple[Any, bytes] = None, b""
+        self._read: Any = None  # identities of the files when they were read
+        self._digest = b""  # their digest
 
-    def require(self, goal: bytes) -> None:
-        """Raise OtherBase unless the directory's digest is `goal`, UserError without weights."""
+    def require(self, wanted: bytes) -> None:
+        """Raise OtherBase unless the directory's digest is `wanted`, UserError without weights."""
         files = [path.stat() for path in shards(self._directory)]
         now = [(each.st_ino, each.st_size, each.st_mtime_ns) for each in files]
-        if self._known[0] != now:
-            self._known = now, digest(self._directory)
-        if self._known[1] != goal:
+        if self._read != now:
+            self._read, self._digest = now, digest(self._directory)
+        if self._digest != wanted:
             raise OtherBase(
-                f"the adapter belongs to base {goal.hex()[:12]}, {self._directory} here is "
-                f"{self._known[1].hex()[:12]}; start the server with the trainer's model, or set "
+                f"the adapter belongs to base {wanted.hex()[:12]}, {self._directory} here is "
+                f"{self._digest.hex()[:12]}; start the server with the trainer's model, or set "
                 "fleet.publish=stream"
             )
 
@@ -103,7 +104,7 @@ def _sum(
     base: LazyTensors, parts: LazyTensors, name: str, pair: tuple[str, str] | None, scale: float,
     dtype: np.dtype,
 ) -> np.ndarray:  # fmt: skip
-    """Return one tensor of the result."""
+    """Return one tensor of the base, plus scale · B·A if it has a `pair`, cast to `dtype`."""
     weight = base[name]
     if pair is None:
         return weight.astype(dtype, copy=False)

@@ -49,7 +49,7 @@ class Balancer:
 
         `avoid` is used only if there is no other. Raises as `alive`.
         """
-        live = await self.alive(admitted=True)
+        live = await self.alive(only_admitted=True)
         chosen = self._sessions.get(session) if session is not None else last
         if chosen not in live:
             self._turn += 1
@@ -76,9 +76,9 @@ class Balancer:
         return silent_seconds(member.waits, others, time.monotonic(), least)
 
     async def alive(
-        self, check: Callable[[], None] = lambda: None, admitted: bool = False
+        self, check: Callable[[], None] = lambda: None, only_admitted: bool = False
     ) -> list[Member]:
-        """Return the live servers, or those `admitted`; wait up to `outage` seconds for the first.
+        """Return the live servers, all or `only_admitted`; wait `outage` seconds for the first.
 
         `check` is called before each wait, and raises if waiting is useless. Unavailable if no
         server became live in time or ever can, or after `close`; UserError if another publishes.
@@ -86,7 +86,7 @@ class Balancer:
         self.raise_foreign()
         try:
             async with asyncio.timeout(self._outage):
-                while not (live := [m for m in self.members if self._serves(m, admitted)]):
+                while not (live := [m for m in self.members if self._serves(m, only_admitted)]):
                     if self._closed:
                         raise Unavailable("the run that owns the rollout servers has ended")
                     self.raise_fatal()
@@ -109,7 +109,7 @@ class Balancer:
         if not self.members:
             return "no address is known"
         pairs = [(m, "not checked" if m.live else m.reason) for m in self.members
-                 if not self._serves(m, True)]  # fmt: skip
+                 if not self._serves(m, only_admitted=True)]  # fmt: skip
         return "; ".join(f"{m.address} ({why})" for m, why in pairs)
 
     def raise_fatal(self) -> None:
@@ -124,10 +124,10 @@ class Balancer:
             if member.foreign:
                 raise member.foreign
 
-    def _serves(self, member: Member, admitted: bool) -> bool:
-        if not (member.live and admitted) or self.admitted is None:
+    def _serves(self, member: Member, only_admitted: bool) -> bool:
+        if not only_admitted or self.admitted is None:
             return member.live
-        return (member.address, member.status.instance) in self.admitted
+        return member.live and (member.address, member.status.instance) in self.admitted
 
     def changed(self) -> None:
         """Wake every waiting call to check the members again."""

@@ -147,8 +147,8 @@ class Sender:
     ) -> AsyncIterator[tuple[list[pb.PublishCast], Callable[[], Awaitable[None]]]]:
         """Cast the file at `path` while the block runs, if there are `addresses`.
 
-        Yields what to tell each server, nothing if the process has died; and what ends the cast
-        early. UserError if `backend` cannot be used here.
+        Yields a message for each server, none if the process has died; and a function that ends
+        the cast early. UserError if `backend` cannot be used here.
         """
         reply, casts = None, list[pb.PublishCast]()
         try:
@@ -231,7 +231,7 @@ def head_of(file: BinaryIO) -> bytes:
 def own_host(address: str) -> str:
     """Return this machine's address on the way to host:port."""
     host, port = split_address(address)
-    family, kind, *_, place = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+    family, kind, *_, target = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(place)  # sends nothing
+        probe.connect(target)  # sends nothing
         return probe.getsockname()[0]

@@ -89,12 +89,12 @@ class Fleet:
         self._balancer = Balancer(self._limits.outage_seconds, self._limits.hang_seconds, self.say)
         self._weights: Weights | None = None
         self._sender = cast.Sender(self.say)
-        self._warned = False
-        self.tokens = 0
+        self._masks_warned = False
+        self.tokens = 0  # received by `generate` and `probe`
         self._publishing = asyncio.Lock()
         self._tasks: set[asyncio.Task] = set()
         self._given, self._connected = tuple(addresses), False
-        self._joining, self._left_out = joining, set[str]()
+        self._joining, self._ignored = joining, set[str]()  # addresses
 
         def member(address: str, joined: bool = False) -> Member:
             certs = joining.tls if joining and joined else tls
@@ -116,7 +116,7 @@ class Fleet:
         return frozenset(member.address for member in self._members if member.live)
 
     @property
-    def lives(self) -> dict[str, str]:
+    def instances(self) -> dict[str, str]:
         """Address → instance, a name of the server's process, of each live server."""
         return {member.address: member.status.instance for member in self._members if member.live}
 
@@ -124,14 +124,14 @@ class Fleet:
         """Return address → why a server is not live; "" for a live one."""
         return {m.address: "" if m.live else m.reason for m in self._members.copy()}
 
-    def scraped(self) -> list[str]:
+    def metrics_listeners(self) -> list[str]:
         """Return host:port of the Prometheus listener of each server that has reported one."""
         ports = [(m.address, m.status.metrics_port) for m in self._members.copy()]
         return sorted(bracketed(split_address(a)[0], port) for a, port in ports if port)
 
-    async def admit(self, lives: Iterable[tuple[str, str]]) -> None:
-        """Send `generate` and `score` calls only to these items of `lives`, present or future."""
-        self._balancer.admitted = frozenset(lives)
+    async def admit(self, instances: Iterable[tuple[str, str]]) -> None:
+        """Send `generate` and `score` calls only to these items of `instances`, now or later."""
+        self._balancer.admitted = frozenset(instances)
         self._balancer.changed()
 
     async def connect(self) -> None:
@@ -145,9 +145,9 @@ class Fleet:
         for member in self._members:
             self._start(self._run_member(member))
         if self._joining:
-            await self._replace(await in_thread(self._find))
+            await self._replace(await in_thread(self._read_addresses))
             self._start(self._follow_addresses())
-        waiting = asyncio.create_task(self._report_missing())
+        reports = asyncio.create_task(self._report_missing())
         try:
             async with asyncio.timeout(self._limits.connect_seconds):
                 await self._balancer.complete()
@@ -160,7 +160,7 @@ class Fleet:
                 ) from None
             self.say(f"continuing without {missing}")
         finally:
-            waiting.cancel()
+            reports.cancel()
         self._connected = True
         if not self._joining and any(text.startswith(FILE) for text in self._given):
             self._start(self._follow_addresses())
@@ -192,7 +192,7 @@ class Fleet:
             await asyncio.sleep(self._limits.probe_seconds)
             current = None
             try:
-                current = await in_thread(self._find)
+                current = await in_thread(self._read_addresses)
                 if current == before:  # read twice: no file is half written
                     await self._replace(current)
                     message = ""
@@ -202,8 +202,8 @@ class Fleet:
                     self.say(f"rollout servers are unchanged: {message}")
             before = current
 
-    def _find(self) -> dict[str, bool]:
-        """Return address → whether the server joined, of all servers now."""
+    def _read_addresses(self) -> dict[str, bool]:
+        """Return address → whether the server joined, for all given and announced addresses."""
         joined = dict.fromkeys(self._joining.look() if self._joining else (), True)
         return joined | dict.fromkeys(read_addresses(self._given), False)
 
@@ -218,8 +218,8 @@ class Fleet:
                 await require_name(address)
                 member = self._member(address, addresses[address])
             except UserError as error:
-                if address not in self._left_out:
-                    self._left_out.add(address)
+                if address not in self._ignored:
+                    self._ignored.add(address)
                     self.say(f"a rollout server is ignored: {error}")
                 continue
             self._members.append(member)
@@ -262,12 +262,13 @@ class Fleet:
     def _completions(self, samples: list[PartialSample], sampling: Sampling) -> list[Completion]:
         """Return the finished samples; report once that a server has no masks."""
         completions = [sample.completion() for sample in samples]
-        if sampling.return_masks and not self._warned and any(c.kept is None for c in completions):
-            self._warned, cut = True, sampling.truncation
+        lack = sampling.return_masks and any(c.kept is None for c in completions)
+        if lack and not self._masks_warned:
+            self._masks_warned = True
             self.say(
                 f"a rollout server reports no sampling masks, so losses use logprobs over all "
-                f"tokens, which biases importance weights; {cut}; update the server's rlx, or "
-                "leave it out of config.sampling"
+                f"tokens, which biases importance weights; {sampling.truncation}; update the "
+                "server's rlx, or leave it out of config.sampling"
             )
         return completions
 
@@ -501,27 +502,27 @@ class Fleet:
 
     async def _update(self, live: Sequence[Member], weights: Weights) -> list[Any]:
         """Publish to `live`, through each other where that works; return what each raised."""
-        groups: dict[Any, list[tuple[Member, Any]]] = {}
+        groups: dict[Any, list[tuple[Member, Any]]] = {}  # by the key of `Member.relays`
         for member in live:
             if relay := member.relays(weights):
                 groups.setdefault(relay[0], []).append((member, relay[1]))
-        ways, hurries, fanout = dict[Member, Route](), [], self._limits.relay_fanout
+        route_by_member, hurries, fanout = dict[Member, Route](), [], self._limits.relay_fanout
         for (tls, *_), pairs in groups.items():
             if 0 < fanout < len(pairs):
                 ca = Path(tls.ca).read_bytes() if tls else b""
-                goal = weights.version, weights.crc32
-                plan = routes([server for _, server in pairs], fanout, goal, ca)
-                ways |= {member: way for (member, _), way in zip(pairs, plan, strict=True)}
+                plan = routes([server for _, server in pairs], fanout, weights.identity, ca)
+                route_by_member |= zip((member for member, _ in pairs), plan, strict=True)
                 hurries.append(asyncio.create_task(hurry(plan)))
         try:
             todo = [m for m in live if weights.method in cast.BACKENDS and not m.has(weights)]
-            where = weights.method, weights.path, [m.address for m in todo]
-            async with self._sender.offers(*where) as (casts, end_cast):
+            addresses = [m.address for m in todo]
+            cast_to = self._sender.offers(weights.method, weights.path, addresses)
+            async with cast_to as (casts, end_cast):
                 offers = dict(zip(todo, casts, strict=bool(casts)))
 
                 async def update(member: Member) -> None:
                     try:
-                        await member.update(ways.get(member), offers.get(member))
+                        await member.update(route_by_member.get(member), offers.get(member))
                     except Lost:
                         if member in offers:
                             await end_cast()

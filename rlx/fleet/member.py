@@ -105,7 +105,7 @@ class Member:
         self.reason = "not connected yet"  # why it is not live
         self.refusal: tuple[Weights | None, str] = None, ""  # last refused, and why
         self.delivery: Delivery | None = None  # of the last successful publish
-        self._sent = 0
+        self._sent = 0  # bytes of the publish that runs, by chunks
         self._limits, self._wanted, self._changed, self._say = limits, wanted, changed, say
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._kv, self._tls, self._sleep = kv, tls, sleep
@@ -160,9 +160,8 @@ class Member:
     def relays(self, weights: Weights) -> tuple[tuple, pb.RelayServer] | None:
         """Return it as one that servers of the same key relay `weights` to; None: none do."""
         reach = self.reach(weights)
-        same = self._serves == (weights.version, weights.crc32)
-        alone = weights.method in ("path", *cast.BACKENDS)
-        if alone or not reach or same or not self._serves:
+        one_hop = weights.method in ("path", *cast.BACKENDS)
+        if one_hop or not reach or not self._serves or self._serves == weights.identity:
             return None
         fits = bool(weights.delta and weights.delta.fits(self._has))
         return (*reach, fits), self._as_receiver(*self._serves)
@@ -185,17 +184,17 @@ class Member:
                     served, self._serves = self._serves, None
                     before = self.status.instance
                     self.delivery, replaced = await self._publish(weights, old)
-                    # Before its first token, an update by this run's killed process may end.
-                    # So may one that came from another server.
-                    again = replaced == (weights.version, weights.crc32)
-                    differs = served != replaced and not again and self.waits.last > -math.inf
+                    # It may have had the new ones already, from another server. Before its first
+                    # token, an update by this run's killed process may still have reached it.
+                    expected = replaced in (served, weights.identity)
+                    differs = not expected and self.waits.last > -math.inf
                     if differs:
                         await self.probe()
                     if self.status.instance != before:  # it may have its first weights
                         raise Lost("restarted")
                     if differs:
                         self._compare(served, replaced)
-                    self._has, self._serves = weights, (weights.version, weights.crc32)
+                    self._has, self._serves = weights, weights.identity
             except grpc.aio.AioRpcError as error:
                 reason = wire.describe(error)
                 if error.code() in _REFUSED:
@@ -357,8 +356,8 @@ class Member:
         self._spans.extend(
             (s.name, s.start_ns - self.offset_ns, s.end_ns - self.offset_ns) for s in reply.spans
         )
-        if (way := self._route) and reply.instance == way.server.instance:
-            way.here = way.here or (reply.version, reply.weights_crc32) == way.goal
+        if (route := self._route) and reply.instance == route.server.instance:
+            route.here = route.here or (reply.version, reply.weights_crc32) == route.goal
         restarted = self.live and reply.instance != self.status.instance
         self.status = reply
         if restarted:
@@ -456,8 +455,8 @@ class Member:
         Returns the delivery, and the version and checksum that the server had before.
         """
         delta = weights.delta if weights.delta and weights.delta.fits(old) else None
-        self._sent, again, route = 0, False, self._route
-        if route and route.goal != (weights.version, weights.crc32):
+        self._sent, resent, route = 0, False, self._route
+        if route and route.goal != weights.identity:
             route = None
         offer, self._offer = self._offer, None
         reply = await self._wait_for_relay(route) if route and not route.relay else None
@@ -477,17 +476,17 @@ class Member:
                         text = f"{self.address} gets version {weights.version} as a file"
                         self._say(f"{text}: {wire.describe(error)}")
                     delta = offer = None
-                elif not again and error.code() is _Code.DATA_LOSS:
-                    again = True
+                elif not resent and error.code() is _Code.DATA_LOSS:
+                    resent = True
                 else:
                     raise
             else:
                 is_file = weights.method == "delta" or (
                     weights.method in cast.BACKENDS and not offer
                 )
-                full = "stream" if is_file else weights.method
-                way = Delivery("delta" if delta else full, self._sent, reply.paused_ns)
-                return way, (reply.replaced_version, reply.replaced_crc32)
+                whole = "stream" if is_file else weights.method
+                delivery = Delivery("delta" if delta else whole, self._sent, reply.paused_ns)
+                return delivery, (reply.replaced_version, reply.replaced_crc32)
 
     async def _wait_for_relay(self, route: Route) -> pb.PublishReply | None:
         """Wait for the weights from another server; None: it needs them from here."""
@@ -509,12 +508,12 @@ class Member:
         if not peer:
             return None
         to = self._as_receiver(self.status.version, self.status.weights_crc32)
-        way = Route(to, (weights.version, weights.crc32))
+        route = Route(to, weights.identity)
         ca = Path(self._tls.ca).read_bytes() if self._tls else b""
-        way.relay = pb.PublishRelay(below=[to], fanout=1, ca=ca, kept=True)
+        route.relay = pb.PublishRelay(below=[to], fanout=1, ca=ca, kept=True)
         peer.passing += 1
         try:
-            (result,) = (await peer._call(weights, None, way, None)).relayed
+            (result,) = (await peer._call(weights, None, route, None)).relayed
             if not result.error:
                 return result.reply
             error = result.error

@@ -149,8 +149,7 @@ class Delta:
 
     def fits(self, base: "Weights | None") -> bool:
         """Return whether the patch can be applied to `base`."""
-        identity = self.base_version, self.base_crc32
-        return base is not None and (base.version, base.crc32) == identity
+        return base is not None and base.identity == (self.base_version, self.base_crc32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,6 +176,11 @@ class Weights:
     delta: Delta | None = None
     adapter: Adapter | None = None
     sums: tuple[int, ...] = ()  # as of `Buckets.write`, if we wrote the file
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Version and checksum, by which servers know their weights."""
+        return self.version, self.crc32
 
     def close(self) -> None:
         if self.owned:
@@ -236,6 +240,7 @@ def _delta(base: Weights, weights: Weights, directory: str | os.PathLike) -> Del
 
 
 def _whole_file(version: int, source: Any, method: str, directory: str | os.PathLike) -> Weights:
+    """Return the weights at a path, or those written to a new file in `directory`."""
     if isinstance(source, str | os.PathLike):
         path = Path(source)
         path = path / "model.safetensors" if path.is_dir() else path
@@ -250,8 +255,9 @@ def _whole_file(version: int, source: Any, method: str, directory: str | os.Path
             sums = write_sums(adapter.tensors if adapter else source, file.path)
             size = os.path.getsize(file.path)
         adapter = replace(adapter, tensors={}) if adapter else None  # they are in the file
-        sizes = version, file.path, size, sums[-1], method, file
-        return Weights(*sizes, adapter=adapter, sums=tuple(sums))
+        return Weights(
+            version, file.path, size, sums[-1], method, file, adapter=adapter, sums=tuple(sums)
+        )
     except BaseException:
         file.close()
         raise

@@ -45,14 +45,14 @@ class Gate:
     dtype: str  # in which `earlier` weights are loaded
     write: Callable[[dict[str, Any]], None]  # takes a line of gate.jsonl
     say: Callable[[str], None]  # takes a line for the user
-    _passed: frozenset[tuple[str, str]] = frozenset()  # items of Fleet.lives
+    _passed: frozenset[tuple[str, str]] = frozenset()  # items of `Fleet.instances`
     _refused: frozenset[tuple[str, str]] = frozenset()
     _asked: Future[tuple] | None = None
 
     @property
     def newcomers(self) -> bool:
         """Whether live servers have not been checked since they started."""
-        return bool(self.fleet.lives.items() - self._passed - self._refused)
+        return bool(self.fleet.instances.items() - self._passed - self._refused)
 
     @property
     def asked(self) -> bool:
@@ -66,22 +66,22 @@ class Gate:
     async def _probe(
         self, version: int, publish: Future | None
     ) -> tuple[int, Mapping[str, str], Mapping[str, Sequence[Completion]], float]:
-        """Return version, `Fleet.lives`, a completion a prompt of each server, and seconds."""
+        """Return version, instances, completions of all prompts by each of them, and seconds."""
         if publish:
             await asyncio.wrap_future(publish)
-        start, lives = time.monotonic(), self.fleet.lives
+        start, instances = time.monotonic(), self.fleet.instances
         if not self._passed:  # at the first check all get requests; a failure ends the run
-            await self.fleet.admit(lives.items())
+            await self.fleet.admit(instances.items())
         sampling = replace(self.sampling, seed=(self.seed + version) % (1 << 31))
         try:
             answers = await self.fleet.probe(self.prompts, sampling, priority=PRIORITY)
         except ValueError as error:
             raise UserError(f"a server refuses config.sampling: {error}") from error
-        probe_lives = {address: lives.get(address, "") for address in answers}
-        return version, probe_lives, answers, time.monotonic() - start
+        answered = {address: instances.get(address, "") for address in answers}
+        return version, answered, answers, time.monotonic() - start
 
     def verdict(self, update: Update, state: State, stopping: Callable[[], bool]) -> None:
-        """Wait for the answers and record the check; return before it where `stopping` says so.
+        """Wait for the answers and record the check; return without it once `stopping` is true.
 
         `state` has the weights of the version that `ask` was for. Servers that pass get requests.
         UserError if a known server disagrees, or all do.
@@ -91,7 +91,7 @@ class Gate:
             if stopping():
                 return
         future, self._asked = self._asked, None
-        version, asked_lives, answers, seconds = future.result()
+        version, instances, answers, seconds = future.result()
         start, servers, wrong = time.monotonic(), {}, {}
         cases = [self._case(result, version) for result in answers.values()]
         groups = [  # the servers' answers, for the trainer to score
@@ -112,11 +112,12 @@ class Gate:
             servers[address] = _server_record(result, causes)
             if not result.ok:
                 wrong[address] = _error(address, version, result, causes)
-        lives = frozenset(asked_lives.items())
-        bad = frozenset(life for life in lives if life[0] in wrong)
-        known = self._passed or lives  # at the first check no server is a newcomer
-        errors = [wrong[address] for address, _ in sorted(bad & known if lives - bad else bad)]
-        self._passed, self._refused = self._passed | (lives - bad), self._refused | bad
+        checked = frozenset(instances.items())
+        bad = frozenset(pair for pair in checked if pair[0] in wrong)
+        good = checked - bad
+        known = self._passed or checked  # at the first check no server is a newcomer
+        errors = [wrong[address] for address, _ in sorted(bad & known if good else bad)]
+        self._passed, self._refused = self._passed | good, self._refused | bad
         record = {
             "step": version, "ok": not wrong,
             "mean_delta": max(each["mean_delta"] for each in servers.values()),

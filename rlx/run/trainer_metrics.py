@@ -52,7 +52,7 @@ def targets(parts: Any) -> list[dict[str, Any]]:
     observe, run = parts.config.observe, parts.workdir.absolute().name
     listeners = [("trainer", "policy", bracketed(observe.metrics_host, observe.metrics_port))]
     for model, fleet in getattr(parts, "fleets", {}).items():
-        listeners += [("server", model, address) for address in fleet.scraped()]
+        listeners += [("server", model, address) for address in fleet.metrics_listeners()]
     entries = []
     for role, model, address in listeners:
         scheme = "http" if is_loopback(split_address(address)[0]) else "https"

@@ -67,7 +67,7 @@ def test_a_server_without_masks_is_reported_once(tools, tmp_path):
 def test_a_server_that_is_not_admitted_gets_probes_and_weights_alone(tools, tmp_path):
     async def main():
         async with tools.fleet(2, tmp_path) as (fleet, engines, _):
-            first, late = fleet.lives.items()
+            first, late = fleet.instances.items()
             await fleet.admit([first])
             await asyncio.gather(*(fleet.generate(PROMPT, sampling(s), 2) for s in range(8)))
             assert [len(engine.requests) for engine in engines] == [8, 0]

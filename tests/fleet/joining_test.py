@@ -92,7 +92,7 @@ def test_servers_join_die_and_drain_and_no_token_is_lost(tools, tmp_path, start,
         (two, second), (three, third) = await asyncio.gather(start(), start())
         assert not (place / "127.0.0.1:1").exists()  # nobody was there
         await until(lambda: fleet.live == {first, second, third})
-        lives = fleet.lives
+        lives = fleet.instances
         asked = requests(fleet)
         await busy(fleet, 3)
         two.kill()
@@ -108,7 +108,7 @@ def test_servers_join_die_and_drain_and_no_token_is_lost(tools, tmp_path, start,
         _, fourth = await start(f"--port={third.rpartition(':')[2]}")
         assert fourth == third
         await until(lambda: third in fleet.live)
-        assert fleet.lives[third] != lives[third]
+        assert fleet.instances[third] != lives[third]
         assert not (place / second).exists()
         (version,) = {s.status.version for s in await fleet.status() if s.live}
         assert version == 3

@@ -83,7 +83,7 @@ def test_a_server_that_comes_back_sleeps_as_the_others_do(tools, sleeping, level
             assert engines[0].notes[-1] == (level, 1)
             await fleet.publish(2, tools.weights(0.25))
             await fleet.set_sleep(0)
-            assert fleet.lives.keys() == {f"127.0.0.1:{server.port}" for server in servers}
+            assert fleet.instances.keys() == {f"127.0.0.1:{server.port}" for server in servers}
             assert [engine.notes[-1] for engine in engines] == [(0, 2)] * 2
             assert (await answers(fleet, 10))[0]
 

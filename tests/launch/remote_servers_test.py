@@ -163,13 +163,13 @@ def test_servers_with_metrics_ask_for_the_run_s_certificate_and_report_where(
         try:
             loop.run(fleet.connect())
             for _ in range(100):
-                if len(fleet.scraped()) == 4:
+                if len(fleet.metrics_listeners()) == 4:
                     break
                 time.sleep(0.1)
         except UserError as error:
             found[tls.cert] = str(error)
         else:
-            found[tls.cert] = fleet.scraped()
+            found[tls.cert] = fleet.metrics_listeners()
         loop.run(fleet.close())
     loop.close()
     assert "no rollout server answered" in found[""]

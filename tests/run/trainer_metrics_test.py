@@ -63,7 +63,9 @@ def parts(tmp_path, monkeypatch):
     (workdir / "gate.jsonl").write_text(json.dumps(gate) + "\n")
     config = default()
     config.observe.metrics_port = free_ports(2)
-    fleet = SimpleNamespace(states=lambda: {"a:1": "", "b:1": "lost"}, scraped=lambda: ["b:9"])
+    fleet = SimpleNamespace(
+        states=lambda: {"a:1": "", "b:1": "lost"}, metrics_listeners=lambda: ["b:9"]
+    )
     executor = SimpleNamespace(counters=lambda: {"failed": 4})
     return SimpleNamespace(
         config=config, workdir=workdir, executor=executor, fleets={"policy": fleet}, sizes=None,
@@ -119,7 +121,7 @@ def test_the_list_follows_the_servers_and_a_full_disk_does_not_end_scrapes(parts
     path, at = parts.workdir / "prometheus.json", f"127.0.0.1:{parts.config.observe.metrics_port}"
     with serve_metrics(parts):
         for servers in (["b:9"], ["b:9", "c:9"], []):
-            parts.fleets["policy"].scraped = lambda servers=servers: servers
+            parts.fleets["policy"].metrics_listeners = lambda servers=servers: servers
             page(at)
             written = path.stat().st_mtime_ns
             page(at)
@@ -132,7 +134,7 @@ def test_the_list_follows_the_servers_and_a_full_disk_does_not_end_scrapes(parts
 
         with monkeypatch.context() as patch:
             patch.setattr(trainer_metrics, "write_atomically", full)
-            parts.fleets["policy"].scraped = lambda: ["d:9"]
+            parts.fleets["policy"].metrics_listeners = lambda: ["d:9"]
             assert "rlx_disk_free_bytes" in numbers(page(at))
 
 
