@@ -3,7 +3,7 @@
     rlx_calls_total{method,code}           ended calls; method: Generate, Publish, …, other
     rlx_request_seconds                    histogram: Generate calls that ended OK
     rlx_first_token_seconds                histogram: until the first message of a Generate call
-    rlx_publish_bytes_total{way}           accepted weights; way: path, stream, delta, adapter
+    rlx_publish_bytes_total{way}           accepted weights; way: one of fleet.publish.METHODS
     rlx_load_stall_seconds                 histogram: time without a decode step, per load
     rlx_tokens_generated_total             since the engine started
     rlx_running_sequences, rlx_queued_sequences, rlx_slots, rlx_policy_version, rlx_paused
@@ -26,9 +26,10 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from rlx.base import UserError
 from rlx.fleet.requests import EngineStatus
+from rlx.fleet.rollout_pb2 import DESCRIPTOR
 from rlx.fleet.tls import Tls, is_loopback
 
-_METHODS = ("Generate", "Score", "Publish", "Pause", "Resume", "Status")
+_METHODS = frozenset(DESCRIPTOR.services_by_name["Rollout"].methods_by_name)
 _STATUS_SECONDS = 5.0  # for the event loop to answer a scrape
 _SCRAPE_SECONDS, _MOST_SCRAPES = 10.0, 64  # of a silent connection; concurrent
 _CALL_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)

@@ -70,6 +70,7 @@ async def use(stub, header):
     async for _ in stub.Generate(generate(2, 30), **right):
         pass
     assert await ended_with(stub.Generate(generate(0, 30), **right).read()) == "INVALID_ARGUMENT"
+    assert await ended_with(stub.AddImage(pb.ImageFile(name="a"), **right)) == "INVALID_ARGUMENT"
     assert await ended_with(stub.Status(pb.StatusRequest(), timeout=10)) == "UNAUTHENTICATED"
     for wanted in ("OK", "DATA_LOSS"):
         messages = iter([pb.PublishRequest(header=header)])
@@ -86,6 +87,7 @@ def test_a_scrape_tells_what_was_done(tools, tmp_path, port):
             seen = await asyncio.to_thread(samples, f"http://127.0.0.1:{port}/metrics")
             assert seen["rlx_calls_total", "Generate", "OK"] == 1
             assert seen["rlx_calls_total", "Generate", "INVALID_ARGUMENT"] == 1
+            assert seen["rlx_calls_total", "AddImage", "INVALID_ARGUMENT"] == 1
             assert seen["rlx_calls_total", "Status", "UNAUTHENTICATED"] == 1
             assert seen["rlx_calls_total", "Publish", "OK"] == 1
             assert seen["rlx_calls_total", "Publish", "DATA_LOSS"] == 1
