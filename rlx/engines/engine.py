@@ -88,7 +88,8 @@ class Engine(Protocol):
     async def load(self, path: str | bytes, version: int, kv: str = "keep") -> int:
         """Replace the weights by a safetensors file with HF names, paused or decoding.
 
-        In place of a path, an engine that `casts` takes a PublishCast's bytes and receives them.
+        An engine whose attribute `casts` names a backend also takes a PublishCast's bytes in place
+        of a path, and receives the weights by it.
         Decoding continues while the file is read and checked (names, shapes, finite). The exchange
         happens between two decode steps; later tokens carry `version`. New requests never use keys
         and values of the old weights. By `kv`, running ones `keep` their cache, `recompute` it with

@@ -73,7 +73,7 @@ class RolloutService(rpc.RolloutServicer):
 
     def __post_init__(self) -> None:
         self._roots = tuple(os.path.realpath(root) for root in self.weight_roots)
-        self.here = self.answered = 0  # samples and scores; calls
+        self.here = self.answered = 0  # samples and scores that run or wait; calls that ended
         self._last_call = time.monotonic()
         self._crc32 = 0  # of the current weights; 0 before the first publish
         self._lease: asyncio.Task | None = None  # of a pause
@@ -84,7 +84,7 @@ class RolloutService(rpc.RolloutServicer):
         self._relayed: relay.Calls = {}  # publishes that other servers send
         self._kept = relay.KeptFile()  # of the current weights
         self._casting = False  # whether the engine takes part in a cast
-        self._model = adapter.Base(self.model_dir) if self.model_dir else None
+        self._adapter_base = adapter.Base(self.model_dir) if self.model_dir else None
         self._closed = False
         sweep(self.stage_dir)
 
@@ -182,6 +182,7 @@ class RolloutService(rpc.RolloutServicer):
             return reply
 
     async def _take_publish(self, requests: relay.Incoming) -> pb.PublishReply:
+        """Stage the weights of a publish and install them; or pass on the kept file."""
         path: str | bytes
         file = None
         try:
@@ -280,9 +281,9 @@ class RolloutService(rpc.RolloutServicer):
     async def Status(self, request, context):
         self._last_call = time.monotonic()
         status = self.look()  # moves its spans to `_spans`
-        same = {f.name: getattr(status, f.name) for f in fields(status) if f.name != "spans"}
+        state = {f.name: getattr(status, f.name) for f in fields(status) if f.name != "spans"}
         reply = pb.StatusReply(
-            **same, instance=self._instance, pid=os.getpid(), weights_crc32=self._crc32,
+            **state, instance=self._instance, pid=os.getpid(), weights_crc32=self._crc32,
             metrics_port=self.meters.port,
         )  # fmt: skip
         while request.drain_spans and self._spans:
@@ -343,14 +344,14 @@ class RolloutService(rpc.RolloutServicer):
 
     async def _add(self, header: pb.PublishHeader, requests: relay.Incoming, path: str) -> None:
         """Receive an adapter; write the model directory's weights plus it to `path`."""
-        spec, start_ns = header.adapter, self.clock()
-        if not self._model:
+        spec, base, start_ns = header.adapter, self._adapter_base, self.clock()
+        if not base:
             raise RequestError(_Code.FAILED_PRECONDITION, "no base for adapters; publish by stream")
         with closing(self._stage_file(header.num_bytes)) as file:
             try:
-                await asyncio.to_thread(self._model.require, spec.base)
+                await asyncio.to_thread(base.require, spec.base)
                 await _receive(header, requests, file.path)
-                await asyncio.to_thread(self._model.write, file.path, spec.scale, spec.dtype, path)
+                await asyncio.to_thread(base.write, file.path, spec.scale, spec.dtype, path)
             except adapter.OtherBase as error:
                 raise RequestError(_Code.FAILED_PRECONDITION, str(error)) from error
             except ValueError as error:
@@ -369,8 +370,9 @@ class RolloutService(rpc.RolloutServicer):
     async def _install(
         self, header: pb.PublishHeader, path: str | bytes, file: WeightFile | None
     ) -> pb.PublishReply:
+        """Load the weights at `path`; keep their `file` if the header asks for it, or remove it."""
         kv = wire.KV_NAMES.get(header.kv) or self.kv
-        base, cast = None, header.HasField("cast")
+        kept, cast = None, header.HasField("cast")
         try:
             async with self._changing:
                 self._require_expected(header)
@@ -382,17 +384,17 @@ class RolloutService(rpc.RolloutServicer):
                 self.meters.stall.observe(reply.paused_ns / 1e9)
                 self._spans.append((f"load version {header.version}", start_ns, self.clock()))
                 if file and header.keep and not self._closed:
-                    base = Weights(
+                    kept = Weights(
                         header.version, file.path, header.num_bytes, header.crc32, "delta", file
                     )
-                self._kept.replace(base)
+                self._kept.replace(kept)
         except ValueError as error:
             if not cast:
                 raise
             raise RequestError(_Code.ABORTED, str(error)) from error
         finally:
             self._casting = self._casting and not cast
-            if file and not base:
+            if file and not kept:
                 file.close()
         return reply
 

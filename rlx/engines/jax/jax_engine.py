@@ -208,7 +208,7 @@ class JaxEngine(ModelEngine):
             prompt[len(prompt) - request.prefix_len :]
         )
 
-    # On the engine thread.
+    # On the engine thread, except `_prepare` and `_read`, for which asyncio has threads.
 
     def _prepare(self) -> None:
         if not jax.config.values["jax_compilation_cache_dir"]:

@@ -54,11 +54,11 @@ class Programs:
     def __init__(self, config: ModelConfig, plan: CachePlan, steps: int, dtype: Any):
         self._config, self.plan, self._steps, self._dtype = config, plan, steps, dtype
         self._compiled: dict[Any, Callable] = {}
-        self._agreed: dict[Shape, int] = {}
+        self._agreed: dict[Shape, int] = {}  # calls equal to the full program's; −1: one was not
         self._asked: dict[Shape, Future[None]] = {}  # smaller shapes, compiled or to be compiled
         self._background = ThreadPoolExecutor(1, "compile")
         self._lock = threading.Lock()
-        self._params = shapes(config, dtype)
+        self._param_shapes = shapes(config, dtype)
         self.prompts = PROMPTS  # most that `prefill` takes
 
     def start(self, params: ServingParams) -> kv_cache.Cache:
@@ -84,7 +84,7 @@ class Programs:
             cache = self.prefill(params, cache, [prompt], [(0, slot)])
         alone = [np.asarray(x[:2]) for x in jax.tree.leaves(cache)]
         if any(a.tobytes() != b.tobytes() for a, b in zip(together, alone, strict=True)):
-            log.warning("prompts computed together differ here; each is computed alone")
+            log.warning("prompts computed together differ here; each is computed by itself")
             self.prompts = 1
         return cache
 
@@ -239,7 +239,7 @@ class Programs:
 
     def program(self, key: Any) -> tuple[Callable, tuple[int, ...], tuple]:
         """Return the function of a Shape or a case below, donated arguments, argument shapes."""
-        config, plan, steps, params = self._config, self.plan, self._steps, self._params
+        config, plan, steps, params = self._config, self.plan, self._steps, self._param_shapes
         cache = jax.eval_shape(self.new_cache)
         pairs, count = _ints(plan.slots, 2), _ints()
         if isinstance(key, Shape):

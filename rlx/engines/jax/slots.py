@@ -60,11 +60,10 @@ class LiveRequest:
     guide: Guide | None = None  # of the request's schema, with the tokens before its new ones
     sink: Any = None  # asyncio.Queue of its chunks
     waiting: int = field(init=False)  # samples that have not started
-    open: int = field(init=False)  # samples that have not ended
     cancelled: bool = False
 
     def __post_init__(self):
-        self.waiting = self.open = self.request.n
+        self.waiting = self.request.n
 
 
 @dataclass(eq=False, slots=True)
@@ -146,7 +145,7 @@ class Slots:
 
     @property
     def masked(self) -> int:
-        """The kind of program that the samples need, as in `programs.Shape`."""
+        """The kind of program that the samples need: `masked` of `programs.Shape`."""
         guided = any(sample.guide for sample in self.samples if sample)
         return bool(self._numbers[:, MASKED].any()) + guided
 
@@ -162,11 +161,12 @@ class Slots:
 
     def clear(self) -> list[LiveRequest]:
         """Drop every request; return them."""
-        live = {entry: None for *_, entry in self._queue if not entry.cancelled}
-        live |= {sample.live: None for sample in self.samples if sample}
-        for entry in live:
-            self.cancel(entry)
-        return list(live)
+        queued = [live for *_, live in self._queue if not live.cancelled]
+        started = [sample.live for sample in self.samples if sample]
+        lives = list(dict.fromkeys([*queued, *started]))
+        for live in lives:
+            self.cancel(live)
+        return lives
 
     def admit(self, version: int) -> list[SlotStart]:
         """Give free slots to waiting samples.
@@ -262,7 +262,6 @@ class Slots:
                 chunk = replace(chunk, kept=data, kept_sizes=sizes)
             out.append((sample.live, chunk))
             if reason:
-                sample.live.open -= 1
                 self._free(slot)
         return out
 

@@ -85,9 +85,9 @@ class VllmEngine(ModelEngine):
     async def start(self) -> None:
         # vLLM leaves its sockets behind. Their paths may have 107 characters, 36 of them vLLM's.
         short = len(parent := tempfile.gettempdir()) < 50
-        self._private = place, _ = make_private(parent if short else "/tmp")
+        self._private = directory, _ = make_private(parent if short else "/tmp")
         # Not in a thread: EngineCore ends with the thread that starts it.
-        self.llm = start_llm(self.model_path, self._config, place, **self._options)
+        self.llm = start_llm(self.model_path, self._config, directory, **self._options)
         self._process_others = self.llm.output_processor.process_outputs
         self._fail_others = self.llm.output_processor.propagate_error
         self.llm.output_processor.process_outputs = self._take
@@ -95,7 +95,7 @@ class VllmEngine(ModelEngine):
         self.llm._run_output_handler()
         self._tasks = await self.llm.get_supported_tasks()
         try:
-            await self._call("rlx_setup", "\n".join(map(str, shards(self.model_path))))
+            await self._call_workers("rlx_setup", "\n".join(map(str, shards(self.model_path))))
         except Exception as error:
             self.llm.shutdown()
             raise UserError(f"vLLM cannot serve {self.model_path}: {words(error, 500)}") from error
@@ -131,9 +131,9 @@ class VllmEngine(ModelEngine):
         self._check_request(request)
         self._check_alive()
         wake = asyncio.Event()
-        core = self._core_request(request)
+        core_request = self._core_request(request)
         samples = [
-            _Sample(index, self._for_sample(core, request, index), wake, request.unwatched)
+            _Sample(index, self._for_sample(core_request, request, index), wake, request.unwatched)
             for index in range(request.first_index, request.first_index + request.n)
         ]
         sampling = request.sampling
@@ -161,10 +161,10 @@ class VllmEngine(ModelEngine):
 
     async def score(self, request: ScoreRequest) -> Scores:
         self._check_score(request)
-        core = self._core_score(request)
+        core_request = self._core_score(request)
         for _ in range(_SCORE_ATTEMPTS):
             self._check_alive()
-            sample = _ScoredPrompt(core)
+            sample = _ScoredPrompt(core_request)
             try:
                 await self._admit(sample)
                 while not sample.ended:
@@ -184,11 +184,11 @@ class VllmEngine(ModelEngine):
         """See Engine.pause; level 1 moves the weights to the host's memory."""
         async with self._changing:
             if level and not self._asleep:  # EngineCore computes kept requests again
-                await self._core(self.llm.sleep(level, mode="keep"))
+                await self._await_core(self.llm.sleep(level, mode="keep"))
                 self._asleep = level
             elif not level:
                 core = self.llm.engine_core
-                await self._core(core.pause_scheduler_async("keep", clear_cache=False))
+                await self._await_core(core.pause_scheduler_async("keep", clear_cache=False))
             self._paused = True
 
     async def resume(self) -> None:
@@ -199,20 +199,20 @@ class VllmEngine(ModelEngine):
                 await self._wake(None)
                 self._asleep = 0
             else:
-                await self._core(self.llm.engine_core.resume_scheduler_async())
+                await self._await_core(self.llm.engine_core.resume_scheduler_async())
             self._paused = False
 
     async def _wake(self, tags: list[str] | None) -> None:
         """Take back memory that was freed, all for None; then EngineCore continues by itself."""
         try:
-            await self._core(self.llm.wake_up(tags))
+            await self._await_core(self.llm.wake_up(tags))
         except BaseException as error:  # it may have a part
             self._fail(error)
             raise
 
     @property
     def casts(self) -> str:
-        """Backend of the casts that it receives, as in Engine; none with several workers."""
+        """Backend of the casts that `load` takes; "" with several workers, which take none."""
         # Decode steps of several workers have a group of their own.
         workers = self._options.get("tensor_parallel", 1)
         return "" if workers > 1 else "gloo" if self._cpu else "nccl"
@@ -224,18 +224,18 @@ class VllmEngine(ModelEngine):
             start = self._clock()
             if self._asleep:
                 await self._wake(["weights"])
-            await self._call("rlx_stage", path)
-            while None in (refusals := await self._call("rlx_staged")):
+            await self._call_workers("rlx_stage", path)
+            while None in (refusals := await self._call_workers("rlx_staged")):
                 await asyncio.sleep(_STAGE_POLL_SECONDS)
             if refusal := next(filter(None, refusals), ""):  # before any worker exchanged
                 raise ValueError(refusal)
             stopped = self._clock()
             self._spans.append(("stage weights", start, stopped))
-            core = self.llm.engine_core
-            await self._core(core.pause_scheduler_async("keep", clear_cache=kv == "recompute"))
+            core, clear = self.llm.engine_core, kv == "recompute"
+            await self._await_core(core.pause_scheduler_async("keep", clear_cache=clear))
             try:
-                await self._call("rlx_exchange")
-                await self._core(self.llm.update_weight_version(str(version)))
+                await self._call_workers("rlx_exchange")
+                await self._await_core(self.llm.update_weight_version(str(version)))
                 self._version, self._asleep = version, min(self._asleep, 1)
                 if kv == "abort":
                     samples = list(self._samples.values())
@@ -251,7 +251,7 @@ class VllmEngine(ModelEngine):
                 self._fail(error)
                 raise
             if not self._paused:
-                await self._core(core.resume_scheduler_async())
+                await self._await_core(core.resume_scheduler_async())
             end = self._clock()
             self._spans.append(("swap weights", stopped, end))
             return end - stopped
@@ -273,13 +273,14 @@ class VllmEngine(ModelEngine):
             # Without a grace period: it has nothing to finish, or hangs.
             await asyncio.to_thread(self.llm.shutdown, timeout=0.0)
         if self._private:
-            (place, lock), self._private = self._private, None
-            shutil.rmtree(place, ignore_errors=True)
+            (directory, lock), self._private = self._private, None
+            shutil.rmtree(directory, ignore_errors=True)
             os.close(lock)
 
     # Requests.
 
     def _core_request(self, request: Request) -> Any:
+        """Return vLLM's EngineCoreRequest for `request`; ValueError if vLLM does not take it."""
         from vllm.sampling_params import StructuredOutputsParams
 
         sampling, room = request.sampling, self._max_model_len - len(request.prompt_tokens)
@@ -356,34 +357,35 @@ class VllmEngine(ModelEngine):
             self._images.move_to_end(name)
         return placed_input(prompt, images, [self._images[name] for name in images])
 
-    def _for_sample(self, core: Any, request: Request, index: int) -> Any:
-        clone = copy.copy(core)
+    def _for_sample(self, core_request: Any, request: Request, index: int) -> Any:
+        clone = copy.copy(core_request)
         sampling = request.sampling
         # A GPU draws requests with seeds one by one, and its logits depend on the batch anyway.
         if sampling.seed is not None and sampling.temperature > 0 and self._cpu:
-            clone.sampling_params = core.sampling_params.clone()
+            clone.sampling_params = clone.sampling_params.clone()
             clone.sampling_params.seed = _mix(sampling.seed, index, request.prefix_len)
         return clone
 
     async def _admit(self, sample: "_Sample") -> None:
         """Send `sample` to EngineCore under a new id; it shares prefixes of this version only."""
         self._serial += 1
-        core = sample.core = copy.copy(sample.core)
-        core.request_id = f"rlx-{self._serial}"
-        core.cache_salt = str(self._version)
-        if core.mm_features:  # an image's features depend on the weights, too
-            core.mm_features = [
+        request = sample.core_request = copy.copy(sample.core_request)
+        request.request_id = f"rlx-{self._serial}"
+        request.cache_salt = str(self._version)
+        if request.mm_features:  # an image's features depend on the weights, too
+            request.mm_features = [
                 replace(image, identifier=f"{image.mm_hash}-{self._version}")
-                for image in core.mm_features
+                for image in request.mm_features
             ]
-        self._samples[core.request_id] = sample
-        await self._core(self.llm.engine_core.add_request_async(core))
+        self._samples[request.request_id] = sample
+        await self._await_core(self.llm.engine_core.add_request_async(request))
 
     async def _abort(self, samples: "list[_Sample]") -> None:
-        ids = [s.core.request_id for s in samples if self._samples.pop(s.core.request_id, None)]
+        ids = [sample.core_request.request_id for sample in samples]
+        ids = [name for name in ids if self._samples.pop(name, None)]
         if ids and not self._failure:
             with contextlib.suppress(EngineStopped):
-                await self._core(self.llm.engine_core.abort_requests_async(ids))
+                await self._await_core(self.llm.engine_core.abort_requests_async(ids))
 
     # Tokens.
 
@@ -454,11 +456,11 @@ class VllmEngine(ModelEngine):
             sample.wake.set()
         self._fail_others(error)
 
-    async def _call(self, method: str, *args: Any) -> list:
+    async def _call_workers(self, method: str, *args: Any) -> list:
         """Call a method of RolloutWorker on all workers; return their results."""
-        return await self._core(self.llm.collective_rpc(method, args=args))
+        return await self._await_core(self.llm.collective_rpc(method, args=args))
 
-    async def _core(self, call: Any) -> Any:
+    async def _await_core(self, call: Any) -> Any:
         """Await a call to EngineCore; raise EngineStopped if it has died or hangs."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -482,8 +484,8 @@ class VllmEngine(ModelEngine):
 class _Sample:
     """A sample in EngineCore, and its tokens that `generate` has not taken yet."""
 
-    def __init__(self, index: int, core: Any, wake: asyncio.Event, unwatched: bool = False):
-        self.core, self.wake, self.unwatched = core, wake, unwatched
+    def __init__(self, index: int, core_request: Any, wake: asyncio.Event, unwatched: bool = False):
+        self.core_request, self.wake, self.unwatched = core_request, wake, unwatched
         self.new: Any = Chunk(index)  # its fields are lists
         self.started = self.ended = False
         self.stop_reason: str | None = None
@@ -503,7 +505,7 @@ class _Sample:
             self.new.tokens.extend(tokens)
             self.new.versions.extend([version] * count)
             # The sampled token, then the most likely: the most that any request of the step wants.
-            step, most = output.new_logprobs, self.core.sampling_params.logprobs
+            step, most = output.new_logprobs, self.core_request.sampling_params.logprobs
             nothing = [math.nan] * count
             if self.vocab:
                 step = self._unmasked(step, count)
@@ -547,8 +549,8 @@ class _Sample:
 class _ScoredPrompt(_Sample):
     """A score request: logprobs of the prompt and of the token after it."""
 
-    def __init__(self, core: Any):
-        super().__init__(0, core, asyncio.Event())
+    def __init__(self, core_request: Any):
+        super().__init__(0, core_request, asyncio.Event())
         self.logprobs, self.versions = list[float](), list[int]()
 
     def add(self, output: Any, version: int) -> int:

@@ -39,7 +39,7 @@ def on_cpu() -> bool:
 def start_llm(
     model_path: Path,
     config: ModelConfig,
-    place: str,  # directory for temporary files of vLLM
+    directory: str,  # for temporary files of vLLM
     *,
     slots: int,
     max_model_len: int,
@@ -107,7 +107,7 @@ def start_llm(
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
             # Linux requires a request to use AMX; vLLM's bf16 attention does not make it.
             torch.cpu._init_amx()
-        with _temporary_files(place):
+        with _temporary_files(directory):
             return AsyncLLM.from_vllm_config(engine_config, disable_log_stats=True)
     except (RuntimeError, ValueError, OSError) as error:
         text = words(error, 500)
@@ -116,12 +116,12 @@ def start_llm(
 
 
 @contextlib.contextmanager
-def _temporary_files(place: str) -> Iterator[None]:
-    """Put the temporary files of this process, and of those that it starts, in a directory."""
+def _temporary_files(directory: str) -> Iterator[None]:
+    """Put the temporary files of this process, and of those that it starts, in `directory`."""
     before = tempfile.gettempdir()
     # Compiled functions outlast a server.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{before}/torchinductor_{getuser()}")
-    os.environ["TMPDIR"] = tempfile.tempdir = place
+    os.environ["TMPDIR"] = tempfile.tempdir = directory
     try:
         yield
     finally:

@@ -181,7 +181,7 @@ class RolloutWorker:
         )
         runner.sample_tokens = partial(_sample_tokens, runner, runner.sample_tokens)
         if self.device.type == "cpu":
-            plan(self.model_runner.model, self._spec)  # refuse an unknown model now
+            sources_of(self.model_runner.model, self._spec)  # refuse an unknown model now
             if runner.lora_config:
                 from vllm.lora.ops.torch_ops import lora_ops
                 from vllm.lora.punica_wrapper import punica_cpu
@@ -290,7 +290,7 @@ def check(tensors: Tensors, spec: dict[str, tuple[int, ...]]) -> None:
             raise ValueError(f"tensor {name} is not finite; the training step has diverged")
 
 
-def plan(model: torch.nn.Module, spec: dict[str, Any]) -> dict[str, list[str]]:
+def sources_of(model: torch.nn.Module, spec: dict[str, Any]) -> dict[str, list[str]]:
     """Return vLLM's parameter → HF tensors to join on axis 0; ValueError if either is missing."""
     fused, spec = getattr(model, "packed_modules_mapping", {}), renamed(model, spec)
     sources: dict[str, list[str]] = {}
@@ -328,7 +328,7 @@ def stage_packed(
     """Pack `tensors` for a CPU; return a function that exchanges the weights."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-    sources, tensors = plan(model, tensors), renamed(model, tensors)
+    sources, tensors = sources_of(model, tensors), renamed(model, tensors)
     joined: dict[str, torch.Tensor] = {}
     steps: list[Callable[[], None]] = []
     for owner, module in model.named_modules(remove_duplicate=False):
