@@ -18,7 +18,7 @@ from rlx.base import UserError
 LETTERS = {"vllm": "dt", "jax": "dftce", "torch": "dftc"}  # of vLLM's servers, or of a trainer
 SHARED_MEMORY = 0.4  # share of a GPU's memory for a server that shares the GPU with the trainer
 Gpus = tuple[tuple[str, int], ...]  # of (host, id there)
-MEANINGS = {"f": "fsdp", "d": "replica", "e": "expert", "t": "tensor", "c": "context"}
+AXES = {"f": "fsdp", "d": "replica", "e": "expert", "t": "tensor", "c": "context"}  # of train.mesh
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def settings(allocation: Allocation) -> dict[str, str | int]:
             values |= {"fleet.tensor_parallel": part.each}
             continue
         mesh = {**part.sizes, "f": part.sizes.get("f", 1) // part.sizes.get("e", 1)}
-        axes = [f"{MEANINGS[x]}:{mesh[x]}" for x in "dfetc" if x in part.sizes and mesh[x] > 1]
+        axes = [f"{AXES[x]}:{mesh[x]}" for x in "dfetc" if x in part.sizes and mesh[x] > 1]
         values |= {"trainer": part.backend, "train.mesh": ",".join(axes) or "fsdp:1"}
         if part.backend == "torch" and part.gpus > 1:  # one process per GPU
             values["cluster.processes"] = part.gpus

@@ -113,10 +113,10 @@ class LocalServers:
         flags = [f"--{flag.replace('_', '-')}={value}" for flag, value in options.items()]
         flags += [f"--model={os.fspath(model)}", f"--parent-pid={os.getpid()}"]
         flags += [f"--weight-root={root}" for root in (self.directory, *weight_roots)]
-        scraped = (f"--metrics-port={port}" for port in metrics_ports)
+        metrics = (f"--metrics-port={port}" for port in metrics_ports)  # one flag a server
         self._servers = [
             _Server(
-                command=(*command, *flags, f"--seed={seed + i}", *itertools.islice(scraped, 1)),
+                command=(*command, *flags, f"--seed={seed + i}", *itertools.islice(metrics, 1)),
                 log=logs / f"{name}-{i}.log", cpus=cpus, lock=self._scratch.lock,
                 env=_environ(len(cpus), platform, self.token, *gpus[i : i + 1]),
                 early=None if gpus or i >= len(early) else early[i],
@@ -200,11 +200,11 @@ class LocalServers:
 
     def _end_if_hung(self, server: "_Server") -> None:
         """Kill `server` if it has not answered for too long, or sends no token."""
-        silent = self._silent.pop(f"127.0.0.1:{server.port}", 0.0)
-        ready, mute = server.read_port(), math.isinf(silent)
+        silence = self._silent.pop(f"127.0.0.1:{server.port}", 0.0)
+        ready, mute = server.read_port(), math.isinf(silence)
         limit = self._answer_timeout if ready else self._ready_timeout
         lived = time.monotonic() - (server.ready_at or server.started)
-        if server.pid and (mute or min(silent, lived) > limit):
+        if server.pid and (mute or min(silence, lived) > limit):
             why = "sends no token" if mute else f"has not answered for {limit:g} s"
             self._say(f"{server} {why}; killing it{server.write_stacks()}")
             server.signal(signal.SIGKILL)
@@ -246,9 +246,9 @@ class _Server:
     started: float = 0.0
     process: subprocess.Popen | None = None
     oom_kills: exit_reason.OomKills = field(default_factory=exit_reason.OomKills)
-    peak: int = 0  # bytes
-    ending: str = ""
-    log_start: int = 0
+    peak: int = 0  # bytes of memory
+    ending: str = ""  # how the process ended, as of `poll`
+    log_start: int = 0  # where the process's lines begin in the log
 
     def __str__(self) -> str:
         return f"rollout server {self.log.stem} (port {self.port})"
@@ -285,8 +285,8 @@ class _Server:
                 self.peak = exit_reason.peak_memory(process.pid) or self.peak
                 return None
             self.signal(signal.SIGKILL)  # its group, before the id can be reused
-            short = self.oom_kills.lately()
-            self.ending = exit_reason.words(process.wait(), self.peak, killed_for_memory=short)
+            oom = self.oom_kills.lately()
+            self.ending = exit_reason.words(process.wait(), self.peak, killed_for_memory=oom)
         return self.ending
 
     def read_port(self) -> int:
@@ -373,7 +373,7 @@ def _hand_over(early: subprocess.Popen, command: Sequence[str], server: "_Server
 
 
 def _environ(threads: int, platform: str, token: str, gpus: Sequence[str] = ()) -> dict[str, str]:
-    """Return ours with rlx on the path, sizes of thread pools, and a token."""
+    """Return this environment for a server: rlx on its path, `threads` in each pool, its token."""
     pools = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return {
         **os.environ, **dict.fromkeys(pools, str(threads)),

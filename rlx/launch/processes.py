@@ -56,17 +56,17 @@ def processes(
         seats = _by_gpu(allocation, hosts)
     else:
         seats = _by_count(servers, trainers, tuple(hosts))
-    own_seats = [(host, gpus) for role, host, gpus in seats if role == "trainer"]
+    trainer_seats = [(host, gpus) for role, host, gpus in seats if role == "trainer"]
+    server_seats = [(host, gpus) for role, host, gpus in seats if role == "server"]
     plan = []
-    for index, (host, gpus) in enumerate(own_seats):
-        argv = (*trainer, f"--config.cluster.processes={len(own_seats)}")
-        if len(own_seats) > 1:
-            argv += (f"--config.cluster.coordinator={bracketed(own_seats[0][0], port)}",
+    for index, (host, gpus) in enumerate(trainer_seats):
+        argv = (*trainer, f"--config.cluster.processes={len(trainer_seats)}")
+        if len(trainer_seats) > 1:
+            argv += (f"--config.cluster.coordinator={bracketed(trainer_seats[0][0], port)}",
                      f"--config.cluster.process={index}")  # fmt: skip
         env = _sees(gpus, hosts[host])
         plan.append(Process("trainer", index, host, gpus, 0 if index else port, argv, env))
-    others = ((host, gpus) for role, host, gpus in seats if role == "server")
-    for index, (host, gpus) in enumerate(others):
+    for index, (host, gpus) in enumerate(server_seats):
         server_port = port + 1 + index
         argv = (*server, f"--host={host}", f"--port={server_port}", f"--seed={seed + index}")
         if metrics_port:
@@ -119,5 +119,5 @@ def _by_count(servers: int, trainers: int, hosts: Sequence[str]) -> list:
 
 
 def _sees(gpus: Sequence[str], host_gpus: Sequence[str]) -> dict[str, str]:
-    """Return the variable that limits a process to its GPUs, on a host with GPUs."""
+    """Return the variable that limits a process to its GPUs; none on a host without GPUs."""
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if host_gpus else {}

@@ -58,7 +58,7 @@ class Keeper:
         Path(log).parent.mkdir(parents=True, exist_ok=True)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks Ctrl-C, for children too
         with open(log, "ab") as file:
-            self._log, self._read = log, file.tell()
+            self._log, self._log_end = log, file.tell()  # up to where `look` has read it
             self._process = SupervisedProcess(
                 (sys.executable, *argv), cwd=cwd, stdout=file, stderr=file, environment=environment
             )
@@ -72,10 +72,10 @@ class Keeper:
         """Return the command's exit code, None while it runs, and its new lines."""
         code = None if self._process.running else self._process.end()
         with open(self._log, "rb") as file:
-            file.seek(self._read)
+            file.seek(self._log_end)
             new = file.read()
         data = new[: new.rfind(b"\n") + 1] if code is None else new
-        self._read += len(data)
+        self._log_end += len(data)
         return code, data.decode(errors="replace").splitlines()
 
     def signal(self, number: int) -> None:
@@ -166,7 +166,7 @@ class RayCluster:
                 f"them free for {seconds:g} s; end other jobs, or raise scheduler.wait_seconds"
             )
         pairs = zip(gangs, groups, strict=True)
-        return [self._keep(p, group, i) for gang, group in pairs for i, p in enumerate(gang)]
+        return [self._actor(p, group, i) for gang, group in pairs for i, p in enumerate(gang)]
 
     def again(self, process: Process, hosts: Sequence[str]) -> Running:
         """Return a new actor for a process, on the first of `hosts` that has room."""
@@ -174,10 +174,10 @@ class RayCluster:
         ids = [node["NodeID"] for node in live if node["NodeManagerAddress"] in hosts]
         where = [{"ray.io/node-id": f"in({','.join(ids)})"}]
         group = self._ray.util.placement_group([_bundle(process)], bundle_label_selector=where)
-        return self._keep(process, group, 0)
+        return self._actor(process, group, 0)
 
     def start(self, running: Running, env: Mapping[str, str], log: Path) -> None:
-        """Let an actor start its process; `look` updates `begun`."""
+        """Let an actor start its process; `look` notes that it has."""
         env = {k: v for k, v in os.environ.items() if k.startswith(_OURS)} | dict(env)
         running.reply = running.keeper.begin.remote(
             running.process, {**env, ADDRESS: self.address}, os.getcwd(), str(log)
@@ -224,7 +224,8 @@ class RayCluster:
         """Return Ray's references that have a value within `seconds`."""
         return self._ray.wait(refs, num_returns=len(refs), timeout=seconds)[0] if refs else ()
 
-    def _keep(self, process: Process, group: Any, bundle: int) -> Running:
+    def _actor(self, process: Process, group: Any, bundle: int) -> Running:
+        """Make the actor of a process, with the resources of one bundle of a placement group."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         options = {"num_cpus": 1, "num_gpus": len(process.gpus), "max_restarts": 0}
