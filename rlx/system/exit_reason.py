@@ -63,14 +63,17 @@ def _number(path: Path, name: str) -> int:
 
 
 def words(code: int, peak_bytes: int, *, killed_for_memory: bool = False) -> str:
-    """Describe the end of a process: `with status 2`, `by SIGKILL at a peak of …`."""
+    """Describe the end of a process: `with status 2`, `by SIGKILL at a peak of …`.
+
+    `code` is as in subprocess. `killed_for_memory`: the kernel OOM-killed some process meanwhile.
+    """
     if code >= 0:
         return f"with status {code}"
-    name = signal.Signals(-code).name  # negative, as in subprocess
+    name = signal.Signals(-code).name
     if -code != signal.SIGKILL:
         return f"by {name}"
     peak = f"{peak_bytes / 1e9:.2f} GB" if peak_bytes else "nobody knows how much"  # 0: unknown
-    if not killed_for_memory:  # by the kernel, meanwhile
+    if not killed_for_memory:
         return f"by {name} at a peak of {peak} of memory"
     limit = available_memory.memory()
     most = f"of {limit.total / 1e9:.1f} GB {limit.where}"
@@ -85,8 +88,8 @@ def last_words(lines: Sequence[str]) -> str:
     """Return the last line of an engine's log, and a remedy if its last lines mention memory."""
     lines = [x.strip() for x in lines if x.strip() and not x.startswith(_NOT_WORDS)]
     last = lines[-1].removeprefix("error: ") if lines else ""
-    short = next((x for x in reversed(lines[-40:]) if _MEMORY.search(x)), "")
-    if not short or any(word in last for word in ("fleet.slots", "fleet.max_model_len")):
+    about_memory = next((x for x in reversed(lines[-40:]) if _MEMORY.search(x)), "")
+    if not about_memory or any(word in last for word in ("fleet.slots", "fleet.max_model_len")):
         return last
-    cause = last if short == lines[-1] else f"{short[:300]} … {last}"
+    cause = last if about_memory == lines[-1] else f"{about_memory[:300]} … {last}"
     return f"{cause.rstrip('.')}; {_LESS}"

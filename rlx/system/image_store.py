@@ -49,7 +49,7 @@ def blank(size: tuple[int, int]) -> Any:
 
 
 def thumbnail(data: bytes) -> str:
-    """Return an image as a data URI of a PNG of at most 160 × 160 pixels; as `opened`."""
+    """Return an image as a data URI of a PNG of at most 160 × 160 pixels; or ValueError."""
     picture, file = open_picture(data), io.BytesIO()
     picture.thumbnail((160, 160))
     picture.save(file, "PNG")

@@ -122,14 +122,17 @@ def set_aside(
     good: Callable[[Mapping[str, Any]], bool] = has_step,
     first_step: float = math.inf,
 ) -> int:
-    """Move lines that are not a `good` record to PATH.unreadable, and return how many."""
+    """Move lines that are not a `good` record to PATH.unreadable, and return how many.
+
+    Records of `first_step` and later steps are removed.
+    """
     path, kept, bad = Path(path), [], []
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     for line in lines:
         record = _object(line)
         if record is None or not good(record):
             bad += [line] * line.endswith(b"\n")  # an incomplete last line is removed, not counted
-        elif record.get("step", 0) < first_step:  # a resumed run writes the others again
+        elif record.get("step", 0) < first_step:  # a resumed run makes the others again
             kept.append(line)
     if bad:
         side_file = path.with_name(f"{path.name}.unreadable")

@@ -118,7 +118,8 @@ class DaemonThreads(ThreadPoolExecutor):
     """Pool of at most `most` daemon threads."""
 
     def __init__(self, most: int):
-        self._most, self._lock, self._held = most, threading.Lock(), set[Future]()
+        self._most, self._lock = most, threading.Lock()
+        self._held = set[Future]()  # calls that have a thread, until they end or are cancelled
         self._queued: deque[tuple[Future, Callable[[], Any]]] = deque()
         self.calls: dict[Future, tuple[str, float]] = {}  # running, with start in monotonic seconds
 

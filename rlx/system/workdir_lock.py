@@ -22,7 +22,7 @@ from typing import Any
 from rlx.base import UserError, explained
 from rlx.system.atomic_directory import try_lock
 from rlx.system.exit_reason import oom_kills
-from rlx.system.host_agent import start_ticks as begun_at
+from rlx.system.host_agent import start_ticks
 from rlx.system.jsonl import read_json
 
 BEAT_SECONDS = 10.0
@@ -49,7 +49,7 @@ def holder(directory: Path) -> tuple[int, bool] | None:
     with suppress(OSError, ValueError, KeyError, TypeError):
         pid, start = int(record["pid"]), str(record["begun"])
         if str(record["machine"]) == _machine():
-            return pid, begun_at(pid) == start != ""
+            return pid, start_ticks(pid) == start != ""
         return pid, time.time() - path.stat().st_mtime < SILENT_SECONDS
     return None
 
@@ -81,7 +81,10 @@ def fresh_workdir(config_file: str) -> Path:
 
 @contextmanager
 def chosen_workdir(workdir: str, config_file: str, fresh: bool = True) -> Iterator[Path]:
-    """Yield the directory `workdir`, or a fresh one, which is removed if it stays empty."""
+    """Yield the directory `workdir`, or a fresh one, which is removed if it stays empty.
+
+    Without `fresh`, for all processes of a run but the first, nothing is made or removed.
+    """
     path = fresh_workdir(config_file) if fresh and not workdir else Path(workdir or "runs")
     try:
         yield path
@@ -104,7 +107,7 @@ def lock_workdir(directory: Path, option: str = "--workdir") -> Iterator[Killed 
     with ExitStack() as stack:
         stack.callback(os.close, handle)
         before, over = _last(path, handle, option), threading.Event()
-        about = {"pid": pid, "begun": begun_at(pid), "machine": _machine()}
+        about = {"pid": pid, "begun": start_ticks(pid), "machine": _machine()}
         record = json.dumps({**about, "oom_kills": oom_kills()}).encode()
         os.ftruncate(handle, 0)
         os.pwrite(handle, record, 0)
@@ -150,7 +153,7 @@ def _last(path: Path, handle: int, option: str) -> Killed | None:
     except (ValueError, KeyError, TypeError):
         return None
     if _boot(machine) == _boot(_machine()):
-        if begun_at(pid) == start != "":  # the file system may have no locks
+        if start_ticks(pid) == start != "":  # the file system may have no locks
             raise _taken_error(path, f"process {pid}", option)
         return Killed(pid, oom_kills() > kills)
     probe = path.with_name(f".{path.name}.{os.getpid()}")
