@@ -135,11 +135,11 @@ def place(allocation: Allocation, hosts: Mapping[str, Sequence[int]]) -> list[tu
     placed, gpus = list[tuple[Part, Gpus]](), list[tuple[str, int]]()
 
     def too_few(part: Part, each: int, index: int) -> UserError:
-        counts = ", ".join(f"{h}: {len(ids)}" for h, ids in hosts.items()) or "none"
+        counts = ", ".join(f"{h}: {len(ids)}" for h, ids in hosts.items()) or "no host"
         return UserError(
-            f"allocation_mode={allocation} needs {allocation.gpus} GPUs; {part} has "
-            f"{part.gpus // each} × {each}, of which {index} found {each} together, and there are "
-            f"{counts}; use fewer, or more hosts"
+            f"allocation_mode={allocation} needs {allocation.gpus} GPUs; {part} takes "
+            f"{part.gpus // each} groups of {each} that share a host, and {index} of them fit on "
+            f"{counts}; use fewer GPUs, or more hosts"
         )
 
     for part in allocation.parts:

@@ -106,9 +106,9 @@ def test_a_gpu_has_one_owner_and_a_tensor_group_is_on_one_host(made, each, count
 
 
 def test_too_few_gpus_is_an_error_with_the_arithmetic():
-    with pytest.raises(UserError, match=r"needs 6 GPUs; jax:f4 has 4 × 1, of which 2 .* a: 4"):
+    with pytest.raises(UserError, match=r"needs 6 GPUs; jax:f4 takes 4 groups .* 2 of .* a: 4"):
         place(parse("vllm:d2+jax:f4"), {"a": range(4)})
-    with pytest.raises(UserError, match=r"vllm:d2t3 has 2 × 3, of which 1 found 3 together"):
+    with pytest.raises(UserError, match=r"vllm:d2t3 takes 2 groups of 3 that share a host, and 1"):
         place(parse("vllm:d2t3"), {"a": range(4), "b": range(2)})
 
 
@@ -116,7 +116,7 @@ def test_what_shares_gpus_is_together_too():
     made = parse("jax[gen]:d6|jax[train]:f2t3")
     *_, (_, gpus) = place(made, {"a": range(4), "b": range(4)})
     assert gpus == (("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1), ("b", 2))
-    with pytest.raises(UserError, match=r"needs 6 GPUs; .* of which 1 found 3 together"):
+    with pytest.raises(UserError, match=r"needs 6 GPUs; .* groups of 3 .* and 1 of them fit"):
         place(made, {"a": range(2), "b": range(4)})
 
 
