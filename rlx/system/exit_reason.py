@@ -72,7 +72,7 @@ def words(code: int, peak_bytes: int, *, killed_for_memory: bool = False) -> str
     name = signal.Signals(-code).name
     if -code != signal.SIGKILL:
         return f"by {name}"
-    peak = f"{peak_bytes / 1e9:.2f} GB" if peak_bytes else "nobody knows how much"  # 0: unknown
+    peak = f"{peak_bytes / 1e9:.2f} GB" if peak_bytes else "an unknown amount"
     if not killed_for_memory:
         return f"by {name} at a peak of {peak} of memory"
     limit = available_memory.memory()
