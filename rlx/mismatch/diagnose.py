@@ -113,9 +113,8 @@ def _rope(case: MismatchCase) -> Iterator[Guess]:
     if rope.kind == "longrope":
         ropes["longrope's other factors"] = replace(rope, long=not rope.long)
     if local := model.local_rope:
-        words = f"the engine has one RoPE for all layers, the trainer {local.theta:g} where they"
-        scores = case.score(model=replace(model, local_rope=None))
-        yield Guess(f"{words} have a window", scores)
+        words = f"the engine has one RoPE, the trainer base {local.theta:g} in layers with a window"
+        yield Guess(words, case.score(model=replace(model, local_rope=None)))
     for name, other in ropes.items():
         if other != rope:
             scores = case.score(model=replace(model, rope=other))

@@ -1,8 +1,8 @@
 """Compare the log-probabilities that engine and trainer give to the same tokens.
 
-engine's tokens and logprobs ─┐
-                              ├─▶ compare ─▶ Comparison ─ not ok ─▶ rlx.mismatch.diagnose: why
-trainer's logprobs of them ───┘
+    engine's tokens and logprobs ─┐
+                                  ├─▶ compare ─▶ Comparison ─ not ok ─▶ diagnose.py: why
+    trainer's logprobs of them ───┘
 
 Rows have one padded shape, so a run compiles one program. JAX is imported lazily.
 """

@@ -140,7 +140,7 @@ def test_one_rope_base_where_the_model_has_two(first, trained, now):
     )
     _, explanations = found(case((two, first[1]), trained, answers(now)))
     assert [finding.cause for finding in explanations] == ["RoPE base"]
-    assert "one RoPE for all layers, the trainer 100 where they have a wi" in explanations[0].words
+    assert "one RoPE, the trainer base 100 in layers with a window" in explanations[0].words
 
 
 def test_a_rope_scaling_that_was_dropped(first, trained, now):
