@@ -40,7 +40,7 @@ async def _serve(args: argparse.Namespace, engine: Callable, parse: Callable) ->
         with suppress(Exception):  # the second try below has a log
             await (first := engine(args)).start()
             early = first
-        args = parse(await asyncio.to_thread(options.further))
+        args = parse(await asyncio.to_thread(options.early_flags))
 
     stop = asyncio.Event()
 

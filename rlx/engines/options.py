@@ -62,7 +62,7 @@ def parser(engines: Mapping[str, Callable] = ENGINES) -> argparse.ArgumentParser
     return p
 
 
-def further() -> list[str]:
+def early_flags() -> list[str]:
     """Wait on stdin for the flags of an early server, and write to its log from then on."""
     if not (line := sys.stdin.readline()):  # it is not needed
         os._exit(0)

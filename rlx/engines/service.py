@@ -521,6 +521,7 @@ def _compare(
     size: int,
     crc: int | None = None,  # None: not known yet
 ) -> None:
+    """Raise RequestError unless size and checksum are those announced."""
     if size != header.num_bytes:
         message = f"{size} bytes of weights where {header.num_bytes} were announced"
         raise RequestError(_Code.DATA_LOSS, message)

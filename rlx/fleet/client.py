@@ -332,7 +332,7 @@ class Fleet:
     async def set_sleep(self, level: int) -> None:
         """Let every server sleep, as Engine.pause does at this level, or wake at 0.
 
-        A server that does not is lost; one that returns, sleeps or wakes before it gets requests.
+        A server that cannot is lost. When it returns, it first sleeps or wakes as it should.
         """
         self._sleep = level
         live = [member for member in self._members if member.live]

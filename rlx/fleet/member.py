@@ -88,7 +88,8 @@ class Member:
         sleep: Callable[[], int | None] = lambda: None,
         joined: bool = False,  # from a directory, where a wrong address is no error of the user's
         silent: Callable[["Member"], float] = lambda member: 0.0,  # seconds its next token is late
-        # Gets the address and seconds without an answer, infinity if it answers and sends no token.
+        # Ends a silent server of ours, which then starts again. Gets its address and the seconds
+        # without an answer, infinity if it answers and sends no token.
         restart: Callable[[str, float], None] = lambda address, seconds: None,
         image: Callable[[str], bytes] | None = None,  # returns the file of an image by its name
         # Returns a server that has weights which this one needs, and can send them to it.

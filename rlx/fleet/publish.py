@@ -74,14 +74,15 @@ def check_room(directory: str | os.PathLike, num_bytes: int) -> None:
 
 @contextlib.contextmanager
 def _writing(path: str | os.PathLike, num_bytes: int = 0) -> Iterator[None]:
-    """Turn an OSError into UserError; the weights have `num_bytes`."""
+    """Turn an OSError into UserError; the weights have `num_bytes`, 0: unknown."""
     try:
         yield
     except OSError as error:
         if error.errno == errno.ENOSPC:
+            need = f": {num_bytes >> 20} MiB needed" * bool(num_bytes)
             raise UserError(
-                f"no space for the weights at {path}: {num_bytes >> 20} MiB needed; make room or "
-                "set fleet.publish_dir to another disk"
+                f"no space for the weights at {path}{need}; make room or set fleet.publish_dir to "
+                "another disk"
             ) from error
         reason = error.strerror or error
         raise UserError(

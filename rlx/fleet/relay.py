@@ -197,7 +197,7 @@ class Incoming:
 
 @asynccontextmanager
 async def ended_early(calls: Calls, what: Any, message: str) -> AsyncIterator[None]:
-    """Enter the block in `calls`; RequestError if `end` ends it."""
+    """Enter the block in `calls`, about `what`; RequestError with `message` if `end` ends it."""
     try:
         async with asyncio.timeout(None) as limit:
             calls[limit] = what

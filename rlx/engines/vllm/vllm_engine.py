@@ -307,7 +307,7 @@ class VllmEngine(ModelEngine):
         )  # fmt: skip
 
     def _lora(self, path: str) -> Any:
-        """Return vLLM's request for an adapter, None for ""; it keeps those used of late."""
+        """Return vLLM's request for an adapter, None for "". vLLM keeps the last ones used."""
         from vllm.lora.request import LoRARequest
 
         try:
