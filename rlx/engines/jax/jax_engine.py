@@ -268,7 +268,7 @@ class JaxEngine(ModelEngine):
         start = self._clock()
         self._compact()
         slots = self._slots
-        shape = self._programs.choose(slots.used, slots.longest, slots.masked)
+        shape = self._programs.choose(slots.used, slots.longest, slots.kind)
         inputs = slots.inputs()
         block, self._cache = self._programs.decode(self._params, self._cache, shape, inputs)
         results = slots.accept(

@@ -45,7 +45,7 @@ class Shape(NamedTuple):
 
     slots: int
     length: int
-    masked: int = 0  # 1: it returns the tokens drawn from; 2: and takes those that are allowed
+    kind: int = slots.PLAIN  # MASKS: it returns the tokens drawn from; GUIDED: and takes `allowed`
 
 
 class Programs:
@@ -69,7 +69,8 @@ class Programs:
         for key in (self.full, ("append", self.plan.slots), ("prefill", 1), ("prefill", PROMPTS)):
             self._get(key)
         self._get("take"), self._get("insert")
-        self._agreed |= {self.full._replace(masked=kind): TRIALS for kind in range(3)}
+        kinds = slots.PLAIN, slots.MASKS, slots.GUIDED
+        self._agreed |= {self.full._replace(kind=kind): TRIALS for kind in kinds}
         cache = self.new_cache()
         return self._check_prefill(params, cache) if on_cpu() else cache
 
@@ -161,22 +162,20 @@ class Programs:
                 yield None
         yield np.concatenate(chunks)[request.first - 1 : len(tokens) - 1]
 
-    def choose(self, used: int, longest: int, masked: int = 0) -> Shape:
+    def choose(self, used: int, longest: int, kind: int = slots.PLAIN) -> Shape:
         """Return the smallest usable program for the first `used` slots, `longest` cached tokens.
 
         If a smaller one is possible, start to compile it.
         """
         slots = next(b for b in self.plan.slot_buckets if b >= used)
         length = next(n for n in self.plan.length_buckets if n >= longest)
-        best, full = Shape(slots, length, masked), self.full._replace(masked=masked)
+        best, full = Shape(slots, length, kind), self.full._replace(kind=kind)
         if best == full or self._usable(best):
             return best
         if best not in self._asked:
             self._asked[best] = self._background.submit(self._compile_smaller, best)
         others = [s for s in tuple(self._compiled) if isinstance(s, Shape) and self._usable(s)]
-        fitting = [
-            s for s in others if s.slots >= used and s.length >= longest and s.masked == masked
-        ]
+        fitting = [s for s in others if s.slots >= used and s.length >= longest and s.kind == kind]
         return min(fitting, key=lambda s: s.slots * (s.length + 256), default=full)
 
     def decode(
@@ -196,7 +195,7 @@ class Programs:
 
     def _try(self, params, cache, shape: Shape, inputs: slots.DecodeInputs, block, recent):
         """Run the full program too; record whether the smaller one agrees with it."""
-        full = self.full._replace(masked=shape.masked)
+        full = self.full._replace(kind=shape.kind)
         full_block, full_recent = self._decode(params, cache, full, inputs)
         if on_cpu():
             results = (block, recent), (full_block, full_recent)
@@ -244,7 +243,7 @@ class Programs:
         pairs, count = _ints(plan.slots, 2), _ints()
         if isinstance(key, Shape):
             inputs = slots.idle_inputs(key.slots, steps)
-            if key.masked > 1:
+            if key.kind == slots.GUIDED:
                 bits = np.zeros((key.slots, -(-config.vocab_size // 8)), np.uint8)
                 inputs = inputs._replace(allowed=bits)
             return partial(_decode, config, steps, key), (), (params, cache, inputs)
@@ -281,7 +280,7 @@ def _decode(config: ModelConfig, steps: int, shape: Shape, params, cache, inputs
         draws = jax.lax.dynamic_index_in_dim(inputs.uniforms, index, 1, keepdims=False)
         early = (index < numbers[:, slots.MINIMUM])[:, None]
         banned = jnp.where(early, inputs.stops, -1)
-        masked = numbers[:, slots.MASKED] > 0 if shape.masked else None
+        masked = numbers[:, slots.MASKED] > 0 if shape.kind else None
         restriction = sampling.Restriction(
             chances[:, slots.TOP_P], numbers[:, slots.TOP_K], banned, masked, inputs.allowed
         )
@@ -289,7 +288,7 @@ def _decode(config: ModelConfig, steps: int, shape: Shape, params, cache, inputs
 
     return decode.decode(
         params, config, cache, numbers[:, slots.TOKEN], numbers[:, slots.LENGTH],
-        numbers[:, slots.BUDGET], inputs.stops, choose, steps, bool(shape.masked),
+        numbers[:, slots.BUDGET], inputs.stops, choose, steps, bool(shape.kind),
     )  # fmt: skip
 
 

@@ -89,8 +89,9 @@ class SlotStart(NamedTuple):
 class DecodeInputs(NamedTuple):
     """Arrays for a decode call, one row per slot."""
 
-    # [S, 6] int32: last token, cached tokens, tokens still wanted (0 if idle), tokens before a stop
-    # token is allowed, top-k. Last, 1: the tokens drawn from are wanted; 2: only logprobs over them
+    # [S, 6] int32, columns TOKEN to MASKED: last token, cached tokens, tokens still wanted (0 if
+    # idle), tokens before a stop token is allowed, top-k, and the tokens that logprobs are over.
+    # 0: all; 1: those drawn from, which are wanted too; 2: those drawn from
     numbers: np.ndarray
     chances: np.ndarray  # [S, 2] float32: temperature, top-p
     stops: np.ndarray  # [S, MAX_STOPS] int32, −1 for none
@@ -110,6 +111,7 @@ def idle_inputs(slots: int, steps: int) -> DecodeInputs:
 
 TOKEN, LENGTH, BUDGET, MINIMUM, TOP_K, MASKED = range(6)
 TEMPERATURE, TOP_P = range(2)
+PLAIN, MASKS, GUIDED = range(3)  # kinds of decode programs, see `programs.Shape`
 
 
 class Slots:
@@ -144,10 +146,11 @@ class Slots:
         return int(self._numbers[:, LENGTH].max())
 
     @property
-    def masked(self) -> int:
-        """The kind of program that the samples need: `masked` of `programs.Shape`."""
-        guided = any(sample.guide for sample in self.samples if sample)
-        return bool(self._numbers[:, MASKED].any()) + guided
+    def kind(self) -> int:
+        """The kind of program that the samples need."""
+        if any(sample.guide for sample in self.samples if sample):
+            return GUIDED
+        return MASKS if self._numbers[:, MASKED].any() else PLAIN
 
     def add(self, live: LiveRequest) -> None:
         heapq.heappush(self._queue, (-live.request.priority, next(self._arrivals), live))
