@@ -54,11 +54,11 @@ def missing(backend: str) -> str:
 
 
 def receive(
-    cast: PublishCast, device: torch.device, place: Callable[[torch.Tensor], torch.Tensor]
+    cast: PublishCast, device: torch.device, move: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Take part in a cast; return HF name → what `place` makes of the tensor that came.
+    """Take part in a cast; return HF name → what `move` makes of the tensor that came.
 
-    `place` gets a tensor of its own on `device`. ValueError, which says why, if it broke.
+    `move` gets a tensor of its own on `device`. ValueError, which says why, if it broke.
     """
     plan, tensors = buckets(cast.head), dict[str, torch.Tensor]()
     state, group = CastProgress(cast.place, len(plan)), None
@@ -78,7 +78,7 @@ def receive(
             state = after(state, Came(state.came, bool(~words[:-1].sum() == words[-1])))
             for entry in bucket if not state.reason else ():
                 part = words.view(torch.uint8)[entry.start : entry.end].clone()
-                tensors[entry.name] = place(part.view(_DTYPES[entry.dtype]).view(entry.shape))
+                tensors[entry.name] = move(part.view(_DTYPES[entry.dtype]).view(entry.shape))
         if state.done:
             store.set(f"got{cast.place}", "")
     except (RuntimeError, OSError) as error:  # of torch's store and groups as well

@@ -215,7 +215,8 @@ class RolloutWorker:
         exchange()
 
     def _prepare(self, source: str | bytes) -> Callable[[], None]:
-        dtype, place = self.model_runner.dtype, lambda tensor: tensor
+        """Get, check and pack weights; return what exchanges them, or raise ValueError."""
+        dtype, move = self.model_runner.dtype, lambda tensor: tensor
         if isinstance(source, str):
             tensors = read(source)
             check(tensors, self._spec)
@@ -225,8 +226,8 @@ class RolloutWorker:
             check_shapes({entry.name: entry.shape for entry in entries}, self._spec)
             if self.device.type != "cpu":
                 torch.cuda.set_device(self.device)  # a new thread has GPU 0
-                place = self._placing(sum(math.prod(entry.shape) for entry in entries), dtype)
-            tensors = receive(cast, self.device, place)
+                move = self._mover(sum(math.prod(entry.shape) for entry in entries), dtype)
+            tensors = receive(cast, self.device, move)
             check(tensors, self._spec)
         if self.device.type == "cpu":
             with torch.inference_mode():
@@ -235,18 +236,18 @@ class RolloutWorker:
         return lambda: self.model_runner.reload_weights(weights_iterator=iter(ready.items()))
 
     def _on_gpu(self, tensors: Tensors, dtype: torch.dtype) -> Tensors:
-        """Copy tensors of files to where `_placing` says."""
+        """Copy tensors of files by `_mover`."""
         torch.cuda.set_device(self.device)
-        place = self._placing(sum(t.numel() for t in tensors.values()), dtype)
+        move = self._mover(sum(t.numel() for t in tensors.values()), dtype)
         # A stream of their own: decode steps on the other one go on.
         self._copies = self._copies or torch.cuda.Stream(self.device)
         with torch.cuda.stream(self._copies):
-            ready = {name: place(t) for name, t in tensors.items()}
+            ready = {name: move(t) for name, t in tensors.items()}
         self._copies.synchronize()
         return ready
 
-    def _placing(self, count: int, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return a copy to the GPU if it has room for `count` numbers, else to pinned memory."""
+    def _mover(self, count: int, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return a copier to the GPU if it has room for `count` numbers, else to pinned memory."""
         # The allocator keeps the memory of the last exchange, which the driver counts as used.
         cache = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         free = torch.cuda.mem_get_info(self.device)[0] + cache
