@@ -113,8 +113,8 @@ class Member:
         self._level: int | None = None  # its level of sleep, 0 if awake, None if unknown
         self._silent, self._restart = silent, restart
         self._mute = ""  # instance that sent no token
-        self._unanswered = 0.0  # seconds since its last status
-        self._has: Weights | None = None
+        self._unanswered = 0.0  # seconds since its last status, without pauses of this process
+        self._has: Weights | None = None  # what it acknowledged; None: unknown, or nothing
         self._serves: tuple[int, int] | None = None  # version and checksum; None: unknown
         self._route: Route | None = None  # of the last publish, if it was relayed
         self._offer: pb.PublishCast | None = None  # of the publish that runs

@@ -51,7 +51,7 @@ class Gate:
 
     @property
     def newcomers(self) -> bool:
-        """Whether live servers have not been checked since they started."""
+        """Whether some live server has not been checked since it started."""
         return bool(self.fleet.instances.items() - self._passed - self._refused)
 
     @property
@@ -66,7 +66,7 @@ class Gate:
     async def _probe(
         self, version: int, publish: Future | None
     ) -> tuple[int, Mapping[str, str], Mapping[str, Sequence[Completion]], float]:
-        """Return version, instances, completions of all prompts by each of them, and seconds."""
+        """Return version, then address → instance and → completions by servers, and seconds."""
         if publish:
             await asyncio.wrap_future(publish)
         start, instances = time.monotonic(), self.fleet.instances
