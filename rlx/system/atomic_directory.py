@@ -74,9 +74,10 @@ def exchange(one: Path, other: Path) -> bool:
 
 def sweep(path: Path) -> None:
     """Remove files of killed writers of `path`; restore `path` if one had moved it away."""
-    for left in path.parent.glob(f".{path.name}-*"):
-        if (lock := _lock(left)) < 0:
-            continue  # its writer is alive
+    own = re.compile(rf"\.{re.escape(path.name)}-(old-)?\w+")  # not those of a longer name
+    for left in path.parent.glob(".*"):
+        if not own.fullmatch(left.name) or (lock := _lock(left)) < 0:
+            continue  # another path's, or its writer is alive
         if not path.exists() and (left / path.name).is_dir():
             (left / path.name).rename(path)
         shutil.rmtree(left, ignore_errors=True)

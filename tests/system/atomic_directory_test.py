@@ -72,3 +72,14 @@ def test_without_an_exchange_what_was_taken_away_comes_back(tmp_path, monkeypatc
     sweep(path)
     assert (path / "a").read_text() == "second"
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize("name", ["hf", "hf[1]"])
+def test_only_what_was_left_of_the_same_path_is_swept(tmp_path, name):
+    """A path of a longer name may have been moved away, too; brackets are no pattern."""
+    other, own = tmp_path / f".{name}-new-old-x" / f"{name}-new", tmp_path / f".{name}-x"
+    other.mkdir(parents=True)
+    own.mkdir()
+    sweep(tmp_path / name)
+    assert other.is_dir()
+    assert not own.exists()
