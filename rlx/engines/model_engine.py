@@ -95,7 +95,7 @@ class ModelEngine:
             except UserError as error:
                 raise ValueError(str(error)) from error
         watch = StopStrings(self._decode_text, sampling.stop, sampling.min_new_tokens)
-        watch(request.prompt_tokens[request.prompt_tokens.size - request.prefix_len :].tolist())
+        watch(request.prefix)
         return partial(copy.copy, watch)
 
     def _status(self, *, running: int, queued: int, slots: int) -> EngineStatus:

@@ -63,6 +63,11 @@ class Request:
     unwatched: bool = False  # tokens are not read before the end; fewer messages will do
     images: tuple[str, ...] = ()  # names, in the order of their placeholders in the prompt
 
+    @property
+    def prefix(self) -> list[int]:
+        """The earlier tokens of the completion, which end the prompt."""
+        return self.prompt_tokens[self.prompt_tokens.size - self.prefix_len :].tolist()
+
 
 TRY_OUT = Request("try out", np.zeros(1, np.int32), Sampling(temperature=0.0, max_new_tokens=1))
 

@@ -161,6 +161,5 @@ def place(allocation: Allocation, hosts: Mapping[str, Sequence[int]]) -> list[tu
         fits = [len({host for host, _ in group}) == 1 for group in cut]
         if part.each <= largest and not all(fits):
             raise too_few(part, part.each, sum(fits))
-        groups = [tuple(gpus)] if part.trains else cut
-        placed += [(part, group) for group in groups]
+        placed += [(part, group) for group in ([tuple(gpus)] if part.trains else cut)]
     return placed

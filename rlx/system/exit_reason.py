@@ -63,10 +63,7 @@ def _number(path: Path, name: str) -> int:
 
 
 def words(code: int, peak_bytes: int, *, killed_for_memory: bool = False) -> str:
-    """Describe the end of a process: `with status 2`, `by SIGKILL at a peak of …`.
-
-    `code` is as in subprocess. `killed_for_memory`: the kernel OOM-killed some process meanwhile.
-    """
+    """Describe the end of a process by its code in subprocess: `with status 2`, `by SIGKILL …`."""
     if code >= 0:
         return f"with status {code}"
     name = signal.Signals(-code).name

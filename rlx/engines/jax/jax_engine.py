@@ -203,10 +203,7 @@ class JaxEngine(ModelEngine):
     def _guide(self, request: Request) -> guides.Guide:
         """Return the guide of a request's schema; raise ValueError."""
         self._compile_guide = self._compile_guide or guides.compiler(self.model_path, self._config)
-        prompt = request.prompt_tokens.tolist()
-        return self._compile_guide(request.sampling.guide).begin(
-            prompt[len(prompt) - request.prefix_len :]
-        )
+        return self._compile_guide(request.sampling.guide).begin(request.prefix)
 
     # On the engine thread, except `_prepare` and `_read`, for which asyncio has threads.
 
