@@ -45,7 +45,7 @@ class Shape(NamedTuple):
 
     slots: int
     length: int
-    kind: int = slots.PLAIN  # MASKS: it returns the tokens drawn from; GUIDED: and takes `allowed`
+    kind: int = 0  # PLAIN; MASKS: it returns the tokens drawn from; GUIDED: and takes `allowed`
 
 
 class Programs:

@@ -90,8 +90,8 @@ class DecodeInputs(NamedTuple):
     """Arrays for a decode call, one row per slot."""
 
     # [S, 6] int32, columns TOKEN to MASKED: last token, cached tokens, tokens still wanted (0 if
-    # idle), tokens before a stop token is allowed, top-k, and the tokens that logprobs are over.
-    # 0: all; 1: those drawn from, which are wanted too; 2: those drawn from
+    # idle), tokens before a stop token is allowed, top-k. The last is 0 for
+    # logprobs over all tokens, 2 for those drawn from, 1 if these are wanted, too
     numbers: np.ndarray
     chances: np.ndarray  # [S, 2] float32: temperature, top-p
     stops: np.ndarray  # [S, MAX_STOPS] int32, −1 for none
