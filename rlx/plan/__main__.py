@@ -62,8 +62,8 @@ def main() -> int:
 
 
 def _show(config: Any, values: Any) -> int:
-    query = plan_run.PlanRequest.of(config, values, Path(values.run) if values.run else None)
-    command.say("\n".join([*plan_run.lines(query)]))
+    request = plan_run.PlanRequest.of(config, values, Path(values.run) if values.run else None)
+    command.say("\n".join([*plan_run.lines(request)]))
     return 0
 
 

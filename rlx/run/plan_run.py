@@ -48,17 +48,17 @@ _HEADER = (
 
 @dataclass(frozen=True, eq=False)
 class PlanRequest:
-    """A question to the planner: a config or a run, and GPUs."""
+    """A config or a run, and the GPUs to plan for."""
 
     config: ConfigDict
-    values: Any
+    values: Any  # flags of the command
     card: Card
     gpus: int
     run: Recorded | None
 
     @classmethod
     def of(cls, config: ConfigDict, values: Any, workdir: Path | None) -> "PlanRequest":
-        """Return the question; UserError if the run is unreadable, or its GPUs are unknown."""
+        """Return a command's request; UserError if the run is unreadable, or GPUs are unknown."""
         if workdir is None:
             return cls(config, values, CARDS[values.gpu], int(values.gpus), None)
         run = Recorded(workdir)
@@ -256,70 +256,71 @@ def _write(plan: SplitPlan, workdir: Path) -> None:
     write_atomically(workdir / "plan.json", json.dumps(jsonable(record)).encode())
 
 
-def lines(query: PlanRequest) -> Iterator[str]:
+def lines(request: PlanRequest) -> Iterator[str]:
     """Yield what to print; write the timeline if one is wanted."""
-    key, _, choices = query.values.what_if.partition("=")
+    key, _, choices = request.values.what_if.partition("=")
     settings = [f"--config.{key}={value}" for value in choices.split(",")] if key else []
-    work = query.workload({})
-    yield _workload_line(query, work)
-    split = query.own(work) if query.run else None
-    if query.run:
-        step, seconds = query.measured["step"], query.measured
-        idle = [max(0.0, 1 - seconds.get(phase, step) / step) for phase in ("train", "generate")]
+    work = request.workload({})
+    yield _workload_line(request, work)
+    split = request.own(work) if request.run else None
+    if request.run:
+        measured, step = request.measured, request.measured["step"]
+        idle = [max(0.0, 1 - measured.get(phase, step) / step) for phase in ("train", "generate")]
         idles = f"trainer idle {idle[0]:.0%}, servers idle {idle[1]:.0%}"
-        yield f"measured in {query.run.workdir}: {step:.3g} s a step, {idles}"
-        split = split if all(map(query.measured.get, ("generate", "train"))) else None
+        yield f"measured in {request.run.workdir}: {step:.3g} s a step, {idles}"
+        split = split if all(map(measured.get, ("generate", "train"))) else None
         if split:
-            if not (work.cores or (query.run.workdir / "plan.json").exists()):
-                _write(search.plan(work, split), query.run.workdir)
-            work = search.refit(work, split, query.measured)
+            if not (work.cores or (request.run.workdir / "plan.json").exists()):
+                _write(search.plan(work, split), request.run.workdir)
+            work = search.refit(work, split, measured)
             serve, train = work.factors
             times = f"servers take {serve:.3g} and the trainer {train:.3g} times the seconds"
             yield f"refitted: {times} of their data sheets, and the plans below count on that"
     error = "" if split else f" ±{work.calibration.error:.0%}"
     header = (_HEADER[0], f"step s{error}", *_HEADER[1:])
     if settings:
-        if query.values.explain or query.values.timeline or query.values.dollars:
+        if request.values.explain or request.values.timeline or request.values.dollars:
             need = "--explain, --timeline and --dollars need one plan; leave one of them out"
             raise UserError(f"--what_if prints a plan for each value, and {need}")
         rows: list[tuple[str, ...]] = [(key, *header)]
         for setting in settings:
-            changed = query.workload(changes(query.config, [setting]))
-            plan = query.plans(replace(changed, factors=work.factors))[0]
+            changed = request.workload(changes(request.config, [setting]))
+            plan = request.plans(replace(changed, factors=work.factors))[0]
             rows.append((setting.partition("=")[2], *_row(plan)))
         yield from aligned(rows)
         return
-    plans = query.plans(work)
+    plans = request.plans(work)
+    best, failures = plans[0], _failure_factor(request.config, plans[0])
     yield from aligned([header, *map(_row, plans)])
-    yield from _advice(plans[0])
+    yield from _advice(best)
     if split:
-        yield _change(query, work, split, plans[0])
-    if query.values.dollars:
-        price = query._number("dollars", 0.0) * query.gpus / 3600 * plans[0].prediction.step_seconds
-        steps = query.config.total_steps
-        price *= 1 + _failure_factor(query.config, plans[0])
+        yield _change(request, work, split, best)
+    if request.values.dollars:
+        hourly, steps = request._number("dollars", 0.0) * request.gpus, request.config.total_steps
+        price = hourly / 3600 * best.prediction.step_seconds * (1 + failures)
         yield f"a step costs {price:.3g} dollars, {steps} steps {price * steps:,.0f}"
-    if query.values.explain:
-        yield from _terms(work, plans[0])
-        share, gpus = _failure_factor(query.config, plans[0]), plans[0].trainer_gpus
+    if request.values.explain:
+        yield from _terms(work, best)
+        gpus = best.trainer_gpus
         often = f"one every {_FAILURE_HOURS / gpus:,.0f} h on {gpus} GPUs, as in Llama 3's training"
-        yield f"failures of the trainer: {often}; restarts and repeated steps take {share:.2%} more"
-    if query.values.timeline:
+        more = f"restarts and repeated steps take {failures:.2%} more"
+        yield f"failures of the trainer: {often}; {more}"
+    if request.values.timeline:
         timeline = Timeline()
-        for process, name, start, end in plans[0].prediction.spans:
+        for process, name, start, end in best.prediction.spans:
             timeline.add(process, "main", name, int(start * 1e9), int(end * 1e9))
-        timeline.save(query.values.timeline)
-        yield f"wrote {query.values.timeline}; open it at https://ui.perfetto.dev"
+        timeline.save(request.values.timeline)
+        yield f"wrote {request.values.timeline}; open it at https://ui.perfetto.dev"
 
 
-def _workload_line(query: PlanRequest, work: Workload) -> str:
+def _workload_line(request: PlanRequest, work: Workload) -> str:
     limits, lengths = work.limits, work.lengths
     longest = lengths.quantiles[-1]
     cut = sum(n >= longest for n in lengths.quantiles) / len(lengths.quantiles)
     turns = f" in {work.turns} turns" if work.turns > 1 else ""
-    origin = "measured" if query.run else "given" if query.values.answer_tokens else "assumed"
+    origin = "measured" if request.run else "given" if request.values.answer_tokens else "assumed"
     return (
-        f"{query.gpus} × {work.card.kind}: {limits.batch_prompts} prompts × "
+        f"{request.gpus} × {work.card.kind}: {limits.batch_prompts} prompts × "
         f"{work.sizes.n_samples} answers a step, prompts of {work.prompt_tokens:,.0f} tokens, "
         f"answers of {lengths.mean:,.0f} ({origin}){turns}, "
         f"{cut:.0%} of them at {longest:,.0f}; at most "
@@ -384,7 +385,7 @@ def _terms(work: Workload, plan: SplitPlan) -> Iterator[str]:
 
 
 def _change(
-    query: PlanRequest, work: Workload, split: allocation.Allocation, best: SplitPlan
+    request: PlanRequest, work: Workload, split: allocation.Allocation, best: SplitPlan
 ) -> str:
     """Return the change of a run that makes its steps shortest, by the refitted plan."""
     limits = work.limits
@@ -395,12 +396,11 @@ def _change(
         **({} if limits.samples else {"rollout.max_concurrent_rollouts": 2 * limits.concurrency}),
         **({"fleet.num_servers": work.sizes.num_servers + 1} if work.cores else {}),
     }.items():
-        changed = replace(query.workload({key: value}), factors=work.factors)
-        plan = search.plan(changed, query.own(changed) or split)
+        changed = replace(request.workload({key: value}), factors=work.factors)
+        plan = search.plan(changed, request.own(changed) or split)
         tries[f"{key}={value}"] = plan.prediction.step_seconds
     setting, seconds = min(tries.items(), key=itemgetter(1))
     if seconds > _FASTER * now:
-        return (
-            f"nothing to change: {split} takes {now:.3g} s a step, and no setting tried is faster"
-        )
+        why = "no setting tried is faster"
+        return f"nothing to change: {split} takes {now:.3g} s a step, and {why}"
     return f"change {setting}: {seconds:.3g} s a step in place of {now:.3g} s with {split}"
