@@ -69,7 +69,8 @@ class Generation:
         self._weights = dict[int, str]()  # version → safetensors file, or HF directory
         self._options: Mapping[str, Any] = {}  # of `_engine`
         self._engine: Regenerator
-        self._bound, self._moved, self._furthest = 0.0, "", 0.0  # nats; why they are above 0
+        self._bound = self._furthest = 0.0  # |Δ logprob| that is allowed, and the largest, nats
+        self._elsewhere = ""  # how this machine differs from the run's; "": logprobs are equal
         self._counts = Counter[str]()
 
     def after(self, step: int, update: Update, state: State) -> bool:
@@ -83,7 +84,8 @@ class Generation:
         self._files.cleanup()
         if self._options:
             self._engine.end()
-        how = f"{self._furthest:.1g} nats at most ({self._moved})" if self._moved else "bit for bit"
+        far = f"{self._furthest:.1g} nats at most ({self._elsewhere})"
+        how = far if self._elsewhere else "bit for bit"
         return f"made again: {_counts_text(self._counts)}; logprobs compared {how}"
 
     def _keep(self, version: int, update: Update, state: State) -> None:
@@ -109,8 +111,8 @@ class Generation:
         samples, run_env = self._begin(step), self._recorded.start(step).get("environment", {})
         # The bits of a server depend on its own number of threads.
         threads = run_env.get("server_cores", run_env.get("compute_threads"))
-        self._moved = elsewhere({**run_env, "compute_threads": threads}, devices)
-        self._bound = ROUNDING[self._options["dtype"]] if self._moved else 0.0
+        self._elsewhere = elsewhere({**run_env, "compute_threads": threads}, devices)
+        self._bound = ROUNDING[self._options["dtype"]] if self._elsewhere else 0.0
         usable = [r for r in samples if min(r.completion.versions) in self._weights]
         results = list[Compared]()
         for result in self._again(usable[: self._most]):
@@ -150,10 +152,8 @@ class Generation:
         # A server that continues a sample computes its cache from its tokens, with other last bits.
         # The journal does not have the decode call, so each is tried, the latest first.
         while result.differs:
-            prefills, first = (
-                result.recording.prefills,
-                result.same // self._options["decode_steps"],
-            )
+            prefills = result.recording.prefills
+            first = result.same // self._options["decode_steps"]
             calls = [call for call in range(first, 0, -1) if call not in prefills]
             tries = [replace(result.recording, prefills=prefills | {call}) for call in calls]
             again = self._again(tries[: self._options["slots"]])

@@ -129,7 +129,7 @@ def replay(
     config = recorded.config(plan.begin + 1, changed)
     check(config)
     run_env = recorded.start(plan.begin + 1).get("environment", {})
-    with _place(run_env), gpu_environment(config):
+    with _as_in_the_run(run_env), gpu_environment(config):
         library = trainers.library(config)
         with trainers.join_processes(config, Event()) as hosts:
             if hosts.index:
@@ -156,7 +156,8 @@ def replay(
                 compared.update(steps=bool(record), versions=bool(sums))
                 if text := difference(metrics, record or {}, sums, update, state):
                     differing += 1
-                    say(f"step {step} differs: {text}") if differing == 1 else None
+                    if differing == 1:
+                        say(f"step {step} differs: {text}")
             if out:
                 write_directory(out / "hf", update.model, update.weights(state), source=model)
             steps = range(plan.begin + 1, plan.last + 1)
@@ -165,9 +166,8 @@ def replay(
             if differing:
                 say(f"{differing} of {compared['steps']} steps differ, {times}")
             else:
-                both = (
-                    f"{compared['steps']} steps and the weights of {compared['versions']} versions"
-                )
+                weights = f"the weights of {compared['versions']} versions"
+                both = f"{compared['steps']} steps and {weights}"
                 say(f"the metrics of {both} are bitwise those of the run, {times}")
             if differing or not same:
                 why = [f"{key} is {value}" for key, value in changed.items()]
@@ -240,12 +240,13 @@ def elsewhere(run_env: Mapping[str, Any], devices: str) -> str:
 
 
 @contextmanager
-def _place(recorded: Mapping[str, Any]) -> Iterator[None]:
+def _as_in_the_run(run_env: Mapping[str, Any]) -> Iterator[None]:
     """Give this process the threads and XLA flags of the run's trainer, which decide its bits."""
-    cores, flags = sorted(os.sched_getaffinity(0)), recorded.get("variables", {}).get("XLA_FLAGS")
+    cores = sorted(os.sched_getaffinity(0))
+    xla_flags = run_env.get("variables", {}).get("XLA_FLAGS") or ""
     # XLA takes the number of its threads from NPROC, torch from the cores.
-    variables = {"NPROC": str(recorded.get("compute_threads", "")), "XLA_FLAGS": flags or ""}
-    os.sched_setaffinity(0, cores[: recorded.get("trainer_cores", len(cores))])
+    variables = {"NPROC": str(run_env.get("compute_threads", "")), "XLA_FLAGS": xla_flags}
+    os.sched_setaffinity(0, cores[: run_env.get("trainer_cores", len(cores))])
     try:
         with changed_environment({k: v for k, v in variables.items() if v and k not in os.environ}):
             yield

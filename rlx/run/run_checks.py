@@ -104,8 +104,10 @@ def user_plugins(config: ConfigDict) -> Iterator[Finding]:
 def _load(key: str, entry: str) -> str:
     """Return `mine.py:score (FILE, line N)` for the object that `entry` names."""
     if key == "observe.writers":
-        Hooks(pairs := writers.load([entry]))
-    plugin = pairs[0][1] if key == "observe.writers" else user_code.find(key, entry)
+        Hooks(pairs := writers.load([entry]))  # raises UserError for an unknown hook
+        plugin = pairs[0][1]
+    else:
+        plugin = user_code.find(key, entry)
     thing = plugin if inspect.isroutine(plugin) or inspect.isclass(plugin) else type(plugin)
     with suppress(OSError, TypeError):  # made by code, not by a file
         return f"{entry} ({inspect.getfile(thing)}, line {inspect.getsourcelines(thing)[1]})"

@@ -105,7 +105,7 @@ def score_models(
         write_atomically(out / "settings.json", json.dumps(settings, indent=2).encode())
         table = []
         for name, model in scored.items():
-            if todo := [job for benchmark, rows in sets if (job := model.set_of(benchmark, rows))]:
+            if todo := [job for benchmark, rows in sets if (job := model.job_of(benchmark, rows))]:
                 with model.servers(token) as servers:
                     for job in todo:
                         model.ask(servers, job, partial(show, f"{name} {job.name}"))
@@ -122,8 +122,8 @@ def _say(text: str) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Set:
-    """A question set with its missing samples, their workflow, grader and file."""
+class _Job:
+    """The samples that a question set lacks, with their workflow, grader and file."""
 
     name: str
     rows: Sequence[Mapping[str, Any]]
@@ -165,8 +165,8 @@ class _Model:
             images=image_prompts(self.directory, tokenizer, self.how.images.store),
         )  # fmt: skip
 
-    def set_of(self, benchmark: Benchmark, rows: Sequence[Mapping[str, Any]]) -> _Set | None:
-        """Return a set that lacks samples, or None; raise UserError if a question is too long."""
+    def job_of(self, benchmark: Benchmark, rows: Sequence[Mapping[str, Any]]) -> _Job | None:
+        """Return the samples that a set lacks, or None; UserError if a question is too long."""
         config, how, path = self.config, self.how, self.out / f"{benchmark.name}.jsonl"
         set_aside(path, sample_files.is_sample)
         if not (samples := sample_files.pending(path, len(rows), how.n_samples)):
@@ -185,7 +185,7 @@ class _Model:
         if judge:  # no verdict is needed twice: samples are kept with theirs
             workflow = JudgeRewarded(workflow, *judge)
         graded = named_workflow.uses_rewards(name)
-        return _Set(benchmark.name, rows, samples, path, workflow, pool if graded else None)
+        return _Job(benchmark.name, rows, samples, path, workflow, pool if graded else None)
 
     def servers(self, token: str | None) -> LocalServers | RunningServers:
         """Return servers of the model, or running ones."""
@@ -200,7 +200,7 @@ class _Model:
         )  # fmt: skip
 
     def ask(
-        self, servers: LocalServers | RunningServers, job: _Set, show: Callable[[int, int], None]
+        self, servers: LocalServers | RunningServers, job: _Job, show: Callable[[int, int], None]
     ) -> None:
         """Keep all missing samples of a set, then raise the first failure of all rows."""
         options, how, images = self.options, self.how, self.how.images.store

@@ -38,21 +38,19 @@ def load_tokenizer(model_dir: Path, system_prompt: str = "", chat_template: str 
         with explained(f"cannot read data.chat_template={chat_template}", remedy):
             tokenizer.chat_template = Path(chat_template).read_text()
     if not tokenizer.chat_template:
-        remedy = (
-            "use an instruct model, or set data.chat_template to none (raw prompts) or to a file"
-        )
+        remedy = "use an instruct model, or set data.chat_template to none (raw prompts) or a file"
         raise UserError(f"the tokenizer in {model_dir} has no chat template; {remedy}")
     place = f"data.chat_template={chat_template}" if chat_template else f"of {model_dir}"
-    what, why = f"the chat template ({place})", "use an instruct model's, or correct it"
+    what, remedy = f"the chat template ({place})", "use an instruct model's, or correct it"
     try:
         text = render(tokenizer, QUESTION, system_prompt)
     except Exception as error:  # from Jinja, or raised by the template
         with suppress(Exception):
             if system_prompt and render(tokenizer, QUESTION):
-                why = "it accepts no system message; leave data.system_prompt empty"
-        raise UserError(f"{what} fails ({words(error)}); {why}") from error
+                remedy = "it accepts no system message; leave data.system_prompt empty"
+        raise UserError(f"{what} fails ({words(error)}); {remedy}") from error
     if QUESTION not in text:
-        raise UserError(f"{what} drops the question from the prompt; {why}")
+        raise UserError(f"{what} drops the question from the prompt; {remedy}")
     return tokenizer
 
 

@@ -20,8 +20,8 @@ from rlx.rollout.executor import Executor
 from rlx.system.jsonl import write_atomically
 from rlx.system.threads import LoopThread
 
-_STATUS = 5.0  # seconds between two writes of the status
-_BUSY = 30.0  # CPU seconds that count as life before the first step, while it compiles
+_STATUS_SECONDS = 5.0  # seconds between two writes of the status
+_BUSY_SECONDS = 30.0  # CPU seconds that count as life before the first step, while it compiles
 
 
 @contextmanager
@@ -30,11 +30,11 @@ def watchdog(workdir: Path) -> Iterator[Callable[[Any], None]]:
 
     WORKDIR/stacks.txt gets the stacks of what hangs.
     """
-    run_parts, main, last_write = list[Any](), threading.get_ident(), [-_STATUS]
+    run_parts, main, last_write = list[Any](), threading.get_ident(), [-_STATUS_SECONDS]
 
     def signs(woken: float) -> dict[str, Sign]:
         result = _signs(main, run_parts[0] if run_parts else None, woken)
-        if run_parts and (now := time.monotonic()) - last_write[0] >= _STATUS:
+        if run_parts and (now := time.monotonic()) - last_write[0] >= _STATUS_SECONDS:
             last_write[0] = now
             with suppress(OSError, UserError):
                 write_atomically(workdir / STATUS, json.dumps(_status(run_parts[0])).encode())
@@ -64,7 +64,7 @@ def _signs(main: int, parts: Any, woken: float) -> dict[str, Sign]:
         return signs
     counts = executor.counters()
     step, phase, since = parts.progress.doing()
-    busy = 0 if step else int(time.process_time() / _BUSY)
+    busy = 0 if step else int(time.process_time() / _BUSY_SECONDS)
     queues = ", ".join(f"{counts[name]} {name}" for name in ("running", "buffered", "failed"))
     doing = f"no step after {step}; {phase} since {since:.0f} s; {queues}"
     signs["step"] = Sign((step, busy), lambda: doing)
