@@ -86,14 +86,17 @@ def _choose(config: ConfigDict, trains: bool, workdir: Path | None) -> str:
 
 
 def share(config: ConfigDict, gpus: Sequence[str], processes: int = 0) -> GpuShares | None:
-    """Return each process's GPUs here, None if all see every one; UserError if they do not fit."""
+    """Return each process's GPUs here, None if all see every one; UserError if they do not fit.
+
+    `processes` is the number of the trainer's, each of which sees all its GPUs; 0: unknown.
+    """
     if not config.allocation_mode or not gpus:
         return None
     parsed = allocation.parse(config.allocation_mode)
     trainer_gpus = sum(part.gpus for part in parsed.parts if part.trains)
     count = trainer_gpus if config.trainer == "torch" else 1
     refuse((
-        (processes not in (0, count),  # of the trainer, which all see its GPUs; 0: unknown
+        (processes not in (0, count),
          f"allocation_mode={config.allocation_mode} needs a trainer of {count} process"
          f"{'es' * (count != 1)}, and this one has {processes}; set train.mesh and "
          "fleet.addresses instead"),
@@ -121,7 +124,7 @@ def shares_gpus(config: ConfigDict) -> bool:
 
 @contextmanager
 def gpu_environment(config: ConfigDict) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """Restrict this process to the trainer's GPUs; yield those of each server, () if not shared."""
+    """Restrict this process to the trainer's GPUs; yield each server's, () if all see all."""
     count = Cluster.of(os.environ, **config.cluster).count if config.allocation_mode else 0
     shares, changed = share(config, gpus(), count), {}
     if shares:
@@ -129,8 +132,8 @@ def gpu_environment(config: ConfigDict) -> Iterator[tuple[tuple[str, ...], ...]]
         if config.fleet.sleep != SLEEPS[0]:
             changed[_JAX_ALLOCATOR] = "platform"  # which gives freed memory back
         elif set(shares.trainer) & {gpu for ids in shares.servers for gpu in ids}:
-            # The memory that servers leave, less a tenth.
-            changed[_JAX_MEMORY] = f"{max(0.9 - config.fleet.gpu_memory, 0.05):g}"
+            # What servers leave, less a tenth.
+            changed[_JAX_MEMORY] = f"{max(OWN_MEMORY - config.fleet.gpu_memory, 0.05):g}"
     if (config.allocation_mode or config.fleet.addresses) and not shares_gpus(config):
         changed.setdefault(_JAX_MEMORY, os.environ.get(_JAX_MEMORY, f"{OWN_MEMORY:g}"))
     with changed_environment(changed):  # before JAX or torch look for devices, which they do once

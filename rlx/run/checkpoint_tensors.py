@@ -15,7 +15,7 @@ from rlx.model.lora_config import PREFIX, LoraConfig
 from rlx.model.model_config import ModelConfig
 from rlx.model.tensors import Buckets
 
-_OF_TORCH = "policy.model."
+_POLICY_PREFIX = "policy.model."  # of the policy's tensors in a checkpoint of trainer=torch
 
 
 class _Stored(NamedTuple):
@@ -59,8 +59,8 @@ def _of_torch(path: Path) -> dict[str, _Stored]:
     from rlx_torch.torch_checkpoint import TorchCheckpoint
 
     checkpoint, stored = TorchCheckpoint(path), {}
-    for key in filter(lambda key: key.startswith(_OF_TORCH), checkpoint):
-        name = key.removeprefix(_OF_TORCH)
+    for key in filter(lambda key: key.startswith(_POLICY_PREFIX), checkpoint):
+        name = key.removeprefix(_POLICY_PREFIX)
         if ".default." in name:  # an adapter, as PEFT names it
             name = PREFIX + name.replace(".default", "")
         stored[name] = _Stored(checkpoint.shape(key), partial(checkpoint.__getitem__, key))

@@ -74,13 +74,13 @@ def set_up(environment: MutableMapping[str, str]) -> None:
     environment["XLA_FLAGS"] = " ".join([value, *flags]).strip()
 
 
-def findings(config: ConfigDict, text: str) -> Iterator[Finding]:  # text: see gpu_cards.parse
-    """Yield the rows of the trainer's and the engine's programs, compiled for the GPUs `text`."""
+def findings(config: ConfigDict, gpus: str) -> Iterator[Finding]:
+    """Yield the rows of the trainer's and the engine's programs; `gpu_cards.parse` reads `gpus`."""
     # JAX reads the variables of `set_up` when it is imported.
     from rlx.run import jax_trainer
     from rlx.train import device_programs
 
-    run = _Target.of(config, text)
+    run = _Target.of(config, gpus)
     with device_programs.gpus(run.card.target(), run.hosts, run.each) as devices:
         run, choice = run.fitted(partial(jax_trainer.planned, devices=devices))
         if choice:
@@ -132,12 +132,12 @@ def _engine(run: "_Target", device: Any) -> Iterator[Finding]:
             yield _speed_row(name, reading, run, 0)
 
 
-def scan(config: ConfigDict, text: str) -> Iterator[Finding]:
-    """Yield a row for each mesh and `model.remat` on GPUs `text`, then the fastest that fits."""
+def scan(config: ConfigDict, gpus: str) -> Iterator[Finding]:
+    """Yield a row for each mesh and `model.remat` on `gpus`, then the fastest that fits."""
     from rlx.run import jax_trainer
     from rlx.train import device_programs
 
-    run = _Target.of(config, text)
+    run = _Target.of(config, gpus)
     best: tuple[float, str] = 0.0, ""
     with device_programs.gpus(run.card.target(), run.hosts, run.each) as devices:
         for mesh, remat in product(_meshes(run), auto_values.KINDS["jax"]):
@@ -189,8 +189,8 @@ class _Target:
     share: float  # of a GPU's memory that JAX takes
 
     @classmethod
-    def of(cls, config: ConfigDict, text: str) -> "_Target":
-        card, hosts, each = gpu_cards.parse(text)
+    def of(cls, config: ConfigDict, gpus: str) -> "_Target":
+        card, hosts, each = gpu_cards.parse(gpus)
         config = apply_allocation(config).copy_and_resolve_references()
         if config.trainer != "jax":
             raise UserError(

@@ -86,7 +86,7 @@ def _mesh(config: ConfigDict, model: ModelConfig, devices: machine.Devices) -> s
     axes = mesh_axes(text, count)
     hosts = max(math.prod(axes.values()) // count, 1)  # this is one of them
     check_devices(text, hosts * count)
-    layout = ", ".join(f"{name}:{size}" for name, size in axes.items() if size > 1) or "one device"
+    layout = ", ".join(f"{name}:{n}" for name, n in axes.items() if n > 1) or "one device"
     more = f" on {hosts} hosts like this one" if hosts > 1 else ""
     parts = math.prod(axes[name] for name in WEIGHTS)
     note = f"whole: {parts} does not divide the width {model.model_dim}"

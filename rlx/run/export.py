@@ -40,15 +40,16 @@ class Export:
         source: Path,  # HF directory whose tokenizer files are copied to exports
         template: str = "",  # chat template of exports; "": the one in `source`
     ):
-        self._update, self._model_dir, self._written = update, model_dir, (source, template)
+        self._update, self._model_dir = update, model_dir
+        self._tokenizer_files = source, template
         self._lora, self._dtype, self._publish = options.lora, options.publish_dtype, publish
-        self.base = adapter.digest(model_dir) if self._lora else b""
+        self.base_digest = adapter.digest(model_dir) if self._lora else b""
 
     def publish(self, state: State, send: Callable[[Buckets | Adapter], Future]) -> Future:
         """Give `send` the policy of `state`, in the form that the fleet loads; see `hand_over`."""
         if not self._lora or self._publish != "adapter":
             return hand_over(self._update.weights(state), send)
-        fields = self._lora.scale, self._dtype, self.base
+        fields = self._lora.scale, self._dtype, self.base_digest
         adapters = self._update.weights(state, adapters=True)
         return hand_over(adapters, lambda tensors: send(Adapter(tensors, *fields)))
 
@@ -70,7 +71,7 @@ class Export:
         last: Callable[[], Any] = lambda: None,
     ) -> Future[list[int]]:  # fmt: skip
         """Begin to write the merged HF directory `path`; the future has its sums."""
-        model, tokenizer = self._update.model, self._written
+        model, tokenizer = self._update.model, self._tokenizer_files
         return hand_over(
             self._update.weights(state),
             lambda tensors: submit(write_directory, path, model, tensors, *tokenizer),
@@ -119,13 +120,13 @@ def prune(directory: Path, keep: int) -> None:
         shutil.rmtree(steps[step])
 
 
-def require_base(host: Mapping[str, Any], base: bytes, directory: Path) -> None:
-    """Raise UserError unless a checkpoint's adapters belong to the base with this digest."""
+def require_base(host: Mapping[str, Any], wanted: bytes, directory: Path) -> None:
+    """Raise UserError unless a checkpoint's adapters belong to the base with digest `wanted`."""
     digest = host.get("lora_base", "")  # both digests are empty without LoRA
-    if digest != base.hex():
+    if digest != wanted.hex():
         raise UserError(
             f"the checkpoint's adapters belong to base {digest[:12] or 'none'} and {directory} is "
-            f"{base.hex()[:12]}; give their base model"
+            f"{wanted.hex()[:12]}; give their base model"
         )
 
 

@@ -147,12 +147,13 @@ def with_overrides(config: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
     return config
 
 
-def _check_value(key: str, text: str, default: Any) -> Any:
+def _check_value(key: str, text: str, default: Any) -> None:
     """Raise UserError where the text of a flag is no number, or no truth value, as the default."""
     kind, words = type(default), {int: "a whole number", float: "a number", bool: "True or False"}
     with suppress(ValueError):
-        reader = flags.BooleanParser().parse if kind is bool else kind
-        return kind in words and reader(text)
+        if kind in words:
+            (flags.BooleanParser().parse if kind is bool else kind)(text)
+        return
     raise UserError(f"--config.{key}={text} is not {words[kind]}; give one like {default}")
 
 

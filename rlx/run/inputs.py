@@ -61,7 +61,7 @@ class Inputs:
     reward_pool: RewardPool
     workflow_factory: NamedWorkflow  # factory of the workflow in `rollout.workflow`
     workflow: Workflow
-    read: list[Source]  # sources of all rows, including overlong ones, as of `dataset_rows.rows`
+    all_sources: list[Source]  # as `dataset_rows.rows` returns them, with overlong rows
     sources: list[Source]  # sources of `train_rows`, in order
     train_rows: list[dict]
     eval_rows: list[dict]
@@ -148,11 +148,11 @@ def _read_rows(config: ConfigDict, inputs: Inputs, row: Row) -> None:
     with row("config", "judge"):
         inputs.judge = judge_of(config)
     with row("data", "rows") as say:
-        inputs.read = dataset_rows.rows(
+        inputs.all_sources = dataset_rows.rows(
             config, inputs.algorithm, inputs.weights, options, inputs.images
         )
-        end = len(inputs.read) - len(config.eval.sets) * bool(config.eval.num_questions)
-        *train, held_out = inputs.read[:end]
+        end = len(inputs.all_sources) - len(config.eval.sets) * bool(config.eval.num_questions)
+        *train, held_out = inputs.all_sources[:end]
         counts = [f"{len(s.rows)} of {s.name}" for s in train]
         if len(counts) > 1:
             counts = [f"{c} (weight {s.weight:g})" for c, s in zip(counts, train, strict=True)]
@@ -161,7 +161,7 @@ def _read_rows(config: ConfigDict, inputs: Inputs, row: Row) -> None:
         workflow = inputs.workflow
         checker = workflow if isinstance(workflow, AnswerWorkflow | ToolUse) else inputs.prompts
         sources, notes = [], []
-        for name, all_rows, weight in inputs.read:
+        for name, all_rows, weight in inputs.all_sources:
             rows = dataset_rows.fitting(all_rows, name, checker.check, config.data.overlong)
             sources.append(Source(name, rows, weight))
             if lost := len(all_rows) - len(rows):
@@ -235,10 +235,8 @@ def _model_rewarded(
 
 def _try_rewards(config: ConfigDict, inputs: Inputs, row: Mapping[str, Any]) -> None:
     """Raise UserError if a user's reward fails on a short completion of `row`."""
-    weights, prompts = (
-        {name: 1.0 for name in inputs.weights if user_code.is_own(name)},
-        inputs.prompts,
-    )
+    weights = {name: 1.0 for name in inputs.weights if user_code.is_own(name)}
+    prompts = inputs.prompts
     ids = encode(prompts.tokenizer, _ANSWER)
     call = RewardCall(prompts.text(row), _ANSWER, prompts.ids(row), ids, row)
     with closing(pool_of(config, weights, 1)) as pool:

@@ -98,9 +98,9 @@ def random_weights(inputs: Inputs, directory: Path) -> None:
     hf.save(directory, model, weights, train.publish_dtype, source=inputs.model_dir)
 
 
-def make(options: TrainOptions, context: int, path: str, **dtypes: Any) -> Update:
+def make(options: TrainOptions, context: int, path: str, **decided: Any) -> Update:
     """Return a trainer that starts from the weights of an HF directory."""
-    options = replace(options, **dtypes)  # decided by process 0
+    options = replace(options, **decided)  # by process 0; see `Parts.decided`
     if options.compile:  # JAX would fail to store these programs, with a warning for each
         jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
 

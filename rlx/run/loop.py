@@ -153,7 +153,7 @@ class _Loop:
         self.last_record, self.computed = time.monotonic(), 0.0  # when the last step was computed
         self.now = parts.initial  # position of `step`
         self.rows = _ENDLESS if options.online else max(1, len(parts.inputs.train_rows))  # an epoch
-        self.served, self.generated = options.served, 0
+        self.served, self.generated = options.served, 0  # tokens generated up to the last record
         self.fruitless = 0  # consecutive recorded steps without learning
         # False if the device may have failed to compute `state`, or an earlier step has no record.
         self.saveable = True
@@ -344,9 +344,9 @@ class _Loop:
         now = time.monotonic()
         counters = self.executor.counters()
         generated = int(counters.pop("generated_tokens"))
-        busy = {"server_busy_seconds": self._engines("server", self.fleet)}
-        if self.parts.teacher_fleet:
-            busy["teacher_busy_seconds"] = self._engines("teacher", self.parts.teacher_fleet)
+        busy = {"server_busy_seconds": self._drain_engine_spans("server", self.fleet)}
+        if teachers := self.parts.teacher_fleet:
+            busy["teacher_busy_seconds"] = self._drain_engine_spans("teacher", teachers)
         seconds = now - self.last_record
         if not self.config.rollout.max_concurrent_rollouts:  # auto
             queued = -1  # unknown; questions of an evaluation wait at the servers as well
@@ -376,7 +376,7 @@ class _Loop:
             self.timeline.add("rewards", "worker", "reward", span.start_ns, span.end_ns)
         self._record_evaluations()
 
-    def _engines(self, process: str, fleet: Fleet | NoFleet) -> float:
+    def _drain_engine_spans(self, process: str, fleet: Fleet | NoFleet) -> float:
         """Add the engines' spans since the last record to the timeline; return busy seconds."""
         try:
             spans = list(self.parts.loop.run(fleet.drain_spans(), SPAN_SECONDS).values())
@@ -391,6 +391,7 @@ class _Loop:
         return run_records.busy_seconds(spans)
 
     def _measure(self) -> None:
+        """Compute the loss on the held-out rows of a dataset, if an evaluation is due."""
         if self.parts.inputs.held_out and self.held_out.due(self.step):
             self._record()
             with self._phase("eval", step=self.step):

@@ -102,7 +102,7 @@ class Parts:
     tracer: Any = None  # of rollouts' spans
     note_skip: Callable[[dict[str, Any]], None] = field(init=False)  # records a skipped row
     initial: Position = field(init=False)  # at the start
-    last: Mapping[str, Position] = field(init=False)  # by kind of `frequency.KINDS`
+    last: Mapping[str, Position] = field(init=False)  # kind of `frequency.KINDS` → its last one
 
     def advice(self, started: bool = True) -> str:
         """Return the remedy when out of memory."""
@@ -114,7 +114,7 @@ class _Initial(NamedTuple):
 
     state: State
     restored: checkpoint.Restored | None  # the checkpoint that it is from, if any
-    last: Mapping[str, Any]  # the last record of a step, perhaps after the checkpoint's; or {}
+    last_record: Mapping[str, Any]  # of a step, perhaps after the checkpoint's; or {}
     step: int = 0
     seconds: float = 0.0  # of earlier processes
 
@@ -288,16 +288,16 @@ def _make_trainer(parts: Parts, hosts: Hosts, model_dir: Path) -> _Initial:
     parts.export = Export(
         inputs.train, config.fleet.publish, update, model_dir, inputs.model_dir, template
     )
-    last, restored = read_last(workdir / "metrics.jsonl"), None
+    last_record, restored = read_last(workdir / "metrics.jsonl"), None
     if config.checkpoint.recover_mode == "auto":
         restore = partial(_restore, update, config.trainer)
         say = parts.progress.message
         restored = checkpoint.restore_latest(workdir / "checkpoints", restore, say)
     if not restored:
-        return _Initial(update.init(), None, last)
-    require_base(restored.host, parts.export.base, model_dir)
+        return _Initial(update.init(), None, last_record)
+    require_base(restored.host, parts.export.base_digest, model_dir)
     step, seconds = restored.host["step"], restored.host["elapsed_seconds"]
-    return _Initial(restored.state, restored, last, step, seconds)
+    return _Initial(restored.state, restored, last_record, step, seconds)
 
 
 def _open_records(
@@ -361,7 +361,7 @@ def _make_executor(parts: Parts, initial: _Initial) -> None:
     longest = min(inputs.train.row_budget, max(inputs.train.row_buckets))
     reward_fleet = parts.fleets.get(inputs.options.reward_model.name)
     parts.executor = executor = _executor(parts, reward_fleet, longest)
-    recovered = _recover(parts, initial.restored, initial.last)
+    recovered = _recover(parts, initial)
     if isinstance(inputs.workflow, OnlineWorkflow):
 
         def oldest() -> int:  # version whose tokens a resumed run may need
@@ -534,11 +534,10 @@ def _journal(parts: Parts, restored: checkpoint.Restored | None) -> journals.Jou
     return journals.Journal(place, max(number, last + 1), parts.config.journal.keep)
 
 
-def _recover(
-    parts: Parts, restored: checkpoint.Restored | None, last: Mapping[str, Any]
-) -> history.Recovered:
+def _recover(parts: Parts, initial: _Initial) -> history.Recovered:
     """Restore the executor from the checkpoint and the journal; show what is repeated."""
     executor, place, say = parts.executor, parts.workdir / "journal", parts.progress.message
+    restored = initial.restored
     saved = restored.host["executor"] if restored else executor.state()
     at = history.position(saved if restored else None)
     records = (record for record, _ in journals.read(place, at[0] if at else 0))
@@ -550,7 +549,7 @@ def _recover(
     if any(counts.values()):
         parts.writer.note(recovery.host["step"], continued=counts)
     if restored or recovery.groups or any(counts.values()):
-        say(resume.continuation(recovery, last, counts))
+        say(resume.continuation(recovery, initial.last_record, counts))
     if not parts.config.journal.keep:
         shutil.rmtree(place, ignore_errors=True)
     step, rows = recovery.host["step"], recovery.host["cursor"]["digest"]

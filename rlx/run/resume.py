@@ -32,7 +32,7 @@ _FREE = (
     "scheduler.", "fleet.publish_dir",
 )  # fmt: skip
 
-_DIRECTORIES = (
+_DIRECTORIES = (  # in a workdir
     "adapter", "checkpoints", "code", "exports", "hf", INITIAL, "logs", "rollouts", "sessions",
     "tensorboard",
 )  # fmt: skip
@@ -42,8 +42,8 @@ def prepare_workdir(config: ConfigDict, workdir: Path) -> list[str]:
     """Write config.json into the locked `workdir`; return messages. UserError for another run."""
     wrong = [name for name in _DIRECTORIES if (workdir / name).is_file()]
     wrong += [name for name in RECORDS if (workdir / name).is_dir()]
-    for name in wrong:
-        what = f"{workdir / name} is a file where a directory should be, or the reverse"
+    if wrong:
+        what = f"{workdir / wrong[0]} is a file where a directory should be, or the reverse"
         raise UserError(f"{what}; move it away, or give another --workdir")
     for name in ("hf", "adapter", INITIAL):
         atomic_directory.sweep(workdir / name)
@@ -54,8 +54,7 @@ def prepare_workdir(config: ConfigDict, workdir: Path) -> list[str]:
     changed = [text for text in differences(before, new) if not text.startswith(_FREE)]
     checkpoints = checkpoint.checkpoints(workdir / "checkpoints")
     off = config.checkpoint.recover_mode == "off"
-    messages = []
-    resumed = bool(checkpoints) and not off
+    messages, resumed = list[str](), bool(checkpoints) and not off
     another_run = (changed or not before) and (workdir / "metrics.jsonl").exists()
     refuse((
         (off and any(checkpoint.verify(path) is None for path in checkpoints),

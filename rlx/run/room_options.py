@@ -140,11 +140,8 @@ def limits_of(config: ConfigDict, total_steps: int | None = None) -> Limits:
     """Return what governs admission; `concurrency.follow` changes it where the config has auto."""
     r = config.rollout
     limits = Limits(r.batch_prompts, r.max_staleness, r.max_concurrent_rollouts, total_steps)
-    return (
-        limits
-        if limits.concurrency
-        else concurrency.tunable_limits(limits, config.sampling.n_samples)
-    )
+    auto = limits.concurrency == 0
+    return concurrency.tunable_limits(limits, config.sampling.n_samples) if auto else limits
 
 
 def sizes_of(config: ConfigDict, model: ModelConfig) -> RunSizes:

@@ -53,7 +53,7 @@ class Saves:
                 "step": now.step, "elapsed_seconds": parts.elapsed(),
                 "positions": to_host(now, {**self.last, "export": self._exported}),
                 "executor": parts.executor.state(), "config": as_json(config),
-                "model": parts.update.model.to_hf(), "lora_base": parts.export.base.hex(),
+                "model": parts.update.model.to_hf(), "lora_base": parts.export.base_digest.hex(),
             }  # fmt: skip
             finish = checkpoint.begin(
                 parts.workdir / "checkpoints", now.step, partial(parts.update.save, state=state),

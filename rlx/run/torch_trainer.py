@@ -81,8 +81,9 @@ def random_weights(inputs: Inputs, directory: Path) -> None:
     write_directory(directory, inputs.model_config, Buckets.of(tensors), inputs.model_dir)
 
 
-def make(options: TrainOptions, context: int, path: str, **dtypes: Any) -> Update:
-    options = replace(options, **dtypes)
+def make(options: TrainOptions, context: int, path: str, **decided: Any) -> Update:
+    """Return a trainer that starts from the weights of an HF directory."""
+    options = replace(options, **decided)
     update = TorchUpdate(load_config(path), options, Path(path))
     if options.image_dir:
         update.images = ImageStore(Path(options.image_dir)).get
