@@ -25,9 +25,9 @@ from rlx.agents.sessions import Session
 from rlx.base import Group, RewardParts, Trajectory, UserError, packages_of, place, seed_of
 from rlx.fleet.requests import Sampling
 from rlx.observe import traces
-from rlx.rollout.episode import run_all
 from rlx.rollout.images import ImagePrompts
 from rlx.rollout.workflows import Generator, Task, conversation
+from rlx.system.threads import run_all
 from rlx.workers.worker_pool import Evicted, WorkerError, WorkerKind, WorkerPool
 
 if TYPE_CHECKING:

@@ -94,10 +94,10 @@ class Failures:
     # Simultaneous failures share a cause, such as a judge or host that is down. So each prompt
     # counts once, and only an outage whose own attempts fail too ends the run.
 
-    def __init__(self, patience: Patience, live: int):  # live: most prompts that run at one time
+    def __init__(self, patience: Patience, most_live: int):
         # In an outage at most `room` prompts run or wait for their next attempt.
-        self._patience, self.room = patience, max(_FEW, 2 * live)
-        self._last = _Outcomes(2 * live)
+        self._patience, self.room = patience, max(_FEW, 2 * most_live)
+        self._last = _Outcomes(2 * most_live)
         self._again = _Outcomes(self.room)  # of attempts that began in the outage
         self._since: float | None = None
         self._announced = False
@@ -161,8 +161,8 @@ def describe(row: Mapping[str, Any]) -> str:
 
 def sentence(record: Mapping[str, Any]) -> str:
     """Return the terminal's line about a skipped row, with the last line of its error."""
-    why = (record["message"].strip().splitlines() or [""])[-1][:_CHARACTERS]
+    last_line = (record["message"].strip().splitlines() or [""])[-1][:_CHARACTERS]
     return (
         f"skipped {record['which']} row {record['row']} after {record['attempts']} attempts "
-        f"({record['error']}: {why}): {record['text']}"
+        f"({record['error']}: {last_line}): {record['text']}"
     )

@@ -64,7 +64,7 @@ def _controls(tokenizer: Any, template: str) -> Controls:
     added = {i: (t.content, t.special) for i, t in tokenizer.added_tokens_decoder.items()}
     every = {i: s for i, (s, special) in added.items() if special or (s.strip() and s in template)}
     texts = {i: s for i, s in every.items() if added[i][1] or not _TAG.fullmatch(s)}
-    texts = {} if template.endswith(RAW) else texts
+    texts = {} if template.endswith(RAW) else texts  # there every marker is the row's own
     return Controls(frozenset(texts), _starts(texts.values()), _starts(every.values()))
 
 

@@ -122,8 +122,8 @@ class Executor:
         self._changed = threading.Condition()  # guards everything below
         self._staleness, self._buffer = Staleness(), buffers.Buffer()
         self._repeated = deque[list[Group]]()  # the first batches, as a killed process took them
-        # Live or finished group → its first record that `restore` needs, or an earlier one.
-        self._numbers: dict[int, int] = {}
+        # Live or finished group → number of its first record that `restore` needs, or an earlier.
+        self._first_records: dict[int, int] = {}
         self._live: dict[int, Ticket] = {}
         self._resumed = deque[Ticket]()  # prompts that keep their versions, oldest first
         self._retry: list[Ticket] = []  # a heap of prompts to start again, oldest first
@@ -213,7 +213,7 @@ class Executor:
                     self._buffer, batch = buffers.take(self._buffer, step, self._limits)
                 self._staleness = staleness.consume(self._staleness, self._limits)
                 for group_id in (ids := [group.group_id for group in batch]):
-                    self._numbers.pop(group_id, None)
+                    self._first_records.pop(group_id, None)
                 if self._cursor:
                     self._cursor.forget(ids)
                 self._note("take", {"step": step, "groups": ids})
@@ -276,7 +276,7 @@ class Executor:
                 "buffered": [group.group_id for group in buffers.groups(self._buffer)],
                 "order": [[group.group_id for group in batch] for batch in self._repeated],
                 # The first record that `restore` may need, and the last before this state.
-                "journal": [min(self._numbers.values(), default=number), number]
+                "journal": [min(self._first_records.values(), default=number), number]
                 if number >= 0
                 else None,
                 **{event: getattr(self._staleness, event) for event in _COUNTED},
@@ -333,7 +333,7 @@ class Executor:
             self._resumed = deque(ticket for ticket in tickets if ticket.version >= 0)
             self._retry = [t for t in tickets if t.version < 0] + [Ticket(g) for g in lost]
             heapq.heapify(self._retry)
-            self._numbers = dict.fromkeys({*present, *versions}, (host["journal"] or (0,))[0])
+            self._first_records = dict.fromkeys({*present, *versions}, (host["journal"] or (0,))[0])
             return changed
 
     @property
@@ -380,10 +380,10 @@ class Executor:
                 self._staleness = staleness.admit(self._staleness, self._limits)
                 self._buffer = buffers.admit(self._buffer, ticket.version)
                 self._live[ticket.group_id] = ticket
-                kept = ticket.group_id in self._numbers  # resumed, with the tokens that it had
+                kept = ticket.group_id in self._first_records  # resumed with its tokens
                 about = dataclasses.asdict(ticket) | {"kept": kept}
                 about |= self._cursor.drawn(ticket.group_id) if self._cursor else {}
-                self._numbers.setdefault(ticket.group_id, self._note("admit", about))
+                self._first_records.setdefault(ticket.group_id, self._note("admit", about))
                 if self._idle_since is not None:
                     self._idle_seconds += self._clock() - self._idle_since
                     self._idle_since = None
@@ -442,7 +442,7 @@ class Executor:
         rejected = self._drop_equal_rewards and len(rewards) == 1
         with self._changed:
             self._leave(ticket, finished=True)
-            self._numbers.pop(ticket.group_id, None)
+            self._first_records.pop(ticket.group_id, None)
             first, now = ticket.attempt == 0, self._clock()
             message = self._failures.add(ticket.group_id, False, first, start, now)
             self._best = max([self._best, *map(float, rewards)])
@@ -459,7 +459,7 @@ class Executor:
             else:
                 self._buffer = buffers.finish(self._buffer, ticket.version, group)
                 self._staleness = staleness.end(self._staleness, "accepted")
-                self._numbers[ticket.group_id] = self._note("group", about, group)
+                self._first_records[ticket.group_id] = self._note("group", about, group)
                 self._rejected.clear()
             self._changed.notify_all()
         if rejected:
@@ -508,8 +508,8 @@ class Executor:
     def _fail(self, ticket: Ticket, row: Mapping[str, Any], error: Exception, start: float) -> None:
         """Retry the prompt later, skip it, or end the run when too many fail for too long."""
         now, index = self._clock(), self._rows.index(ticket.group_id)
-        about = attempts.describe(row)
-        name = f"row {index}" if about in str(error) else f"row {index} {about}"
+        text = attempts.describe(row)
+        name = f"row {index}" if text in str(error) else f"row {index} {text}"
         unavailable = isinstance(error, Unavailable)
         with self._changed:
             if unavailable:  # the next start continues what this attempt has
@@ -528,9 +528,9 @@ class Executor:
             if unavailable:  # `state` has its version and the first of its records
                 self._resumed.append(ticket)
             else:
-                self._numbers.pop(ticket.group_id, None)
-                about_it = {"group_id": left.group_id, "attempt": left.attempt}
-                self._note("skip" if skipped else "fail", about_it)
+                self._first_records.pop(ticket.group_id, None)
+                about = {"group_id": left.group_id, "attempt": left.attempt}
+                self._note("skip" if skipped else "fail", about)
             if fatal is not None:
                 self._retry += [left] * (not unavailable)
                 self._stop(fatal)

@@ -16,10 +16,11 @@ from rlx.fleet.requests import Sampling
 from rlx.rewards.reward_pool import RewardPool
 from rlx.rollout import tools as toolbox
 from rlx.rollout.control_tokens import controls, shielded
-from rlx.rollout.episode import Episode, begin, between_answers, run_all
+from rlx.rollout.episode import Episode, begin, between_answers
 from rlx.rollout.images import IN_TEXT, ImagePrompts
 from rlx.rollout.workflows import Generator, Prompts, Task, close, encode
 from rlx.sandbox.sandbox import SandboxLost, SandboxOptions
+from rlx.system.threads import run_all
 
 _OUTPUT = "@@OUTPUT@@"  # stands for a tool's output
 

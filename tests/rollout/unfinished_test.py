@@ -17,12 +17,11 @@ from rlx.fleet.requests import Chunk, Sampling
 from rlx.journal import history, records
 from rlx.rollout import unfinished
 from rlx.rollout.data import Cursor
-from rlx.rollout.episode import run_all
 from rlx.rollout.executor import Executor, group_seed
 from rlx.rollout.staleness import Limits
 from rlx.rollout.unfinished import Unfinished
 from rlx.rollout.workflows import joined
-from rlx.system.threads import LoopThread
+from rlx.system.threads import LoopThread, run_all
 
 SEED, ROWS = 5, [{"question": f"q{i}", "answer": str(i)} for i in range(60)]
 PROMPT, N, SECONDS = [1, 2, 3], 3, 30.0
