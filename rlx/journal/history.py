@@ -44,9 +44,11 @@ def position(host: Mapping[str, Any] | None) -> tuple[int, int] | None:
 def recover(
     host: Mapping[str, Any], at: tuple[int, int] | None, records: Iterable[Record]
 ) -> Recovered:
-    """Return the state `host` after the events in `records`, from the first that `at` names."""
+    """Return the state `host` after the events in `records`, from the first that `at` names.
+
+    `at` is the result of `position`; None if `host` was written without a journal.
+    """
     state, prior = _State(host), set(host.get("buffered", ())) | set().union(*host.get("order", ()))
-    # `at` is the result of `position`; None if `host` was written without a journal.
     complete, due, last = at is not None, at[1] + 1 if at else 0, -1
     packed: dict[int, Record] = {}
     samples: dict[int, Samples] = {}
@@ -162,7 +164,7 @@ class Batches(NamedTuple):
 
     groups: dict[int, list[Place]]  # step, from 0 → place of each group of its batch
     weights: dict[int, Mapping[str, Any]]  # version → fields of its last record of kind `weights`
-    attempts: dict[int, int]  # group_id → the attempt that made it; none for 0
+    attempts: dict[int, int]  # group_id → the attempt that made it, if the journal has it
 
 
 def batches(records: Iterable[tuple[Record, Place]]) -> Batches:

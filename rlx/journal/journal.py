@@ -69,9 +69,8 @@ class Journal:
         """Raise UserError if a record could not be written."""
         if self._error is None:
             return
-        kind, how = (
-            (DiskFull, "free some space") if is_full(self._error) else (UserError, "correct it")
-        )
+        full = is_full(self._error)
+        kind, how = (DiskFull, "free some space") if full else (UserError, "correct it")
         remedy = f"{how}, or set journal.keep=0 to run without a journal"
         raise kind(f"cannot write {self._directory}: {self._error}; {remedy}") from self._error
 
