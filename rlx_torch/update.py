@@ -255,7 +255,7 @@ class TorchUpdate(BatchUpdate):
 
     def _cost(self, plan: PackPlan, sizes: np.ndarray) -> float:
         tokens = float(sizes.sum() - plan.shared.sum())  # without padding
-        return tokens + self._tree_cost * plan.pairs(sizes)
+        return tokens + self._tree_cost * plan.token_pairs(sizes)
 
     def _policy(self, state: TorchState) -> Any:
         return state.policy.model

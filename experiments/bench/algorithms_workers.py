@@ -89,7 +89,7 @@ def make_inputs(
     rng = np.random.default_rng(seed)
     batch = packing.flatten(groups)
     ids = np.arange(batch.num_sequences)
-    pairs = batch.pairs(ids) if algorithm.data == "pairs" else ids
+    pairs = batch.row_mates(ids) if algorithm.data == "pairs" else ids
     slots = packing.fullest_rows(np.bincount(pairs, batch.sizes).astype(np.int64), width)[pairs]
     plan = packing.PackPlan(slots, ((int(slots.max()) + 1, width),))
     (rows,) = packing.microbatches(batch, ids, plan)

@@ -42,12 +42,12 @@ class BatchUpdate:
         self._attention_cost = 0.0  # as of `packing.plan`
         self._tree_cost = 0.0  # as of `prefix_trees.plan`
         self._fork_cost = 0.0  # likewise
-        self._shares = "off"  # of `prefix_trees.MODES`
+        self._prefix_mode = "off"  # of `prefix_trees.MODES`
         self._reference: Any = None  # the frozen one; None with LoRA: the base without adapters
 
     def _share_prefixes(self, obstacle: str) -> None:
         """Take up `train.share_prefixes`; UserError if it is on and there is an obstacle to it."""
-        self._shares = "off" if obstacle else self._options.share_prefixes
+        self._prefix_mode = "off" if obstacle else self._options.share_prefixes
         if obstacle and self._options.share_prefixes == "on":
             raise UserError(f"train.share_prefixes=on and {obstacle}; set it to auto or off")
 
@@ -93,15 +93,15 @@ class BatchUpdate:
         how: dict[str, Any] = {
             "attention_cost": self._attention_cost,
             "shards": self._row_shards,
-            "row_mates": flat.pairs(ids) if self._algorithm.data == "pairs" else None,
+            "row_mates": flat.row_mates(ids) if self._algorithm.data == "pairs" else None,
         }
         plan = packing.plan(sizes, *limits, **how)
         trees = None
-        if self._shares != "off":
+        if self._prefix_mode != "off":
             how |= {"tree_cost": self._tree_cost, "fork_cost": self._fork_cost}
             trees = prefix_trees.plan(flat, ids, *limits, **how)
             most = prefix_trees.GAIN * self._cost(plan, sizes)
-            if self._shares == "auto" and self._cost(trees, sizes) > most:
+            if self._prefix_mode == "auto" and self._cost(trees, sizes) > most:
                 trees = None
         if trees is None:
             parts = packing.microbatches(flat, ids, plan)
@@ -114,7 +114,7 @@ class BatchUpdate:
 
     def _cost(self, plan: packing.PackPlan, sizes: np.ndarray) -> float:
         """Return the work of a plan, of sequences of these sizes, in tokens."""
-        return plan.padded_tokens + self._tree_cost * plan.pairs(sizes)
+        return plan.padded_tokens + self._tree_cost * plan.token_pairs(sizes)
 
     def _on_flat_axis(
         self, batches: Sequence[Arrays], size: int, count: int, function: Callable[[Arrays], tuple]
@@ -172,11 +172,11 @@ class BatchUpdate:
                 names = ("grad_norm", "skipped_updates")
                 stats |= {f"critic_{k}" if k in names else k: value for k, value in more.items()}
             results.append(stats)
-        observed, trained = (
+        reference_kl, trained = (
             sum(stats.get(name, 0.0) for stats in results)
             for name in ("reference_kl", "n_valid_tokens")
         )
-        state = self._end_batch(state, observed, trained, np.float32(flat.num_sequences))
+        state = self._end_batch(state, reference_kl, trained, np.float32(flat.num_sequences))
         metrics = step_metrics.host_metrics(groups, flat, plans)
         metrics["model_flops"] = self._flops(flat.sizes, [plan.shared for plan in plans])
         versions = step_metrics.count_versions(flat)

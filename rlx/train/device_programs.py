@@ -78,7 +78,7 @@ class ShapesUpdate(JaxUpdate):
 
     def lowered(
         self, row_length: int, *, accumulates: bool, num_segments: int = 16
-    ) -> Iterator["Lowered"]:
+    ) -> Iterator[Lowered]:
         """Yield each program that a train batch runs.
 
         A minibatch that `accumulates` has several microbatches, whose rows have `row_length` tokens
@@ -86,7 +86,7 @@ class ShapesUpdate(JaxUpdate):
         """
         total = sum(self.bytes_held().values())
 
-        def lowered(name: str, tree: Any, program: Any, *arguments: Any) -> Lowered:
+        def entry(name: str, tree: Any, program: Any, *arguments: Any) -> Lowered:
             beside = max(total - _bytes_a_device(tree), 0)  # `tree` has counters too
             return Lowered(name, _lower(program, *arguments), beside)
 
@@ -104,7 +104,7 @@ class ShapesUpdate(JaxUpdate):
         for name, programs, learned, frozen in networks:
             if not accumulates:
                 arguments = learned, frozen, batch, number, waits
-                yield lowered(f"{name}train step", arguments[:2], programs.step, *arguments)
+                yield entry(f"{name}train step", arguments[:2], programs.step, *arguments)
                 continue
             inputs = learned.params, frozen, batch
             sums = jax.eval_shape(programs.empty, *inputs)
@@ -113,15 +113,15 @@ class ShapesUpdate(JaxUpdate):
                 lambda leaf, like: _placed(leaf, like.sharding), sums[0], learned.params
             )
             sums = grads, sums[1]
-            yield lowered(f"{name}microbatch", inputs[:2], programs.accumulate, sums, *inputs)
+            yield entry(f"{name}microbatch", inputs[:2], programs.accumulate, sums, *inputs)
             applied = learned, grads, number, waits
-            yield lowered(f"{name}update", learned, programs.apply, *applied)
+            yield entry(f"{name}update", learned, programs.apply, *applied)
         if algorithm.needs_proximal_pass(self._options.minibatches) or algorithm.needs_reference:
             policy = state.params, self._frozen
-            yield lowered("logprobs", policy, self._logprob_step, *policy, scored)
+            yield entry("logprobs", policy, self._logprob_step, *policy, scored)
         if algorithm.critic:
             values = state.critic.params
-            yield lowered("values", values, self._value_step, values, scored)
+            yield entry("values", values, self._value_step, values, scored)
 
     def _batch(self, row_length: int, num_segments: int) -> dict[str, Any]:
         """Return the shapes of a microbatch as `objective.gather` makes it."""

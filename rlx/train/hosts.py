@@ -269,7 +269,7 @@ class Hosts:
         take = {
             _CALL: lambda payload: self._calls.put(payload),
             _BEGUN: lambda payload: setattr(peer, "started", peer.started + 1),
-            _DONE: lambda payload: self._note(peer, payload.decode()),
+            _DONE: lambda payload: self._end_call(peer, payload.decode()),
             _STOP: lambda payload: self.on_stop(),
             _ALIVE: lambda payload: setattr(peer, "place", payload.decode()),
             _UNSAVED: lambda payload: self.on_unsaved(peer.name, *json.loads(payload)),
@@ -284,7 +284,8 @@ class Hosts:
         except (OSError, EOFError) as error:
             self._lose(f"{peer.name} is lost: {str(error) or 'its connection has closed'}")
 
-    def _note(self, peer: _Peer, error: str) -> None:
+    def _end_call(self, peer: _Peer, error: str) -> None:
+        """Record that a peer has made its next call; end the run if only that peer failed in it."""
         now = time.monotonic()
         with self._news:
             peer.done, peer.error = peer.done + 1, error

@@ -50,7 +50,7 @@ def prepare(
     minibatch_of: Array,  # [N] int32; the minibatch of each sequence, −1 at padding
     step: Array,  # int32, the version before the batch
     kl_coefficient: Array,  # float32, β of this batch
-    num_minibatches: int,  # number of minibatches
+    num_minibatches: int,
     algorithm: Algorithm,
 ) -> tuple[Batch, tuple[tuple[Array, Array], ...], Stats]:
     """Compute the loss's inputs for each token of a flat batch.

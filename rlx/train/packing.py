@@ -61,8 +61,8 @@ class FlatBatch:
         """Number of tokens without padding, prompts included."""
         return int(self.sizes.sum())
 
-    def pairs(self, ids: np.ndarray) -> np.ndarray:
-        """Return the groups of sequences `ids` as indices from 0: [N'] int64."""
+    def row_mates(self, ids: np.ndarray) -> np.ndarray:
+        """Return the groups of sequences `ids` as indices from 0, for `plan`: [N'] int64."""
         return np.unique(self.groups[ids], return_inverse=True)[1]
 
     def minibatch_of(self, parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -100,7 +100,7 @@ class PackPlan:
     def padded_tokens(self) -> int:
         return sum(rows * length for rows, length in self.shapes)
 
-    def pairs(self, sizes: np.ndarray) -> float:
+    def token_pairs(self, sizes: np.ndarray) -> float:
         """Return twice the pairs of tokens that see each other; sizes: [N], of the sequences."""
         return float((sizes**2).sum() - (self.shared**2).sum())
 

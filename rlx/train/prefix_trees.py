@@ -79,7 +79,7 @@ def plan(
         packed = packing.plan(tokens, budget, buckets, **how)
         rows, prefixes = packed.rows[tree_of][back], prefixes[back]
         plans.append(TreePlan(rows, packed.shapes, prefixes, ranks=back, sizes=tokens))
-    return min(plans, key=lambda p: p.padded_tokens + tree_cost * p.pairs(sizes))
+    return min(plans, key=lambda p: p.padded_tokens + tree_cost * p.token_pairs(sizes))
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:
@@ -167,15 +167,15 @@ def microbatches(flat: FlatBatch, ids: np.ndarray, planned: TreePlan) -> list[Ar
     arrays = {name: flat.tokens[name][index] * (counts > 0) for name in ("tokens", "positions")}
     arrays |= {"ends": ends, "counts": counts}
 
-    tails = _read(flat)
+    tails = _loss_tails(flat)
     needed = np.bincount(planned.rows, tails.sizes[ids], minlength=len(lengths))
     shapes = []
     for count, length in planned.shapes:
         # 1 or 1.5 times a power of two, of the model's row: each shape is compiled.
         most = int(needed[lengths == length].max())
         least = -(-length // 64)
-        sizes = (packing.power_of_two(most, least), packing.power_of_two(most, 3 * least))
-        shapes.append((count, min(sizes)))
+        widths = (packing.power_of_two(most, least), packing.power_of_two(most, 3 * least))
+        shapes.append((count, min(widths)))
     parts = packing.microbatches(tails, ids, PackPlan(planned.rows, tuple(shapes)))
     first = 0
     for part, (count, length) in zip(parts, planned.shapes, strict=True):
@@ -195,8 +195,8 @@ def chains(batch: Arrays) -> np.ndarray:
     return np.cumsum(begins, axis=1) * (batch["tree_counts"] > 0)
 
 
-def _read(flat: FlatBatch) -> FlatBatch:
-    """Return sequences from the token before the first trained one."""
+def _loss_tails(flat: FlatBatch) -> FlatBatch:
+    """Return the sequences from the token before their first trained one on."""
     count = flat.num_tokens
     size = np.repeat(flat.sizes, flat.sizes)
     trained = np.where(flat.tokens["loss_mask"][:count], flat.tokens["positions"][:count], size)

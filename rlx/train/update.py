@@ -81,29 +81,17 @@ class JaxUpdate(BatchUpdate):
         optimizer = make_optimizer(settings, options.total_steps * options.minibatches)
         self.critic_learner = Learner(self.value_loss, optimizer, settings.clip_norm)
         self.unrolled = options.remat in remat.UNROLLED and not on_cpu()
-        how = attention_kind(
+        attention = attention_kind(
             options.compute_dtype, model_config.head_dim, model_config.attention_softcap
         )
-        self._sizes_segments = how == "packed" and self._layout.context == 1
-        if not self._sizes_segments:
+        self._sizes_segments = attention == "packed" and self._layout.context == 1
+        if self._sizes_segments:
+            self._fork_cost = FORK_COST
+        else:
             self._tree_cost = self._attention_cost = parameters.attention_cost(
                 model_config, sharding.target_device().platform
             )
-        obstacle = ""
-        if self._layout.context > 1:
-            obstacle = "train.mesh cuts rows over context, where attention has no trees"
-        elif how == "mask" or (self._sizes_segments and any(model_config.layer_windows)):
-            obstacle = (
-                "cuDNN's attention has trees from Hopper on and without sliding windows: others "
-                "need model.compute_dtype=float32"
-            )
-        elif self._sizes_segments:
-            self._fork_cost, device = FORK_COST, sharding.target_device()
-            shape = model_config.num_heads, model_config.num_kv_heads, model_config.head_dim
-            if device.platform == "gpu" and device in jax.local_devices():
-                error = partial(tree_error, *shape, jnp.dtype(options.compute_dtype))
-                obstacle = self._wrong_trees("cuDNN", error)
-        self._share_prefixes(obstacle)
+        self._share_prefixes(self._obstacle(attention))
         self._frozen: Any = None
         if self.lora:
             if source is None:
@@ -124,6 +112,23 @@ class JaxUpdate(BatchUpdate):
         self.state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
         self.devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
         self._compile(places)
+
+    def _obstacle(self, attention: str) -> str:
+        """Return why attention of this kind computes no trees here; empty if it does."""
+        model, device = self._base, sharding.target_device()
+        if self._layout.context > 1:
+            return "train.mesh cuts rows over context, where attention has no trees"
+        if attention == "mask" or (self._sizes_segments and any(model.layer_windows)):
+            return (
+                "cuDNN's attention has trees from Hopper on and without sliding windows: others "
+                "need model.compute_dtype=float32"
+            )
+        # Programs for GPUs elsewhere cannot be tried.
+        if self._sizes_segments and device.platform == "gpu" and device in jax.local_devices():
+            shape = model.num_heads, model.num_kv_heads, model.head_dim
+            error = partial(tree_error, *shape, jnp.dtype(self._options.compute_dtype))
+            return self._wrong_trees("cuDNN", error)
+        return ""
 
     def _compile(self, places: Any) -> None:
         """Declare the arguments that each program donates and the shardings of its results."""

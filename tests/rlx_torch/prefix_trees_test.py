@@ -267,6 +267,6 @@ def test_kernels_without_trees_are_refused_by_name(
     monkeypatch.setattr(attention, "kernel", lambda *_: kernel)
     monkeypatch.setattr(attention, "tree_error", lambda *_: error)
     for share in ("auto", "off"):
-        assert of_torch(options("gspo", share))(tiny_model_dir)._shares == "off"
+        assert of_torch(options("gspo", share))(tiny_model_dir)._prefix_mode == "off"
     with pytest.raises(UserError, match=words):
         of_torch(options("gspo", "on"))(tiny_model_dir)

@@ -363,8 +363,8 @@ def test_a_gpu_has_trees_if_its_attention_over_them_is_right(
         made[how["train.share_prefixes"]] = update.JaxUpdate(
             model_config, TrainOptions.of(make_config(**how))
         )
-    assert made["off"]._shares == "off"
-    assert made["auto"]._shares == ("off" if words else "auto")
+    assert made["off"]._prefix_mode == "off"
+    assert made["auto"]._prefix_mode == ("off" if words else "auto")
     if words:
         with pytest.raises(UserError, match=words):
             update.JaxUpdate(model_config, TrainOptions.of(make_config(**ON)))
