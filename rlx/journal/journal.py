@@ -38,8 +38,8 @@ class Place(NamedTuple):
                 file.seek(self.begin)
                 return next(records.scan(file.read(self.end - self.begin)))
         except (OSError, StopIteration):
-            what = f"{self.path} is damaged at byte {self.begin}"
-            raise UserError(f"{what}; give other steps") from None
+            what = f"{self.path} is damaged at byte {self.begin}; give other steps"
+            raise UserError(what) from None
 
 
 class Journal:

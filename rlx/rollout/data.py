@@ -287,7 +287,7 @@ class Cursor:
         """Return whether rows are drawn by how their last groups went."""
         return any(share < 1 for share in self._shares.values())
 
-    def learn(self, position: int, pool: str) -> int:
+    def note_pool(self, position: int, pool: str) -> int:
         """Note the pool of a row, by its last group: easy, hard, or ""; return the row's index."""
         self._pools[row := self.index(position)] = pool
         return row

@@ -75,8 +75,8 @@ class AnswerWorkflow:
             rendered_row(self.prompts, row, row[k], f"the {k} of {name}")[1] for k in self.keys
         ]
         limits = [limit for limit in (self.max_new_tokens, self.max_tokens) if limit]
-        most = sum(map(self.prompts.most, texts))
-        if self.prompts.wide or (limits and most > min(limits)):
+        most = sum(map(self.prompts.most_tokens, texts))
+        if self.prompts.may_lack_embeddings or (limits and most > min(limits)):
             self.group(row, 0, name)
 
     async def run(self, fleet: Generator, task: Task) -> Group:

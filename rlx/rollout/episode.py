@@ -64,8 +64,8 @@ class Episode:
         # The seed of the previous piece would repeat its draws.
         text = f"{self._sampling.seed} sample {self._index} piece {self._pieces}"
         seeded = replace(self._sampling, seed=seed_of(text.encode()))
-        limits, priority = _limits(seeded, self.left, stop), self._task.priority
-        (sampled,) = await fleet.generate(prompt, limits, 1, priority=priority)
+        sampling, priority = _piece_sampling(seeded, self.left, stop), self._task.priority
+        (sampled,) = await fleet.generate(prompt, sampling, 1, priority=priority)
         self.take(sampled, stop)
 
     def show(self, tokens: Sequence[int]) -> bool:
@@ -116,8 +116,8 @@ async def begin(
     """Return a task's `n` episodes after their first piece, by a single request."""
     sampling = replace(task.sampling or sampling, seed=task.seed)
     prompt = prompts.ids(task.row, f"group {task.group_id}")
-    limits = _limits(sampling, sampling.max_new_tokens, stop)
-    firsts = await fleet.generate(prompt, limits, task.n or n, priority=task.priority)
+    first_sampling = _piece_sampling(sampling, sampling.max_new_tokens, stop)
+    firsts = await fleet.generate(prompt, first_sampling, task.n or n, priority=task.priority)
     episodes = []
     for i, first in enumerate(firsts):
         episodes.append(Episode(prompts, task, prompt, i, sampling))
@@ -147,8 +147,8 @@ def _one_piece(before: Completion, after: Completion) -> Completion:
     return Completion(**joint, **joined_masks(pieces), stop_reason=after.stop_reason)
 
 
-def _limits(sampling: Sampling, left: int, stop: Sequence[str]) -> Sampling:
-    """Return the sampling parameters of a piece of which `left` tokens are left."""
+def _piece_sampling(sampling: Sampling, left: int, stop: Sequence[str]) -> Sampling:
+    """Return the sampling parameters of the next piece of a sample with `left` tokens left."""
     least = max(0, sampling.min_new_tokens - (sampling.max_new_tokens - left))
     texts = (*sampling.stop, *stop)
     return replace(sampling, max_new_tokens=left, min_new_tokens=least, stop=texts)

@@ -447,7 +447,7 @@ class Executor:
             message = self._failures.add(ticket.group_id, False, first, start, now)
             self._best = max([self._best, *map(float, rewards)])
             about = {"group_id": ticket.group_id, "best": self._best_reward()}
-            about |= self._learn(ticket.group_id, rewards)
+            about |= self._note_pool(ticket.group_id, rewards)
             self._generated_tokens += sum(int((t.versions >= 0).sum()) for t in group.trajectories)
             if rejected:
                 self._buffer = buffers.withdraw(self._buffer, ticket.version)
@@ -468,14 +468,14 @@ class Executor:
             self._say(message)
         self._on_change()
 
-    def _learn(self, group_id: int, rewards: set[float]) -> dict[str, Any]:
-        """Note how well the row went where rows are drawn by that; return it for the journal."""
+    def _note_pool(self, group_id: int, rewards: set[float]) -> dict[str, Any]:
+        """Note the row's pool where rows are drawn by theirs; return it for the journal."""
         if not (self._cursor and self._cursor.adapts):
             return {}
         highest, pool = max(rewards, default=0.0), ""
         if len(rewards) == 1:
             pool = "easy" if highest > 0 and highest >= self._best else "hard"
-        return {"pool": [self._cursor.learn(group_id, pool), pool]}
+        return {"pool": [self._cursor.note_pool(group_id, pool), pool]}
 
     def _best_reward(self) -> float | None:
         return self._best if math.isfinite(self._best) else None

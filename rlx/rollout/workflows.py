@@ -133,8 +133,8 @@ class Prompts:
         self._system_prompt, self._question_key = system_prompt, question_key
         self._variables: dict[str, Any] = {}  # of the chat template
         self._vocab_size, self.images = vocab_size, images
-        # Whether tokens may lack embeddings, and whether the template marks what is trained on.
-        self.wide = 0 < vocab_size <= max(tokenizer.get_vocab().values())
+        self.may_lack_embeddings = 0 < vocab_size <= max(tokenizer.get_vocab().values())
+        # Whether the template marks what is trained on, by {% generation %}.
         self.marked = "endgeneration" in str(tokenizer.chat_template)
         template = str(getattr(tokenizer, "chat_template", ""))
         marks = [mark for mark in tokenizer.get_added_vocab() if mark in template]
@@ -183,7 +183,7 @@ class Prompts:
         with _template_errors(name):
             text = self._render(row)
         limit = min((limit for limit in self._limits.values() if limit), default=0)
-        if self.wide or (limit and self.most(text) > limit):
+        if self.may_lack_embeddings or (limit and self.most_tokens(text) > limit):
             self._encode(text, row, name)
 
     def render(self, messages: Sequence[Mapping[str, Any]], name: str, **options: Any) -> str:
@@ -191,13 +191,13 @@ class Prompts:
         with _template_errors(name):
             return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
-    def most(self, text: str) -> int:
+    def most_tokens(self, text: str) -> int:
         """Return an upper bound of a text's tokens: one per byte, and one per added token."""
         return len(self._marks.sub(" ", text).encode()) + 8  # that a tokenizer may prepend
 
     def require_known(self, ids: Any, name: str) -> None:
         """Raise UserError if the model lacks an embedding of one of the tokens `ids`."""
-        if self.wide and (most := int(max(ids, default=0))) >= self._vocab_size:
+        if self.may_lack_embeddings and (most := int(max(ids, default=0))) >= self._vocab_size:
             raise UserError(
                 f"{name} has token {most} ({self.tokenizer.decode([most])!r}), and the model has "
                 f"{self._vocab_size} embeddings; use the tokenizer files of its weights"

@@ -60,16 +60,11 @@ def decide_dtypes(
     width, inner = model.model_dim, model.expert_dim or model.mlp_dim
     fewer = max(16, int(_FLOPS / (2 * width * inner)))
     shape = min(config.train.max_tokens_per_microbatch or fewer, fewer), width, inner
-    work = {"float32": 0.0, "bfloat16": 0.0}  # seconds of processor time in all threads
-    times: dict[str, list[float]] = {dtype: [] for dtype in work}
+    work = {"float32": 0.0, "bfloat16": 0.0}  # seconds of a product; 0: not measured
     if devices.platform == "cpu":
-        product, tried = trainers.library(config).product, [*work][: 1 + native]
-        runs = [(dtype, product(shape, dtype)) for dtype in ([fixed] if fixed else tried)]
-        end = time.monotonic() + _SECONDS
-        for n, (dtype, run) in enumerate(runs * _REPEATS):  # in turns; the first ones compile
-            if n < 3 * len(runs) or time.monotonic() < end:
-                times[dtype].append(_timed(run))
-        work |= {dtype: statistics.median(samples) for dtype, samples in times.items() if samples}
+        tried = [fixed] if fixed else [*work][: 1 + native]
+        product = trainers.library(config).product
+        work |= _product_seconds({dtype: product(shape, dtype) for dtype in tried})
     dtype = fixed or choose_dtype(native, **work)
     peak = devices.count * peak_flops(devices.kind, dtype)  # devices of all `processes`
     if work[dtype]:  # not by the clock: servers start meanwhile
@@ -82,6 +77,16 @@ def decide_dtypes(
     keys = "compute_dtype", "publish_dtype"
     dtypes = {key: config.model[key].replace(AUTO, dtype) for key in keys}
     return Precision(dtypes, message, devices.count, peak)
+
+
+def _product_seconds(products: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+    """Return dtype → median seconds of processor time, in all threads, of its product."""
+    times: dict[str, list[float]] = {dtype: [] for dtype in products}
+    end = time.monotonic() + _SECONDS
+    for n, (dtype, product) in enumerate([*products.items()] * _REPEATS):  # the first ones compile
+        if n < 3 * len(products) or time.monotonic() < end:
+            times[dtype].append(_timed(product))
+    return {dtype: statistics.median(samples) for dtype, samples in times.items()}
 
 
 def _timed(run: Callable[[], Any]) -> float:

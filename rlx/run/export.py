@@ -41,7 +41,7 @@ class Export:
         template: str = "",  # chat template of exports; "": the one in `source`
     ):
         self._update, self._model_dir = update, model_dir
-        self._tokenizer_files = source, template
+        self._tokenizer_files: Any = {"source": source, "chat_template": template}
         self._lora, self._dtype, self._publish = options.lora, options.publish_dtype, publish
         self.base_digest = adapter.digest(model_dir) if self._lora else b""
 
@@ -71,12 +71,9 @@ class Export:
         last: Callable[[], Any] = lambda: None,
     ) -> Future[list[int]]:  # fmt: skip
         """Begin to write the merged HF directory `path`; the future has its sums."""
-        model, tokenizer = self._update.model, self._tokenizer_files
-        return hand_over(
-            self._update.weights(state),
-            lambda tensors: submit(write_directory, path, model, tensors, *tokenizer),
-            last,
-        )
+        model, files = self._update.model, self._tokenizer_files
+        write = partial(submit, write_directory, path, model, **files)
+        return hand_over(self._update.weights(state), write, last)
 
 
 def hand_over(

@@ -150,7 +150,7 @@ class _Loop:
         self.executor, self.fleet, self.gate = parts.executor, parts.fleet, parts.gate
         self.progress, self.timeline, self.writer = parts.progress, parts.timeline, parts.writer
         self.held_out = parts.held_out
-        self.last_record, self.computed = time.monotonic(), 0.0  # when the last step was computed
+        self.recorded_at, self.computed_at = time.monotonic(), 0.0  # of the last step
         self.now = parts.initial  # position of `step`
         self.rows = _ENDLESS if options.online else max(1, len(parts.inputs.train_rows))  # an epoch
         self.served, self.generated = options.served, 0  # tokens generated up to the last record
@@ -277,8 +277,8 @@ class _Loop:
         with self.timeline.span("trainer", "compute", track="device", step=step):
             values = dict(metrics)
         # A step that is dispatched early computes only after the step before it.
-        last, self.computed = self.computed, time.monotonic()
-        return values | self.parts.precision.speed(values, self.computed - max(start, last))
+        last, self.computed_at = self.computed_at, time.monotonic()
+        return values | self.parts.precision.speed(values, self.computed_at - max(start, last))
 
     def _publish(self) -> None:
         """Begin to publish the new weights; wait only for the previous publish."""
@@ -347,20 +347,16 @@ class _Loop:
         busy = {"server_busy_seconds": self._drain_engine_spans("server", self.fleet)}
         if teachers := self.parts.teacher_fleet:
             busy["teacher_busy_seconds"] = self._drain_engine_spans("teacher", teachers)
-        seconds = now - self.last_record
+        seconds = now - self.recorded_at
         if not self.config.rollout.max_concurrent_rollouts:  # auto
-            queued = -1  # unknown; questions of an evaluation wait at the servers as well
-            if isinstance(self.fleet, Fleet) and not self.held_out.under_way:
-                queued = self.fleet.drain_queue()
-            waited = self.seconds.get("wait", 0.0) / seconds
-            counters["max_concurrent_rollouts"] = self.executor.tune(waited, queued)
+            counters["max_concurrent_rollouts"] = self._tune_concurrency(seconds)
         record = run_records.step_record(
             step, metrics, seconds, generated - self.generated, self.data,
             epoch=groups[-1].group_id // self.rows, version=self.executor.version,
             elapsed_seconds=self.parts.elapsed(), seconds=self.seconds, start=self.writer.start,
             **counters, **self.published, **busy,
         )  # fmt: skip
-        self.last_record, self.generated, self.seconds, self.compiles = now, generated, {}, False
+        self.recorded_at, self.generated, self.seconds, self.compiles = now, generated, {}, False
         self.writer.write("metrics.jsonl", record)
         why = run_records.fruitless(record, self.config.train.minibatches)
         self.fruitless = self.fruitless + 1 if why else 0
@@ -375,6 +371,13 @@ class _Loop:
         for span in self.parts.inputs.reward_pool.drain_spans():
             self.timeline.add("rewards", "worker", "reward", span.start_ns, span.end_ns)
         self._record_evaluations()
+
+    def _tune_concurrency(self, seconds: float) -> int:
+        """Let the number of live prompts follow a step of `seconds`; return it."""
+        queued = -1  # unknown; questions of an evaluation wait at the servers as well
+        if isinstance(self.fleet, Fleet) and not self.held_out.under_way:
+            queued = self.fleet.drain_queue()
+        return self.executor.tune(self.seconds.get("wait", 0.0) / seconds, queued)
 
     def _drain_engine_spans(self, process: str, fleet: Fleet | NoFleet) -> float:
         """Add the engines' spans since the last record to the timeline; return busy seconds."""

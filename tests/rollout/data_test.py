@@ -539,7 +539,7 @@ def test_state_continues_exactly_where_rows_are_passed_over(pools, after):
     cursor, again = Cursor(ROWS, seed=9, shares=shares), Cursor(ROWS, seed=9, shares=shares)
     deal(cursor, 10)
     for position, pool in pools:
-        cursor.learn(position, pool)
+        cursor.note_pool(position, pool)
     drawn = [cursor.next() for _ in range(9)]
     again.load_state_dict(json.loads(json.dumps(cursor.state_dict())))
     assert all(again.row(position) == row for position, row in drawn)
@@ -552,7 +552,7 @@ def test_a_run_without_shares_continues_one_with_them():
     cursor, plain = Cursor(ROWS, shares={"easy": 0.01}), Cursor(ROWS)
     deal(cursor, 10)
     for position in range(9):
-        cursor.learn(position, "easy")
+        cursor.note_pool(position, "easy")
     under_way = [cursor.next() for _ in range(3)]
     plain.load_state_dict(cursor.state_dict())
     assert all(plain.row(position) == row for position, row in under_way)
