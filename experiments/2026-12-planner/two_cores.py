@@ -60,7 +60,7 @@ def main() -> None:
         run(root, small=flag == ["--run=3.7M"])
     first = PlanRequest.of(None, values, workdir(root, *GRID[0]))
     work = first.workload({})
-    work = search.refit(work, first.own(work), measured(first))
+    work = search.refit(work, first.recorded_allocation(work), measured(first))
     head = (
         "servers", "max_staleness", "s a step", "planned", "error", "own speeds", "error",
         "trainer idle", "planned", "servers idle", "planned", "staleness", "planned",
@@ -71,11 +71,11 @@ def main() -> None:
             continue
         asked = PlanRequest.of(None, values, workdir(root, servers, eta))
         found, there = measured(asked), asked.workload({})
-        there = search.refit(there, asked.own(there), found)
-        again = search.plan(there, asked.own(there)).prediction.step_seconds
+        there = search.refit(there, asked.recorded_allocation(there), found)
+        again = search.plan(there, asked.recorded_allocation(there)).prediction.step_seconds
         changed = {"fleet.num_servers": servers, "rollout.max_staleness": eta}
         own = dataclasses.replace(first.workload(changed), factors=work.factors)
-        plan = search.plan(own, first.own(own)).prediction
+        plan = search.plan(own, first.recorded_allocation(own)).prediction
         step = found["step"]
         rows.append((
             str(servers), str(eta), f"{step:.2f}", f"{plan.step_seconds:.2f}",

@@ -1,4 +1,4 @@
-"""Tools that a model calls while it answers: a calculator, Python in a sandbox, of MCP, users'."""
+"""Tools that a model calls while it answers: calculator, Python, and those of MCP and users."""
 
 import ast
 import asyncio

@@ -349,9 +349,9 @@ def _make_fleets(parts: Parts, servers: Any, scoring: Mapping[str, Any]) -> None
             sleep=CACHE if parts.in_turns else None, image=images,
         )  # fmt: skip
         if parts.in_turns:
-            leaves = rests(parts.update.state_bytes, devices, config.fleet.gpu_memory)
+            must_rest = rests(parts.update.state_bytes, devices, config.fleet.gpu_memory)
             rest = getattr(parts.update, "rest", None)  # of JAX, the only one that takes turns
-            parts.turns = Turns(fleets[POLICY], parts.loop, rest if leaves else None)
+            parts.turns = Turns(fleets[POLICY], parts.loop, rest if must_rest else None)
     parts.fleets = fleets
 
 

@@ -76,7 +76,7 @@ class PlanRequest:
             raise UserError(f"{what}; give GPUs to plan for, such as --gpus=8 --gpu=h100")
         return cls(config, values, card, count, run)
 
-    def own(self, work: Workload) -> allocation.Allocation | None:
+    def recorded_allocation(self, work: Workload) -> allocation.Allocation | None:
         """Return the allocation that a run measured, on a CPU with the servers of `work`."""
         if work.cores:
             return allocation.parse(f"jax:d{max(1, work.sizes.num_servers)}+jax:f1")
@@ -97,17 +97,17 @@ class PlanRequest:
         algorithm = sizes.train.algorithm
         prompts, answers, turns, observed = self._recorded_lengths
         limit = sizes.max_new_tokens
-        usual = self._number("prompt_tokens", sizes.max_prompt_tokens / 2)
+        usual = self.number("prompt_tokens", sizes.max_prompt_tokens / 2)
         prompt = statistics.mean(prompts or [usual])
-        turns = max(1, round(self._number("turns", turns)))
-        observed = self._number("observation_tokens", observed)
+        turns = max(1, round(self.number("turns", turns)))
+        observed = self.number("observation_tokens", observed)
         lengths = Lengths.measured(answers) if answers else Lengths.fit(
-            self._number("answer_tokens", limit / 2), limit, self._number("cut_share", 0.1)
+            self.number("answer_tokens", limit / 2), limit, self.number("cut_share", 0.1)
         )  # fmt: skip
         return Workload(
             sizes, self.card, limits_of(config), lengths, prompt, config.fleet.slots,
             algorithm.needs_proximal_pass(sizes.train.minibatches) + algorithm.needs_reference,
-            config.trainer, self._number("tool_seconds", 0.0), turns, observed,
+            config.trainer, self.number("tool_seconds", 0.0), turns, observed,
             config.fleet.kv_on_update != "keep", shared_tokens=self._shared_tokens(sizes, prompt),
             cores=self.gpus * (self.card.kind == CPU.kind), fanout=config.fleet.relay_fanout,
         )  # fmt: skip
@@ -140,7 +140,8 @@ class PlanRequest:
         groups = [g for s in steps for g in run.groups(s + 1)] if run else []
         return turns_of([t.loss_mask for group in groups for t in group.trajectories])
 
-    def _number(self, flag: str, default: float) -> float:
+    def number(self, flag: str, default: float) -> float:
+        """Return the value of a flag, or `default`; UserError for no number from 0."""
         text = getattr(self.values, flag, "")
         with suppress(ValueError):
             if (number := float(text) if text else default) >= 0:
@@ -149,7 +150,7 @@ class PlanRequest:
 
     def plans(self, work: Workload) -> list[SplitPlan]:
         """Return plans, fastest first: of --allocation, or the best ones."""
-        if (run_split := self.own(work)) and work.cores:
+        if (run_split := self.recorded_allocation(work)) and work.cores:
             return [search.plan(work, run_split)]
         if not self.values.allocation:
             return search.best(work, self.gpus)
@@ -262,7 +263,7 @@ def lines(request: PlanRequest) -> Iterator[str]:
     settings = [f"--config.{key}={value}" for value in choices.split(",")] if key else []
     work = request.workload({})
     yield _workload_line(request, work)
-    split = request.own(work) if request.run else None
+    split = request.recorded_allocation(work) if request.run else None
     if request.run:
         measured, step = request.measured, request.measured["step"]
         idle = [max(0.0, 1 - measured.get(phase, step) / step) for phase in ("train", "generate")]
@@ -296,7 +297,7 @@ def lines(request: PlanRequest) -> Iterator[str]:
     if split:
         yield _change(request, work, split, best)
     if request.values.dollars:
-        hourly, steps = request._number("dollars", 0.0) * request.gpus, request.config.total_steps
+        hourly, steps = request.number("dollars", 0.0) * request.gpus, request.config.total_steps
         price = hourly / 3600 * best.prediction.step_seconds * (1 + failures)
         yield f"a step costs {price:.3g} dollars, {steps} steps {price * steps:,.0f}"
     if request.values.explain:
@@ -397,7 +398,7 @@ def _change(
         **({"fleet.num_servers": work.sizes.num_servers + 1} if work.cores else {}),
     }.items():
         changed = replace(request.workload({key: value}), factors=work.factors)
-        plan = search.plan(changed, request.own(changed) or split)
+        plan = search.plan(changed, request.recorded_allocation(changed) or split)
         tries[f"{key}={value}"] = plan.prediction.step_seconds
     setting, seconds = min(tries.items(), key=itemgetter(1))
     if seconds > _FASTER * now:

@@ -31,7 +31,7 @@ class Saves:
         self.step, self.last, self.disk = step, {**parts.last}, ThreadPoolExecutor(4, "disk")
         self._parts, self._phase = parts, phase
         self._checkpoint: list[Future] = []  # files being written
-        self._hf: Future | None = None
+        self._exporting: Future | None = None
         self._exported = self.last["export"]  # of the last whole one, which a checkpoint names
 
     def due(self, kind: str, now: Position) -> bool:
@@ -47,7 +47,7 @@ class Saves:
         self.end()
         with self._phase("checkpoint", step=now.step):
             self.last["checkpoint"] = now
-            if not self._hf or self._hf.done():
+            if not self._exporting or self._exporting.done():
                 self._exported = self.last["export"]
             host = {
                 "step": now.step, "elapsed_seconds": parts.elapsed(),
@@ -98,11 +98,11 @@ class Saves:
         self.end_export()
         with self._phase("export", step=now.step):
             path = self._parts.workdir / "exports" / now.name
-            self._hf = self._parts.export.write(path, state, self.disk.submit)
+            self._exporting = self._parts.export.write(path, state, self.disk.submit)
 
     def end_export(self) -> None:
         """Wait for the current export, if any."""
-        under_way, self._hf = self._hf, None
+        under_way, self._exporting = self._exporting, None
         with self.report_full_disk():
             if under_way:
                 under_way.result()

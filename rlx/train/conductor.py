@@ -108,9 +108,8 @@ class _Driver:
         hosts.on_unsaved = self._fail_save
         self._own = _Replica(make)
         self._all("make", wait=True, **arguments)
-        update = self._own.update
-        self.model, self.devices = update.model, update.devices
-        self.state_bytes = update.state_bytes
+        own = self._own.update
+        self.model, self.devices, self.state_bytes = own.model, own.devices, own.state_bytes
 
     def init(self) -> State:
         self._all("init", wait=True)
@@ -159,7 +158,7 @@ class _Driver:
                 try:
                     result = self._own.call(name, args, groups)
                 finally:
-                    self._hosts.made()
+                    self._hosts.finished()
                 if error := self._hosts.outcome() if wait else "":
                     raise _error(error)
             except BaseException:

@@ -153,7 +153,7 @@ class _Peer:
         with self.lock:
             self.link.send_bytes(kind + payload)
 
-    def first(self, seconds: float) -> tuple[bytes, Any]:
+    def first_message(self, seconds: float) -> tuple[bytes, Any]:
         """Return kind and JSON of the first message; OSError, EOFError, ValueError without one."""
         if not self.link.poll(seconds):
             raise TimeoutError(f"no answer in {seconds:g} s")
@@ -214,7 +214,7 @@ class Hosts:
         self._send_all(_CALL, message)
         call.sent = time.monotonic()  # a batch takes a while
 
-    def made(self) -> None:
+    def finished(self) -> None:
         """Note that process 0 has finished the last call itself."""
         with self._news:
             if call := self._open.get(self.sent):
@@ -436,7 +436,7 @@ def _read_hellos(listener: socket.socket, hellos: queue.SimpleQueue) -> None:
 
     def read(peer: _Peer) -> None:
         with suppress(OSError, EOFError, ValueError):
-            hellos.put((peer, *peer.first(_HELLO_SECONDS)))
+            hellos.put((peer, *peer.first_message(_HELLO_SECONDS)))
         free.release()
 
     with suppress(OSError):  # until it is shut down
@@ -494,7 +494,7 @@ def _connect(cluster: Cluster, identity: Mapping[str, str]) -> tuple[list[_Peer]
         try:
             peer = _Peer.at(connect(cluster.coordinator, _CONNECT_SECONDS))
             peer.send(_CALL, json.dumps(hello).encode())
-            kind, answer = peer.first(cluster.join + _HELLO_SECONDS)  # sent when all have connected
+            kind, answer = peer.first_message(cluster.join + _HELLO_SECONDS)  # once all have come
         except (OSError, EOFError, ValueError) as error:
             refused = getattr(error, "strerror", "") or words(error)
             time.sleep(min(0.5, cluster.join / 10))

@@ -388,8 +388,7 @@ def microbatches(flat: FlatBatch, ids: np.ndarray, packed: PackPlan) -> list[Arr
     parts = {name: np.split(values, cuts) for name, values in out.items()}
     if flat.images:
         images = np.empty(len(lengths), object)
-        for row in range(len(lengths)):
-            images[row] = ()
+        images.fill(())
         for row, sequence in zip(rows, ids[order], strict=True):
             images[row] += (flat.images[sequence],)
         parts["images"] = np.split(images, np.cumsum([count for count, _ in packed.shapes])[:-1])

@@ -251,7 +251,7 @@ def test_who_says_half_a_word_and_stays_is_not_waited_for():
     near, far = socket.socketpair()
     far.sendall(b"\0")  # of the four bytes of a message's length
     with pytest.raises((EOFError, OSError)):
-        hosts._Peer.at(near).first(0.3)
+        hosts._Peer.at(near).first_message(0.3)
     far.close()
 
 
@@ -301,7 +301,7 @@ def test_a_process_that_does_not_begin_a_call_is_named_while_process_0_is_in_it(
     lead.send(b"", "init")
     other.receive()
     other.done()
-    lead.made()
+    lead.finished()
     lead.outcome()
     lead.send(b"", "evaluate")  # process 0 is in it, and the other one never receives it
     found = dict(ended.get(timeout=SECONDS) for _ in range(2))
