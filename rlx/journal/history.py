@@ -35,7 +35,7 @@ class Recovered(NamedTuple):
 
 
 def position(host: Mapping[str, Any] | None) -> tuple[int, int] | None:
-    """Return the first record that a checkpoint needs, and the last that it contains."""
+    """Return the first record that a checkpoint needs and its last; None without a journal."""
     if host is None:  # there is no checkpoint
         return _STARTS_AT_ZERO
     return tuple(host["journal"]) if host.get("journal") else None
@@ -44,10 +44,7 @@ def position(host: Mapping[str, Any] | None) -> tuple[int, int] | None:
 def recover(
     host: Mapping[str, Any], at: tuple[int, int] | None, records: Iterable[Record]
 ) -> Recovered:
-    """Return the state `host` after the events in `records`, from the first that `at` names.
-
-    `at` is the result of `position`; None if `host` was written without a journal.
-    """
+    """Return the state `host`, whose `position` is `at`, after the events in `records`."""
     state, prior = _State(host), set(host.get("buffered", ())) | set().union(*host.get("order", ()))
     complete, due, last = at is not None, at[1] + 1 if at else 0, -1
     packed: dict[int, Record] = {}

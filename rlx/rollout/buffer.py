@@ -101,8 +101,8 @@ def repeat_batches(
     for at, ids in enumerate(order, step):
         batch = [known[group_id] for group_id in ids if group_id in known]
         lags = [at - group.oldest_version for group in batch if group.oldest_version >= 0]
-        whole = len(ids) == len(batch) == limits.batch_prompts
-        if not whole or max(lags, default=0) > limits.max_staleness:
+        complete = len(ids) == len(batch) == limits.batch_prompts
+        if not complete or max(lags, default=0) > limits.max_staleness:
             break
         batches.append(batch)
     return batches  # without these groups, (I) holds as it did in the killed run

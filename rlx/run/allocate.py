@@ -85,20 +85,17 @@ def _choose(config: ConfigDict, trains: bool, workdir: Path | None) -> str:
     return plan_run.choose(config, machine.gpu_kind(), len(here), workdir)
 
 
-def share(config: ConfigDict, gpus: Sequence[str], processes: int = 0) -> GpuShares | None:
-    """Return each process's GPUs here, None if all see every one; UserError if they do not fit.
-
-    `processes` is the number of the trainer's, each of which sees all its GPUs; 0: unknown.
-    """
+def share(config: ConfigDict, gpus: Sequence[str], num_trainers: int = 0) -> GpuShares | None:
+    """Return each process's GPUs here, None if all see every one; UserError if they do not fit."""
     if not config.allocation_mode or not gpus:
         return None
     parsed = allocation.parse(config.allocation_mode)
     trainer_gpus = sum(part.gpus for part in parsed.parts if part.trains)
     count = trainer_gpus if config.trainer == "torch" else 1
     refuse((
-        (processes not in (0, count),
+        (num_trainers not in (0, count),  # processes that all see its GPUs; 0: unknown
          f"allocation_mode={config.allocation_mode} needs a trainer of {count} process"
-         f"{'es' * (count != 1)}, and this one has {processes}; set train.mesh and "
+         f"{'es' * (count != 1)}, and this one has {num_trainers}; set train.mesh and "
          "fleet.addresses instead"),
         (config.teacher.path and (config.teacher.engine or config.fleet.engine) == "vllm",
          f"allocation_mode={config.allocation_mode} has no GPU for the teacher's servers; start "

@@ -347,10 +347,8 @@ def _advice(plan: SplitPlan) -> Iterator[str]:
         remedy = "lower fleet.slots or give a server more GPUs"
         yield f"servers run out of KV cache {means.preempted:.0f} times a step; {remedy}"
     if min(means.trainer_idle, means.servers_idle) > IDLE:
-        remedy = (
-            "raise rollout.max_staleness and rollout.max_concurrent_rollouts, or use fewer GPUs"
-        )
-        yield f"both sides wait: the tail of long answers decides; {remedy}"
+        remedy = "raise rollout.max_staleness and rollout.max_concurrent_rollouts"
+        yield f"both sides wait: the tail of long answers decides; {remedy}, or use fewer GPUs"
 
 
 def _failure_factor(config: ConfigDict, plan: SplitPlan) -> float:

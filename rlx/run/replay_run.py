@@ -277,10 +277,9 @@ def write_bundle(path: Path, recorded: Recorded, plan: Plan) -> None:
     files = {name: workdir / name for name in ("config.json", STARTS, "metrics.jsonl")}
     files |= _below(workdir / "code", "code") | _below(recorded.model(config), INITIAL)
     for step in range(plan.begin + 1, plan.last + 1):
-        shown = [t.images for group in recorded.groups(step) for t in group.trajectories]
-        files |= {
-            f"images/{name}": workdir / "images" / name for name in {*itertools.chain(*shown)}
-        }
+        trajectories = [t for group in recorded.groups(step) for t in group.trajectories]
+        names = {name for t in trajectories for name in t.images}
+        files |= {f"images/{name}": workdir / "images" / name for name in names}
     if plan.origin:
         files |= _below(plan.origin, f"checkpoints/{plan.origin.name}")
     scratch = path.with_name(f".{path.name}.{os.getpid()}")

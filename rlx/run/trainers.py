@@ -16,7 +16,7 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from ml_collections import ConfigDict
 
@@ -57,8 +57,7 @@ class TrainerLibrary(Protocol):
 
 def library(config: ConfigDict) -> TrainerLibrary:
     """Return the module of the run's trainer."""
-    module: Any = import_module(TRAINERS[config.trainer])
-    return module
+    return cast(TrainerLibrary, import_module(TRAINERS[config.trainer]))
 
 
 def follow(config: ConfigDict, hosts: Hosts) -> tuple[int, bool]:

@@ -40,8 +40,7 @@ class BatchUpdate:
         self._algorithm: Algorithm = options.algorithm
         self._row_shards, self._token_budget = row_shards, options.token_budget * context
         self._attention_cost = 0.0  # as of `packing.plan`
-        self._tree_cost = 0.0  # as of `prefix_trees.plan`
-        self._fork_cost = 0.0  # likewise
+        self._tree_cost = self._fork_cost = 0.0  # as of `prefix_trees.plan`
         self._prefix_mode = "off"  # of `prefix_trees.MODES`
         self._reference: Any = None  # the frozen one; None with LoRA: the base without adapters
 

@@ -108,8 +108,9 @@ class _Driver:
         hosts.on_unsaved = self._fail_save
         self._own = _Replica(make)
         self._all("make", wait=True, **arguments)
-        own = self._own.update
-        self.model, self.devices, self.state_bytes = own.model, own.devices, own.state_bytes
+        update = self._own.update
+        self.model, self.devices = update.model, update.devices
+        self.state_bytes = update.state_bytes
 
     def init(self) -> State:
         self._all("init", wait=True)

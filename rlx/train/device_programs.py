@@ -36,14 +36,11 @@ def gpus(target: str, hosts: int, per_host: int) -> Iterator[list[jax.Device]]:
 
 
 class Lowered(NamedTuple):
-    """A program of a train batch, for XLA to compile.
-
-    `beside` are the bytes of the state on each device that are none of its arguments.
-    """
+    """A program of a train batch, for XLA to compile."""
 
     name: str
     program: Any
-    beside: int
+    beside: int  # bytes of the state on each device that are none of its arguments
 
 
 def planned_bytes(plan: Any) -> int:

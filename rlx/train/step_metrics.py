@@ -160,10 +160,9 @@ def device_metrics(
     for name in losses.LAG:  # later minibatches see an updated policy
         if name in total:
             total[name] = float(minibatches[0][name])
-    metrics = losses.summarise(total, float(np.sum(denominators)))
     shaped, penalty = float(sums["shaped_reward"]), float(sums["kl_reward"])
     return {
-        **metrics,
+        **losses.summarise(total, float(np.sum(denominators))),
         **critic,
         **routing_metrics(minibatches),
         "kl_reward": penalty / max(total["n_valid_tokens"], 1.0),
