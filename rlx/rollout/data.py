@@ -154,9 +154,8 @@ def _own_rows(source: str, split: str) -> Iterator[tuple[str, Row]]:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(
-            f"{source} gives no row {n + 1}: {user_code.where(error, dataset)}"
-        ) from error
+        why = user_code.where(error, dataset)
+        raise UserError(f"{source} gives no row {n + 1}: {why}") from error
 
 
 def _json_lines(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:

@@ -169,7 +169,8 @@ class MultiTurn:
         feedback: str = "Your answer is wrong. Please try again.",
     ):  # fmt: skip
         if max_turns < 1 or not 0 < turn_discount <= 1:
-            raise UserError(f"{max_turns=}, {turn_discount=}; give 1 or more, a number in (0, 1]")
+            wanted = "give max_turns from 1 and turn_discount in (0, 1]"
+            raise UserError(f"{max_turns=}, {turn_discount=} in rollout.workflow_kwargs; {wanted}")
         self._prompts, self._sampling, self._rewards, self._n = prompts, sampling, reward_pool, n
         self._max_turns, self._discount, self._right = max_turns, turn_discount, right
         again = {"role": "user", "content": feedback}

@@ -268,6 +268,7 @@ class Executor:
             waiting = [*admitted, *self._retry, *(ticket for _, ticket in self._later)]
             pending = [(t.group_id, t.attempt) for t in waiting]  # start again, with the same seeds
             number = self._note("state", {"step": self._staleness.consumed})
+            first = min(self._first_records.values(), default=number)
             return {
                 "step": self._staleness.consumed,
                 "cursor": cast(Cursor, self._rows).state_dict(),
@@ -276,9 +277,7 @@ class Executor:
                 "buffered": [group.group_id for group in buffers.groups(self._buffer)],
                 "order": [[group.group_id for group in batch] for batch in self._repeated],
                 # The first record that `restore` may need, and the last before this state.
-                "journal": [min(self._first_records.values(), default=number), number]
-                if number >= 0
-                else None,
+                "journal": [first, number] if number >= 0 else None,
                 **{event: getattr(self._staleness, event) for event in _COUNTED},
                 "dropped": self._dropped,
                 "means": dict(self._means),
@@ -404,10 +403,8 @@ class Executor:
         if self._retry:
             return dataclasses.replace(heapq.heappop(self._retry), version=version)
         places = self._staleness.running + len(self._later)
-        if (
-            places >= self._failures.room
-            and self._failures.outage_seconds(self._clock()) is not None
-        ):
+        in_outage = self._failures.outage_seconds(self._clock()) is not None
+        if in_outage and places >= self._failures.room:
             raise StopIteration  # prompts that wait for the end of an outage take up places
         return Ticket(self._rows.next()[0], 0, version)
 

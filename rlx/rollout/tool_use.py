@@ -41,7 +41,8 @@ class ToolUse:
         self._max_calls, self._max_seconds = max_calls, max_seconds
         self._max_output, template = max_output_tokens, self._tokenizer.chat_template
         if min(max_calls, max_seconds, max_output_tokens) <= 0:
-            raise UserError("max_calls, max_seconds and max_output_tokens must be above 0")
+            what = f"{max_calls=}, {max_seconds=}, {max_output_tokens=}"
+            raise UserError(f"{what} in rollout.workflow_kwargs; give numbers above 0")
         self._tools = {tool.name: tool for tool in toolbox.load(tools, sandbox)}
         self._ends, self._marked = dict[str, str](), dict[str, toolbox.Tool]()  # by start
         if "tools" in template and "<tool_call>" in template and "<function=" not in template:

@@ -141,9 +141,10 @@ def _tool(tool: Any, sandbox: SandboxOptions) -> Tool:
 
 def _check(tool: Any, others: Mapping[str, Tool]) -> None:
     """Raise UserError if an object is not a tool, or has another's name."""
-    for part, kind in (("name", str), ("description", str), ("parameters", Mapping)):
+    text, schema = (str, "a text"), (Mapping, "a JSON Schema")
+    for part, (kind, wanted) in {"name": text, "description": text, "parameters": schema}.items():
         if not isinstance(value := getattr(tool, part, None), kind):
-            raise UserError(f"its {part} is {value!r:.60}; give a {kind.__name__}")
+            raise UserError(f"its {part} is {value!r:.60}; give {wanted}")
     if not tool.name.isidentifier() or tool.name in others:
         raise UserError(f"its name {tool.name!r} is invalid or taken; rename it")
     if "properties" not in tool.parameters or not hasattr(tool, "run"):

@@ -228,10 +228,8 @@ def _place(error: BaseException, file: Path) -> str:
 
 def config_file(argv: list[str]) -> Path:
     """Return the config's file on a command line; the working directory where there is none."""
-    files = (
-        a.split("=", 1)[1].split(":", 1)[0] for a in _joined_flags(argv) if a[:9] == "--config="
-    )
-    return Path(next(files, ""))
+    files = (a.removeprefix("--config=") for a in _joined_flags(argv) if a.startswith("--config="))
+    return Path(next(files, "").partition(":")[0])
 
 
 @contextmanager

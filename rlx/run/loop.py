@@ -284,8 +284,7 @@ class _Loop:
         """Begin to publish the new weights; wait only for the previous publish."""
         if self.data != "rollouts":
             self.executor.set_version(self.step)  # rows do not wait for a publish
-            checked = self.gate is not None and self._gate_due()
-            if not checked and not self.held_out.due(self.step):
+            if not (self._gate_due() or self.held_out.due(self.step)):
                 return
         with self._phase("publish", version=self.step):
             while self.publishing and not wait([self.publishing], COLLECT_SECONDS).done:
@@ -398,9 +397,8 @@ class _Loop:
         if self.parts.inputs.held_out and self.held_out.due(self.step):
             self._record()
             with self._phase("eval", step=self.step):
-                self.held_out.measure(
-                    self.step, lambda groups: self.parts.update.evaluate(self.state, groups)
-                )
+                evaluate = partial(self.parts.update.evaluate, self.state)
+                self.held_out.measure(self.step, evaluate)
 
     def _record_evaluations(self, seconds: float | None = 0.0) -> None:
         """Write the evaluations that finish within `seconds`, in order; None: wait for all."""
@@ -410,7 +408,7 @@ class _Loop:
             self.progress.evaluation(record)
 
     def _gate_due(self) -> bool:
-        every = self.config.gate.every_steps
+        every = self.config.gate.every_steps if self.gate else 0
         return every > 0 and self.step % every == 0 and self.step < self.config.total_steps
 
     def _save_due(self) -> bool:

@@ -40,11 +40,11 @@ _DIRECTORIES = (  # in a workdir
 
 def prepare_workdir(config: ConfigDict, workdir: Path) -> list[str]:
     """Write config.json into the locked `workdir`; return messages. UserError for another run."""
-    wrong = [name for name in _DIRECTORIES if (workdir / name).is_file()]
-    wrong += [name for name in RECORDS if (workdir / name).is_dir()]
+    directories, files = ([workdir / name for name in names] for names in (_DIRECTORIES, RECORDS))
+    wrong = [f"{path} is a file, not a directory" for path in directories if path.is_file()]
+    wrong += [f"{path} is a directory, not a file" for path in files if path.is_dir()]
     if wrong:
-        what = f"{workdir / wrong[0]} is a file where a directory should be, or the reverse"
-        raise UserError(f"{what}; move it away, or give another --workdir")
+        raise UserError(f"{wrong[0]}; move it away, or give another --workdir")
     for name in ("hf", "adapter", INITIAL):
         atomic_directory.sweep(workdir / name)
     for directory in (workdir, workdir / "rollouts"):

@@ -48,7 +48,8 @@ def grid(axes: Sequence[str], count: int = 0) -> dict[str, list[str]]:
     for axis in axes:
         key, _, values = axis.partition("=")
         if not values or key.startswith("-"):
-            raise UserError(f"{axis!r} is no axis of a sweep; write KEY=VALUE,VALUE, as seed=0,1,2")
+            remedy = "write KEY=VALUE,VALUE, such as seed=0,1,2"
+            raise UserError(f"{axis!r} is not an axis of a sweep; {remedy}")
         choices.append([f"{key}={value}" for value in re.split(r",(?![^(]*\))", values)])
     pairs = [*itertools.product(*choices)]
     by_name = {re.sub(r"[^\w.+=,-]+", "_", ",".join(pair)): pair for pair in pairs}

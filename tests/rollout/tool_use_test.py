@@ -309,8 +309,8 @@ def test_base_models_write_markers(tokenizer, pool):
         ({"tools": ()}, "names no tools"),
         ({"tools": ["calculater"]}, "did you mean 'calculator'"),
         ({"tools": ["calculator", "calculator"]}, "its name 'calculator' is invalid or taken"),
-        ({"tools": [f"{__file__}:ROW"]}, "its name is None; give a str"),
-        ({"max_calls": 0}, "must be above 0"),
+        ({"tools": [f"{__file__}:ROW"]}, "its name is None; give a text"),
+        ({"max_calls": 0}, "max_calls=0, .*; give numbers above 0"),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_starts(hermes, pool, options, message):

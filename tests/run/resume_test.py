@@ -170,6 +170,7 @@ def test_a_file_for_a_directory_and_the_reverse_are_refused_before_anything_star
     name, tmp_path, config
 ):
     (tmp_path / name).mkdir() if "." in name else (tmp_path / name).touch()
-    with pytest.raises(UserError, match=f"{name} is a file where a directory should be, or the"):
+    wrong = "directory, not a file" if "." in name else "file, not a directory"
+    with pytest.raises(UserError, match=f"{name} is a {wrong}; move it away"):
         resume.prepare_workdir(config, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]
