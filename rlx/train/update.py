@@ -355,15 +355,11 @@ class JaxUpdate(BatchUpdate):
 
     def weights(self, state: TrainState, adapters: bool = False) -> Buckets:
         assert self.lora or not adapters, "a run without adapters has none to give"
+        params, dtype = self._policy(state), "float32" if adapters else self._options.publish_dtype
         if self.lora and not adapters:
-            rows = parameters.table(self._base)
-            merge = Merge(self._here(state.params, self._params_home), self.lora)
-            dtype = self._options.publish_dtype
+            merge, rows = Merge(params, self.lora), parameters.table(self._base)
             return export(self._frozen, rows, dtype, merge=merge, mesh=self._mesh)
-        dtype = "float32" if adapters else self._options.publish_dtype
-        return export(
-            self._here(state.params, self._params_home), self._rows, dtype, mesh=self._mesh
-        )
+        return export(params, self._rows, dtype, mesh=self._mesh)
 
     # The state as a whole.
 
