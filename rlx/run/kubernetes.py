@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 
 from rlx.launch import slurm
 from rlx.launch.processes import Process, addresses
-from rlx.run.scheduler import processes_of
+from rlx.run.scheduler import RETRIES, processes_of
 
 _PORT = 20_000
 _TEMPLATE = slurm.TEMPLATE.with_name("kubernetes_pod.sh")
@@ -65,7 +65,7 @@ def manifests(
     model = Path(path).absolute() if Path(path).is_dir() else path
     plan = processes_of(config, workdir, flags, hosts, root, _PORT, "python3", False, model)
     script = _script(plan, list(hosts), root, config)
-    retries = 3 if s.retries < 0 else s.retries
+    retries = RETRIES if s.retries < 0 else s.retries
     pod = pods.spec(s.gpus_per_node, command=["bash", "-c", script]) | {
         "subdomain": name, "restartPolicy": "OnFailure",
         "terminationGracePeriodSeconds": s.grace_seconds,

@@ -27,6 +27,7 @@ from rlx.system.jsonl import read_last
 from rlx.system.signals import interrupts
 
 DONE, FAILED = 0, 1  # exit statuses
+RETRIES = 3  # where scheduler.retries is −1
 SCHEDULERS = {"ray": "rlx.run.on_ray", "slurm": "rlx.run.slurm_run"}
 ADDRESSES = "servers"  # file of the servers' addresses, host:port per line
 _LOCAL_OPTIONS = (  # not of rlx.serve
@@ -45,7 +46,7 @@ class Ended(NamedTuple):
 
 def retry(attempt: Callable[[], Ended], config: ConfigDict, workdir: Path) -> Ended:
     """Attempt a run until it ends or has used its retries; return how it ended."""
-    retries = 3 if config.scheduler.retries < 0 else config.scheduler.retries
+    retries = RETRIES if config.scheduler.retries < 0 else config.scheduler.retries
     for n in range(1, retries + 1):
         before = steps_in(workdir)
         outcome = attempt()
