@@ -35,7 +35,7 @@ _NONE: Mapping[str, Any] = {}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _CODE = re.compile(r".+\.py:\w+|[\w.]+:\w+")
 PLAYERS = (openenv_tasks, textarena_tasks, verifiers_tasks)  # an agent plays their rows
-_SCHEMES = {  # → a function of the text after it, which returns rows as a function of `split`
+_SCHEMES = {  # → (rest of the source) → (split) → rows
     "reasoning_gym:": functools.partial(functools.partial, reasoning_tasks.rows),
     **{each.SCHEME: functools.partial(functools.partial, each.rows) for each in PLAYERS},
 }
