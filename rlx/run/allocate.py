@@ -129,7 +129,7 @@ def gpu_environment(config: ConfigDict) -> Iterator[tuple[tuple[str, ...], ...]]
         if config.fleet.sleep != SLEEPS[0]:
             changed[_JAX_ALLOCATOR] = "platform"  # which gives freed memory back
         elif set(shares.trainer) & {gpu for ids in shares.servers for gpu in ids}:
-            # What servers leave, less a tenth.
+            # The memory that servers leave, less a tenth.
             changed[_JAX_MEMORY] = f"{max(OWN_MEMORY - config.fleet.gpu_memory, 0.05):g}"
     if (config.allocation_mode or config.fleet.addresses) and not shares_gpus(config):
         changed.setdefault(_JAX_MEMORY, os.environ.get(_JAX_MEMORY, f"{OWN_MEMORY:g}"))
