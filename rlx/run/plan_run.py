@@ -62,6 +62,8 @@ class PlanRequest:
         if workdir is None:
             return cls(config, values, CARDS[values.gpu], int(values.gpus), None)
         run = Recorded(workdir)
+        if not run.metrics:
+            raise UserError(f"{workdir} has no record of a step; let it end one, or give --config")
         last = max(run.batches.groups) + 1
         config, mode = run.config(last), run.config(last).allocation_mode
         place = run.start(last).get("environment", {})

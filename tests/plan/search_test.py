@@ -197,6 +197,15 @@ def test_a_run_on_an_unknown_device_is_one_line(model, tmp_path):
     assert re.fullmatch(r"error: .* ran on 8 × TPU v5.*; give GPUs .*\n", done.stderr)
 
 
+def test_a_run_without_a_recorded_step_is_one_line(model, tmp_path):
+    a_run(tmp_path / "run", model, {"step_seconds": 1.0, "seconds": {}}, "", "1 × cpu")
+    (tmp_path / "run/metrics.jsonl").unlink()
+    command = [sys.executable, "-m", "rlx.plan", f"--run={tmp_path / 'run'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: .*/run has no record of a step; .*\n", done.stderr)
+
+
 def test_a_run_on_cpus_predicts_other_settings(model, tmp_path):
     seconds = {"step_seconds": 60.0, "seconds": {"train": 12.0, "wait": 48.0},
                "server_busy_seconds": 60.0, "publish_seconds": 1.0}  # fmt: skip

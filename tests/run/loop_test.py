@@ -74,7 +74,7 @@ def steps_at_once(loop, monkeypatch):
     made.parts.elapsed.return_value = 1.0
     made.parts.update.update.return_value = object(), dict(WHOLE)
     monkeypatch.setattr(made, "_publish", lambda: None)
-    monkeypatch.setattr(made, "_engines", lambda *_: 0.0)
+    monkeypatch.setattr(made, "_drain_engine_spans", lambda *_: 0.0)
     return made
 
 
