@@ -374,6 +374,9 @@ class JaxUpdate(BatchUpdate):
     def update(self, state: TrainState, groups: Any) -> tuple[TrainState, Any]:
         return super().update(self._here(state, self._home), groups)
 
+    def evaluate(self, state: TrainState, groups: Any) -> dict[str, float]:
+        return super().evaluate(self._here(state, self._home), groups)
+
     _to_host = staticmethod(jax.device_get)
 
     def _put(self, arrays: Any) -> Any:

@@ -430,8 +430,10 @@ def test_a_state_that_rested_trains_to_the_same_bits(
         kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state)}
         assert kinds == {jax.devices()[0].default_memory().kind}
         scores, weights = resting.logprobs(state, groups), resting.weights(state).arrays()
+        losses = resting.evaluate(state, groups)
         before, state = state, resting.rest(state)
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+        assert resting.evaluate(state, groups) == losses
         for own, wanted in zip(resting.logprobs(state, groups), scores, strict=True):
             np.testing.assert_array_equal(own, wanted)
         for name, tensor in resting.weights(state).arrays().items():
