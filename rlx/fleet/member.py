@@ -485,8 +485,8 @@ class Member:
                 is_file = weights.method == "delta" or (
                     weights.method in cast.BACKENDS and not offer
                 )
-                whole = "stream" if is_file else weights.method
-                delivery = Delivery("delta" if delta else whole, self._sent, reply.paused_ns)
+                method = "stream" if is_file else weights.method
+                delivery = Delivery("delta" if delta else method, self._sent, reply.paused_ns)
                 return delivery, (reply.replaced_version, reply.replaced_crc32)
 
     async def _wait_for_relay(self, route: Route) -> pb.PublishReply | None:

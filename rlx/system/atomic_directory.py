@@ -74,9 +74,9 @@ def exchange(one: Path, other: Path) -> bool:
 
 def sweep(path: Path) -> None:
     """Remove files of killed writers of `path`; restore `path` if one had moved it away."""
-    own = re.compile(rf"\.{re.escape(path.name)}-(old-)?\w+")  # not those of a longer name
+    pattern = re.compile(rf"\.{re.escape(path.name)}-(old-)?\w+")  # not those of a longer name
     for left in path.parent.glob(".*"):
-        if not own.fullmatch(left.name) or (lock := _lock(left)) < 0:
+        if not pattern.fullmatch(left.name) or (lock := _lock(left)) < 0:
             continue  # another path's, or its writer is alive
         if not path.exists() and (left / path.name).is_dir():
             (left / path.name).rename(path)
