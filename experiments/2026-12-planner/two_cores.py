@@ -3,7 +3,8 @@
     python experiments/2026-12-planner/two_cores.py DIRECTORY --run   # 8 minutes on two cores
     python experiments/2026-12-planner/two_cores.py DIRECTORY         # compares runs that are there
 
-`--run=3.7M` runs the benchmarks' random model of 3.7M parameters instead of the embedded task.
+`--run=3.7M` runs the benchmarks' random model of 3.7M parameters instead of the embedded task, and
+`--run=135M` SmolLM2 on word problems, 4 prompts × 4 samples a step.
 
 The run with one server and max_staleness 2 gives lengths and speeds. The others are predicted.
 """
@@ -24,6 +25,18 @@ FLAGS = [
     "--config.gate.enabled=False", "--config.observe.writers=()",
     "--config.fleet.threads=1",  # the planner counts cores of one's own
 ]  # fmt: skip
+TASKS = {  # model → the path of the benchmark's workload, and flags; "": the embedded task
+    "": (None, ["--config=configs/arithmetic.py", "--config.total_steps=64"]),
+    "3.7M": ("", ["--config.total_steps=24"]),
+    "135M": (
+        "rlx:smollm2",
+        [
+            "--config.total_steps=12", "--config.rollout.batch_prompts=4",
+            "--config.sampling.n_samples=4", "--config.data.max_prompt_tokens=128",
+            "--config.train.row_buckets=(192,)",
+        ],
+    ),
+}  # fmt: skip
 
 
 def workdir(root: Path, servers: int, eta: int) -> Path:
@@ -31,12 +44,12 @@ def workdir(root: Path, servers: int, eta: int) -> Path:
     return root / f"s{servers}-eta{eta}"
 
 
-def run(root: Path, small: bool) -> None:
+def run(root: Path, task: str) -> None:
     """Make all runs, one after the other; the first one only to compile."""
-    flags = ["--config=configs/arithmetic.py", "--config.total_steps=64"]
-    if small:
-        config = f"experiments/bench/workload.py:{workload.make(root)}"
-        flags = [f"--config={config}", "--config.total_steps=24"]
+    model, flags = TASKS[task]
+    if model is not None:
+        config = f"experiments/bench/workload.py:{workload.make(root, model)}"
+        flags = [f"--config={config}", *flags]
     for servers, eta in ((1, -1), *GRID):
         command = [
             sys.executable, "-m", "rlx.main", *flags, *FLAGS,
@@ -56,8 +69,8 @@ def measured(asked: PlanRequest) -> dict[str, float]:
 def main() -> None:
     """Print a table of Markdown."""
     root, values = Path(sys.argv[1]), SimpleNamespace(gpu="", gpus="")
-    if flag := [a for a in sys.argv if a.startswith("--run")]:
-        run(root, small=flag == ["--run=3.7M"])
+    for flag in (a for a in sys.argv if a.startswith("--run")):
+        run(root, flag.removeprefix("--run").removeprefix("="))
     first = PlanRequest.of(None, values, workdir(root, *GRID[0]))
     work = first.workload({})
     work = search.refit(work, first.recorded_allocation(work), measured(first))
