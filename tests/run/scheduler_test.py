@@ -202,7 +202,7 @@ def test_a_scheduler_that_cannot_be_is_refused_by_the_config(keys, said):
 def test_what_the_nodes_have_not_and_a_template_that_is_not_there_are_refused(tmp_path):
     for keys, said in (
         ({"cluster__processes": 3, "scheduler__nodes": 2}, "cluster.processes=3 .* there are 2"),
-        ({"scheduler__gpus_per_node": 1}, "needs 2 GPUs; .* there are node0: 1"),
+        ({"scheduler__gpus_per_node": 1}, "needs 2 GPUs; .* 0 of them fit on node0: 1"),
         ({"scheduler__template": str(tmp_path / "no.sh")}, "no.sh: No such file"),
     ):
         with pytest.raises(UserError, match=said):
