@@ -62,7 +62,7 @@ def test_all_entries_are_read_at_each_start_only_where_a_damaged_one_can_crash(
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: codec == "zstd" or None)
     checks = []
-    monkeypatch.setattr(compile_cache, "check", lambda *_: checks.append(1))
+    monkeypatch.setattr(compile_cache, "check", lambda *_, **__: checks.append(1))
     path = Path(compile_cache.options()["jax_compilation_cache_dir"])
     (path / "checksums.json").write_text("{}")
     compile_cache.options()
