@@ -321,14 +321,14 @@ def test_an_exchange_that_fails_half_way_ends_the_engine(tiny_model_dir, tmp_pat
 import os, sys
 from rlx import serve
 from rlx.engines.vllm.vllm_engine import VllmEngine
-whole = VllmEngine._call
+whole = VllmEngine._call_workers
 async def call(self, method, *args):
     found = await whole(self, method, *args)
     if method == "rlx_exchange" and os.path.exists({str(flag)!r}):
         os.remove({str(flag)!r})
         await whole(self, method)  # raises in the worker: nothing is staged any more
     return found
-VllmEngine._call = call
+VllmEngine._call_workers = call
 if __name__ == "__main__":
     from rlx.cli import command
     command.run(lambda: serve.main(sys.argv[1:]), teardown=False)

@@ -220,8 +220,8 @@ def test_names_are_ours_or_those_of_hf():
     ("arguments", "words"),
     [
         ((0, 1.0), "lora.rank=0 is below 1"),
-        ((1, 0.0), "lora.alpha=0.0 must be above 0"),
-        ((1, float("nan")), "lora.alpha=nan must be above 0"),
+        ((1, 0.0), "lora.alpha=0.0 is not a finite number above 0"),
+        ((1, float("nan")), "lora.alpha=nan is not a finite number above 0"),
         ((1, 1.0, ("gaet",)), "unknown lora.targets entry 'gaet'; did you mean 'gate'?"),
         ((1, 1.0, ("gates_proj",)), "did you mean 'gate'?"),
         ((1, 1.0, ("embed_tokens",)), "choose one of down, gate"),
