@@ -28,12 +28,12 @@ class Calibration:
     step: float = 2.1e-3  # seconds of a decode step whatever its size
     sequence: float = 6.1e-6  # seconds more for each sequence
     reduce: float = 2e-5  # seconds of one all-reduce between the GPUs of a server
-    products: float = 0.75  # share of the peak FLOP/s that training's products reach
+    products: float = 0.75  # share of the peak FLOP/s that training's products reach, assumed
     mfu: float = 0.44  # the same of all of training, on an H100
     # Seconds of an update for each billion weights: to gather them, to reduce gradients, optimizer.
-    # They count all experts, and no fewer with more GPUs.
+    # All experts count, and more GPUs make it no shorter.
     weights: float = 0.49
-    update: float = 0.12  # seconds of an update of any size, further ones
+    update: float = 0.12  # further seconds of an update of any size
     # Typical relative error of a step's seconds, leaving the predicted run out of the fit.
     error: float = 0.16
 

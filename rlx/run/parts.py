@@ -136,7 +136,8 @@ def build(
     model_dir = _first_weights(parts)
     servers, scoring = _start_servers(parts, stack, model_dir, plan, gpus, early)
     initial = _make_trainer(parts, hosts, model_dir)
-    parts.elapsed = lambda: initial.seconds + time.monotonic() - start
+    earlier = initial.seconds  # by itself: `initial` would keep the first state for the whole run
+    parts.elapsed = lambda: earlier + time.monotonic() - start
     laps["trainer"] = time.monotonic_ns()
     _open_records(parts, stack, initial, cores, plan)
     laps["records"] = time.monotonic_ns()
