@@ -23,7 +23,7 @@ def main() -> int:
     """Print the table; return the exit status."""
     config, values = flags.parse(
         sys.argv, config_needed=False, switches={"cluster": "compare hosts in place of this one",
-                  "scan": "with --compile-for: compile every mesh, and say which is fastest"},
+                  "scan": "with --compile-for: compile several meshes, and say which is fastest"},
         workdir="directory the run would have, which all hosts see; default: runs/",
         hosts="with --cluster: a,b,c by names that ssh knows; default: of the Slurm job",
         compile_for="GPUs to compile the trainer for, such as h100:16 or a100:2x8; none is needed",
