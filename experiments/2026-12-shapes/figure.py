@@ -1,4 +1,4 @@
-"""Draw held-out pictures with their questions and a policy's answers, and the curves of all seeds.
+"""Draw held-out pictures with their questions and a policy's answers.
 
 python -m experiments.2026-12-shapes.figure SAMPLES    # of rlx.evaluate; writes answers.png
 """
