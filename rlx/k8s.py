@@ -24,7 +24,7 @@ def main() -> int:
     config, values = flags.parse(
         sys.argv,
         switches={"ray": "a RayJob of KubeRay"},
-        image="container image with rlx and bash",
+        image="container image with rlx, bash and openssl",
         claim="PersistentVolumeClaim that all pods mount, and where: NAME:/PATH",
         workdir="directory of the run, below that path",
         name="of the run; default: the last part of --workdir",
