@@ -64,7 +64,7 @@ READ = {
     "math_7b": "wants GPUs; tests/configs_test.py checks the config",
     "gpt-oss-20b": "wants GPUs",
     "Qwen3-30B-A3B": "wants GPUs",
-    "rlx:smollm2": "wants 145 MB of PyPI; tests/model/gguf_files_test.py has a small one",
+    "smollm2": "wants 145 MB of PyPI; tests/model/gguf_files_test.py has a small one",
     "configs/gsm8k.py": "wants a model and rows of the hub; see tests/configs_test.py",
     "--gguf=": "tests/model/gguf_files_test.py",
     "rlx.convert": "tests/run/convert_test.py",
