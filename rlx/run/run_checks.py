@@ -26,7 +26,7 @@ from rlx.train.hosts import Cluster
 _REACH_SECONDS = 3.0
 SEAMS = (  # keys of the config that may name user code
     "algorithm.loss", "algorithm.advantage", "reward.name", "reward.terms", "rollout.workflow",
-    "rollout.workflow_kwargs.tools", "data.dataset", "observe.writers",
+    "rollout.workflow_kwargs.tools", "data.dataset", "observe.writers", "sandbox.kind",
 )  # fmt: skip
 
 

@@ -38,11 +38,13 @@ def test_each_thing_is_listed_with_its_place(config, tmp_path):
     config.data.chat_template = "mine.jinja"
     config.reward.terms = (("gsm8k", 1.0), ("mine.py:score", 0.1))
     config.observe.writers = ("tensorboard", "mine.py:Writer", "mine.py:bound")
+    config.sandbox.kind = "mine.py:Writer"
     place = f"({tmp_path / 'mine.py'}, line"
     assert rows(config) == [
         ("reward.terms", "ok", f"mine.py:score {place} 10)", ""),
         ("observe.writers", "ok", f"mine.py:Writer {place} 2)", ""),
         ("observe.writers", "ok", f"mine.py:bound {place} 2)", ""),
+        ("sandbox.kind", "ok", f"mine.py:Writer {place} 2)", ""),
         ("data.chat_template", "ok", "mine.jinja", ""),
     ]
 
