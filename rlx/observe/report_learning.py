@@ -50,7 +50,7 @@ OPTIMISATION = (
           low=None),
     Chart("Clipped tokens", "share of trained tokens at the clip",
           (("actor_clip_ratio", "clipped", "c2"),)),
-    Chart("Completion length", "mean trained tokens a trajectory",
+    Chart("Trajectory length", "mean tokens, prompts included",
           (("avg_seq_len", "tokens", "c3"),)),
     Chart("Cut completions", "share that hit the token limit", (("no_eos_ratio", "cut", "c5"),)),
     Chart("Chosen and rejected", "their scores, or β·log(π/π_ref)",

@@ -113,7 +113,7 @@ def test_a_finished_run_shows_all_it_has(run):
     html, text = report(run)
     for part in ("arithmetic-0", "finished", "Held-out accuracy", "Task reward", "Trainer waiting",
                  "Dropped", "limit 2", "Entropy", "Gradient norm", "Importance weights",
-                 "Clipped tokens", "Completion length", "Cut completions", "lag 2",
+                 "Clipped tokens", "Trajectory length", "Cut completions", "lag 2",
                  "Time of a step", "Tokens a second", "Publishing", "server 1", "idle",
                  "What ran when", "evaluation", "\\boxed{83}", "First steps", "With prompts",
                  "optimizer.learning_rate", "keys differ", "Environment",
