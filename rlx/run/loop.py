@@ -288,8 +288,8 @@ class _Loop:
                 return
         with self._phase("publish", version=self.step):
             while self.publishing and not wait([self.publishing], COLLECT_SECONDS).done:
-                if self.parts.stop.is_set():  # a resumed run publishes the saved weights
-                    return
+                if self.parts.stop.is_set() and self.step < self.config.total_steps:
+                    return  # a resumed run publishes the saved weights
             if self.publishing:
                 self.publishing.result()
             if self.served:

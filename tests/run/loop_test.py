@@ -3,7 +3,7 @@
 import itertools
 from concurrent.futures import Future
 from pathlib import Path
-from threading import Event
+from threading import Event, Timer
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -279,3 +279,17 @@ def test_steps_that_teach_nothing_now_and_then_end_no_run(loop, monkeypatch):
     monkeypatch.setattr(made, "_save_due", lambda: False)
     monkeypatch.setattr(made, "finish", lambda: (made.step, True))
     assert run_steps(made) == (3 * FRUITLESS, True)
+
+
+@pytest.mark.parametrize(("step", "sent"), [(2, []), (3, [3])])
+def test_only_a_complete_run_publishes_after_a_signal(loop, step, sent):
+    """Its last evaluation would be of older weights, and no resumed run would make another."""
+    made, published, earlier = loop(), [], Future()
+    made.step, made.publishing = step, earlier
+    made.parts.stop.set()
+    made.parts.export.publish.side_effect = lambda *_: published.append(made.step)
+    timer = Timer(0.5, earlier.set_result, [None])
+    timer.start()
+    made._publish()
+    timer.join()
+    assert published == sent
