@@ -21,7 +21,7 @@ from rlx.evaluation.statistics import RIGHT
 from rlx.fleet.requests import Sampling
 from rlx.observe.timeline import Timeline
 from rlx.rollout.attempts import Patience, Skipped
-from rlx.rollout.executor import Executor
+from rlx.rollout.executor import Executor, group_seed
 from rlx.rollout.workflows import Task
 
 CONCURRENCY = 64  # questions at one time, in addition to training's prompts
@@ -125,7 +125,10 @@ class HeldOut:
         async def answers(sampling: Sampling, n: int, priority: int) -> list[Group]:
             """Return the groups of the questions that did not fail."""
             seed, groups = sampling.seed or 0, []
-            tasks = (Task(row, i, seed, sampling, n, priority) for i, row in enumerate(rows))
+            tasks = (  # with one seed the draws of all questions would be the same
+                Task(row, i, group_seed(seed, i, 0), sampling, n, priority)
+                for i, row in enumerate(rows)
+            )
             for future in [runner.submit(executor.workflow, task) for task in tasks]:
                 try:
                     groups.append(await asyncio.wrap_future(future))
@@ -148,7 +151,8 @@ class HeldOut:
         }
         if self.random_sampling and (n := self.n_samples):
             samples = await answers(self.random_sampling, n, 0)
-            right = [[t.run_reward > RIGHT for t in group.trajectories] for group in samples]
+            runs = [{t.run_id: t.run_reward for t in group.trajectories} for group in samples]
+            right = [[reward > RIGHT for reward in each.values()] for each in runs]
             scores["sample_acc"] = sum(sum(each) / len(each) for each in right) / len(rows)
             scores[f"pass@{n}"] = sum(map(any, right)) / len(rows)
         if not name:

@@ -1,6 +1,7 @@
 """Held-out evaluations of a run: none ends it, none is lost where it stops."""
 
 import asyncio
+import dataclasses
 import re
 
 import pytest
@@ -92,6 +93,30 @@ def test_sets_are_scored_by_name_with_samples_and_wait_in_line(make, fake_fleet,
     assert "greedy_acc" not in record
     assert {call[3] for call in fleet.calls} == {0}  # none goes before training's prompts
     assert [(skip["set"], skip["row"]) for skip in skipped] == [("b", 1)] * 2
+
+
+def test_a_run_of_several_rows_counts_once_and_questions_have_draws_of_their_own(
+    make, fake_workflow
+):
+    seeds = set()
+
+    class Agent:
+        """Of two runs one is right, in a row; the other is wrong, in three."""
+
+        async def run(self, fleet, task):
+            seeds.add(task.seed)
+            rewards, asked = [1.0, 0.0, 0.0, 0.0], dataclasses.replace(task, n=4)
+            group = await fake_workflow(misbehave=lambda *_: rewards).run(fleet, asked)
+            ids = (f"{task.group_id}.{part}" for part in ("0", "1.0", "1.1", "1.2"))
+            pairs = zip(group.trajectories, ids, strict=True)
+            rows = tuple(dataclasses.replace(t, trajectory_id=name) for t, name in pairs)
+            return dataclasses.replace(group, trajectories=rows)
+
+    held_out, executor, *_ = make(workflow=Agent(), random_sampling=Sampling(1.0), n_samples=2)
+    held_out.begin(0, executor)
+    (record,) = held_out.take(SECONDS)
+    assert (record["sample_acc"], record["pass@2"], record["failed"]) == (0.5, 1, 0)
+    assert len(seeds) == len(ROWS)
 
 
 def test_an_evaluation_that_cannot_be_made_is_told_of_and_stays_due(make):
