@@ -184,7 +184,8 @@ class MultiTurn:
             calls = [episodes[i].reward_call(first=turn) for i in trying]
             graded = await self._rewards.grade(calls)
             for i, reward, info in zip(trying, graded.rewards, graded.infos, strict=True):
-                rewards[i], infos[i] = self._discount**turn * reward, {**info, "turns": turn + 1}
+                rewards[i] = self._discount**turn * reward
+                infos[i] = {**info, "turns": turn + 1, "run_reward": reward}
             wrong = [i for i, r in zip(trying, graded.rewards, strict=True) if r <= self._right]
             last = turn + 1 == self._max_turns
             trying = [] if last else [i for i in wrong if episodes[i].show(self._feedback)]

@@ -125,4 +125,6 @@ def _with_reward(trajectory: Trajectory, more: float, info: Mapping[str, float])
     """Return a trajectory with `more` reward, for each of its turns too."""
     reward, *turns = (r + more for r in (trajectory.reward, *trajectory.turn_rewards))
     info = {**trajectory.info, **info}
+    if "run_reward" in info:
+        info["run_reward"] += more
     return replace(trajectory, reward=reward, turn_rewards=tuple(turns), info=info)

@@ -38,7 +38,7 @@ def test_a_wrong_answer_is_told_so_and_the_reward_of_a_retry_is_discounted(token
         tokenizer, pool, lambda p, i: f"{'72' if 'Again' in p else i}<|end|>",
         max_turns=3, turn_discount=0.5,
     )  # fmt: skip
-    assert [(t.reward, t.info["turns"]) for t in found] == [(0.5, 2)] * 3
+    assert [(t.reward, t.run_reward, t.info["turns"]) for t in found] == [(0.5, 1.0, 2)] * 3
     text = f"{PROMPT}1<|end|>{AGAIN}72<|end|>"
     t = found[1]
     assert tokenizer.decode(t.tokens) == text

@@ -65,7 +65,10 @@ class Turns(NamedTuple):
 
     async def run(self, fleet, task):
         group = await self.fake.run(fleet, task)
-        own = [dataclasses.replace(t, turn_rewards=(0.5,)) for t in group.trajectories]
+        own = [
+            dataclasses.replace(t, turn_rewards=(0.5,), info={"run_reward": 0.25})
+            for t in group.trajectories
+        ]
         return dataclasses.replace(group, trajectories=tuple(own))
 
 
@@ -75,6 +78,7 @@ def test_the_value_counts_for_each_turn_that_has_a_return_of_its_own(fake_workfl
     added = 2.0 * found.info["reward/model"]
     assert added != 0
     assert found.turn_rewards == pytest.approx((0.5 + added,))
+    assert found.run_reward == pytest.approx(0.25 + added)
 
 
 class Texts:
