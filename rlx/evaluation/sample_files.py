@@ -133,7 +133,7 @@ def shortfall(rows: Sequence[Mapping[str, Any]], out: Path) -> list[str]:
 def settings(
     how: QuestionOptions,
     models: Mapping[str, str],  # name → path
-    datasets: Mapping[str, list],  # name → [source, number of rows]
+    datasets: Mapping[str, list],  # name → [source, number of rows, reward]
     further: Mapping[str, Any],  # other settings that change the samples
     out: Path,
 ) -> dict[str, Any]:

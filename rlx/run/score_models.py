@@ -91,10 +91,11 @@ def score_models(
         fields = {
             "max_gen_tokens": options.sampling.max_new_tokens,
             "system_prompt": config.data.system_prompt, "seed": config.seed,
-            **({"chat_template": template} if template else {}),
+            "chat_template": template or None, "guide": options.sampling.guide or None,
+            "stop": [*options.sampling.stop] or None,
         }  # fmt: skip
         paths = {name: str(path.absolute()) for name, path in models.items()}
-        sources = {benchmark.name: [benchmark.source, len(rows)] for benchmark, rows in sets}
+        sources = {b.name: [b.source, len(rows), b.reward] for b, rows in sets}
         settings = sample_files.settings(how, paths, sources, fields, out)
         scored = dict[str, _Model]()
         for name, path in models.items():
@@ -219,10 +220,9 @@ class _Model:
         def submit(span: sample_files.SampleRange):
             greedy, index = span.first == sample_files.GREEDY, span.index
             temperature, top_p = (0.0, 1.0) if greedy else (how.temperature, how.top_p)
-            most, stop = options.sampling.max_new_tokens, options.sampling.stop
+            sampling = replace(options.evaluation, temperature=temperature, top_p=top_p, seed=None)
             return evaluator.submit(
-                job.rows[index], n=span.count, group_id=index,
-                sampling=Sampling(temperature, top_p, max_new_tokens=most, stop=stop),
+                job.rows[index], n=span.count, group_id=index, sampling=sampling,
                 seed=group_seed(self.config.seed, index, span.first),
             )  # fmt: skip
 

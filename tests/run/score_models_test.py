@@ -7,6 +7,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock, patch
 
 import jax
 import numpy as np
@@ -17,12 +18,13 @@ from rlx import config as rlx_config
 from rlx.base import UserError
 from rlx.evaluation import question_sets, sample_files
 from rlx.evaluation.sample_files import GREEDY, QuestionOptions, SampleRange
+from rlx.fleet.requests import Sampling
 from rlx.launch.local import LocalServers
 from rlx.model import directory, hf
 from rlx.rollout import arithmetic as rollout_arithmetic
 from rlx.run.export import named_models
 from rlx.run.room_options import RunOptions
-from rlx.run.score_models import _Model, score_models
+from rlx.run.score_models import _Job, _Model, score_models
 from rlx.system.jsonl import append_jsonl, read_jsonl, set_aside
 from rlx.system.workdir_lock import fresh_workdir, lock_workdir
 from tests.fixtures.chat_server import ChatServer
@@ -334,3 +336,44 @@ def test_runs_that_begin_together_get_directories_of_their_own(tmp_path, monkeyp
     with ThreadPoolExecutor(16) as pool:
         found = list(pool.map(fresh_workdir, ["configs/small.py"] * 64))
     assert len(set(found)) == 64
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("data.chat_template", "a.jinja", "chat_template='a.jinja', this one has None"),
+        ("sampling.guide", "{}", "guide='{}', this one has None"),
+        ("sampling.stop", ("x",), r"stop=\['x'\], this one has None"),
+        ("reward.name", "math", r"'math'\], this one is \['own.jsonl', 0, 'gsm8k'\]"),
+    ],
+)
+def test_samples_of_another_prompt_end_or_grader_are_not_continued(tmp_path, key, value, told):
+    def begin(config):
+        name = config.reward.name
+        sets = [(question_sets.Benchmark("own", "own.jsonl", name), [])]
+        score(config, {}, sets, tmp_path, n_samples=0, pass_at=())
+
+    config = rlx_config.default()
+    config.update_from_flattened_dict({key: value})
+    begin(config)
+    append_jsonl(tmp_path / "m" / "own.jsonl", {"index": 0, "sample": 0})
+    begin(config)
+    with pytest.raises(UserError, match=told):
+        begin(rlx_config.default())
+
+
+def test_a_guide_and_stops_of_the_config_hold(tmp_path):
+    asked = []
+
+    class Asked(MagicMock):
+        def submit(self, row, *, sampling, **_):
+            asked.append(sampling)
+            raise UserError("stop here")
+
+    config = rlx_config.default()
+    config.sampling.guide, config.sampling.stop = '{"type": "integer"}', ("x",)
+    model = _Model(config, RunOptions.of(config), QuestionOptions(), None, tmp_path)
+    job = _Job("x", [{}], [SampleRange(0, 0, 8)], tmp_path / "x.jsonl", None, None)
+    with patch("rlx.run.score_models.Evaluator", Asked), pytest.raises(UserError, match="here"):
+        model.ask(MagicMock(), job, lambda *_: None)
+    assert asked == [Sampling(0.6, 0.95, stop=("x",), guide='{"type": "integer"}')]
