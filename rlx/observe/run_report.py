@@ -160,7 +160,7 @@ def _cost_tiles(run: Run) -> Iterator[tuple[str, str, str, str]]:
         note = _fact(run, "at most; limit {}", "rollout.max_staleness") or "at most"
         yield "", "Staleness", number(max(lags)), note
     if (dropped := _last(run, "dropped")) is not None:
-        yield "bad" if dropped else "", "Dropped", number(dropped), "trajectories"
+        yield "bad" if dropped else "", "Dropped", number(dropped), "prompts"
 
 
 def _config(run: Run, defaults: Mapping[str, Any] | None) -> dict[str, Any]:
