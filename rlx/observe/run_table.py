@@ -14,7 +14,7 @@ from typing import Any
 from rlx.base import UserError, unknown
 from rlx.cli.text import aligned, number
 from rlx.observe.charts import mean
-from rlx.observe.metrics import HELD_OUT, STARTS, present
+from rlx.observe.metrics import HELD_OUT, STARTS, TRAINED, present
 from rlx.observe.run_report import flatten
 from rlx.observe.rundir import finite, lookup
 from rlx.system.jsonl import has_step, read_json, read_jsonl, read_last
@@ -79,17 +79,18 @@ def held_out(evals: Sequence[Mapping[str, Any]]) -> tuple[str, str, list[tuple[f
 
 
 def score(path: Path, step: int) -> float:
-    """Return a run's held-out value until a step, higher is better; else its late reward."""
+    """Return a run's held-out value until a step, higher is better; else its late reward or loss."""
 
     def until(name: str) -> list[dict[str, Any]]:
         return [r for r in read_jsonl(path / name) if has_step(r) and r["step"] <= step]
 
     key, _, scores = held_out(until("eval.jsonl"))
-    if scores:
+    if scores and scores[-1][1]:  # after a step: at 0 no setting has done anything yet
         return scores[-1][0] * (-1 if "loss" in key else 1)
-    latest = (r for r in until("metrics.jsonl") if r["step"] > 0.75 * step)
-    reward = mean([finite(r.get("task_reward")) for r in latest])
-    return -math.inf if reward is None else reward
+    latest = [r for r in until("metrics.jsonl") if r["step"] > 0.75 * step]
+    key = next(iter(present(TRAINED, latest)), "")
+    value = mean([finite(r.get(key)) for r in latest])
+    return -math.inf if value is None else value * (-1 if "loss" in key else 1)
 
 
 def sorted_rows(rows: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:

@@ -13,8 +13,9 @@ import pytest
 from rlx import sweep as command
 from rlx.base import UserError
 from rlx.config import default
-from rlx.observe.run_table import find, summary
+from rlx.observe.run_table import find, score, summary
 from rlx.run import allocate, run_grid
+from rlx.system.jsonl import append_jsonl
 from tests.fixtures.commands import path_without_torch
 from tests.run.main_test import wait_for
 
@@ -152,3 +153,15 @@ def test_halving_finishes_the_better_half_and_decides_again_alike(tmp_path):
     left = [line for line in out.splitlines() if ": ends at step " in line]
     assert left == [line for line in again.splitlines() if ": ends at step " in line]
     assert len(left) == 2
+
+
+@pytest.mark.parametrize(("metric", "better"), [("task_reward", 0.9), ("sft_loss", 0.1)])
+def test_an_evaluation_before_the_first_step_decides_nothing(tmp_path, metric, better):
+    """By default there is no other until the end, and it is the same for all."""
+    for name, value in (("a", 0.5), ("b", better)):
+        append_jsonl(tmp_path / name / "eval.jsonl", {"step": 0, "greedy_acc": 0.3})
+        for step in range(1, 5):
+            append_jsonl(tmp_path / name / "metrics.jsonl", {"step": step, metric: value})
+    assert score(tmp_path / "b", 4) > score(tmp_path / "a", 4)
+    append_jsonl(tmp_path / "a" / "eval.jsonl", {"step": 4, "greedy_acc": 0.4})
+    assert score(tmp_path / "a", 4) == 0.4
