@@ -23,7 +23,7 @@ class Position:
 
     def after(self, prompts: int, rows: int, seconds: float) -> "Position":
         """Return the position one batch later, after `prompts` in total from data of `rows`."""
-        epoch = prompts // rows
+        epoch = max(self.epoch, prompts // rows)  # a batch may have only stragglers
         epoch_step = self.epoch_step + 1 if epoch == self.epoch else 0
         return Position(epoch, epoch_step, self.step + 1, seconds)
 

@@ -94,3 +94,11 @@ def test_an_export_is_named_by_epoch_step_and_all_steps():
     path = positions(random.Random(0), 9)
     assert path[8].name == "epoch1epochstep0globalstep8"  # 56 of 50 prompts
     assert path[9].name == "epoch1epochstep1globalstep9"
+
+
+def test_a_batch_of_stragglers_does_not_bring_back_the_epoch_before():
+    path = [Position()]
+    for prompts in (4, 9, 7, 11):  # the third batch is of prompts before those of the second
+        path.append(path[-1].after(prompts, 8, 0.0))
+    assert [(p.epoch, p.epoch_step) for p in path[1:]] == [(0, 1), (1, 0), (1, 1), (1, 2)]
+    assert [p.step for p in acted(every(epochs=1, steps=3), path[1:], path[0])] == [2, 3]
