@@ -79,7 +79,7 @@ def held_out(evals: Sequence[Mapping[str, Any]]) -> tuple[str, str, list[tuple[f
 
 
 def score(path: Path, step: int) -> float:
-    """Return a run's held-out value until a step, higher is better; else its late reward or loss."""
+    """Return a run's held-out value until a step, more is better; else its late reward or loss."""
 
     def until(name: str) -> list[dict[str, Any]]:
         return [r for r in read_jsonl(path / name) if has_step(r) and r["step"] <= step]
