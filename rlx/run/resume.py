@@ -116,14 +116,16 @@ def setting_changes(before: Mapping[str, Any], now: Mapping[str, Any], step: int
     """Yield messages about settings and learning rates that change after `step`."""
     if changed := list(differences(before, now)):
         yield f"settings change after step {step}: {'; '.join(changed)}"
-        done = step * before["train"]["minibatches"]
+        waited = before["critic"]["warmup_steps"]  # steps without an update of the policy
+        done = max(0, step - waited) * before["train"]["minibatches"]
         last, same, new = _rate(before, done - 1), _rate(before, done), _rate(now, done)
         if not math.isclose(same, new, rel_tol=0.01):
             yield f"learning rate {last:.3g} at the last update, {new:.3g} at the next"
 
 
 def _rate(config: Mapping[str, Any], update: int) -> float:
-    updates = config["total_steps"] * config["train"]["minibatches"]
+    steps = config["total_steps"] - config["critic"]["warmup_steps"]
+    updates = steps * config["train"]["minibatches"]
     return float(rate_at(OptimizerOptions(**config["optimizer"]), updates, update, np))
 
 

@@ -114,6 +114,15 @@ def test_settings_that_change_are_told_with_the_learning_rates_before_and_after(
     ]
 
 
+def test_the_rates_that_are_told_know_of_steps_in_which_only_the_critic_learns(config):
+    config.optimizer.schedule, config.total_steps, config.train.minibatches = "linear", 6, 2
+    config.critic.warmup_steps = 2
+    before = as_json(config)
+    config.total_steps = 10
+    _, rates = resume.setting_changes(before, as_json(config), 4)
+    assert rates == "learning rate 6.25e-07 at the last update, 7.5e-07 at the next"
+
+
 def test_a_run_that_has_all_its_steps_is_not_begun_again(tmp_path, config):
     config.total_steps = 3
     assert resume.finished_steps(config, tmp_path) == 0
