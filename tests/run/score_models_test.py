@@ -374,6 +374,7 @@ def test_a_guide_and_stops_of_the_config_hold(tmp_path):
     config.sampling.guide, config.sampling.stop = '{"type": "integer"}', ("x",)
     model = _Model(config, RunOptions.of(config), QuestionOptions(), None, tmp_path)
     job = _Job("x", [{}], [SampleRange(0, 0, 8)], tmp_path / "x.jsonl", None, None)
-    with patch("rlx.run.score_models.Evaluator", Asked), pytest.raises(UserError, match="here"):
+    evaluator = patch("rlx.run.score_models.Evaluator", lambda *_, **__: Asked())
+    with evaluator, pytest.raises(UserError, match="stop here"):
         model.ask(MagicMock(), job, lambda *_: None)
     assert asked == [Sampling(0.6, 0.95, stop=("x",), guide='{"type": "integer"}')]
