@@ -431,7 +431,7 @@ class Member:
             longest = self._limits.probe_seconds + self._limits.hang_seconds
             if (now := time.monotonic()) - start > longest:
                 self.waits = self.waits.updated(now)  # this process was stopped meanwhile
-            if not self._updating.locked() and (late := self._silent(self)):
+            if not (self._updating.locked() or self._level) and (late := self._silent(self)):
                 self._mute = self.status.instance
                 self.fail(f"{_MUTE} for {late:.0f} s; it is not used until it sends one")
                 self._restart(self.address, math.inf)

@@ -1,9 +1,11 @@
 """Servers that a fleet lets sleep and wakes, also those that are lost meanwhile."""
 
 import asyncio
+import time
 
 import pytest
 
+from rlx.fleet import balancer, silence
 from rlx.fleet.client import Fleet
 from rlx.fleet.requests import Sampling
 
@@ -115,5 +117,28 @@ def test_a_fleet_that_begins_asleep_wakes_its_servers_once(tools, sleeping):
             await other.set_sleep(0)
             assert engine.notes[2:] == [(0, 0)]
             await other.close()
+
+    tools.run(main())
+
+
+def test_a_server_that_sleeps_is_not_silent(tools, sleeping, monkeypatch):
+    """The last tokens of another one may come after it fell asleep; it would be killed for that."""
+    monkeypatch.setattr(balancer, "_LEAST", 0.1)
+    monkeypatch.setattr(silence, "FACTOR", 1)
+
+    async def main():
+        async with sleeping(2) as (fleet, engines, _):
+            for engine in engines:
+                engine.step_seconds = 0.01
+            sampling = Sampling(max_new_tokens=4000, seed=1)
+            asked = asyncio.create_task(fleet.probe([[1, 2, 3]], sampling))  # of both servers
+            await asyncio.sleep(0.3)
+            await fleet.set_sleep(1)
+            one, other = fleet._members
+            assert one.waits.calls == other.waits.calls == 1
+            other.waits = other.waits.token(time.monotonic())
+            await asyncio.sleep(1.0)
+            assert [*fleet.states().values()] == ["", ""]
+            asked.cancel()
 
     tools.run(main())
