@@ -388,8 +388,11 @@ class Member:
             self._level = None
             if self._sleep():  # before weights take memory
                 await self.sleep_or_wake()
-            await self.update()
-            await self.sleep_or_wake()
+            while True:
+                await self.update()
+                await self.sleep_or_wake()
+                if self._wanted() in (None, self._has):  # no others came while it woke
+                    break
             was_live = self.live = True
             self._serves = self._serves or (self.status.version, self.status.weights_crc32)
             self._changed()

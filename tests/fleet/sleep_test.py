@@ -142,3 +142,27 @@ def test_a_server_that_sleeps_is_not_silent(tools, sleeping, monkeypatch):
             asked.cancel()
 
     tools.run(main())
+
+
+def test_weights_that_come_while_a_server_wakes_reach_it(tools, sleeping):
+    async def main():
+        async with sleeping(2) as (fleet, engines, _):
+            await fleet.publish(1, tools.weights(0.5))
+            await fleet.set_sleep(0)
+            waking, go_on = asyncio.Event(), asyncio.Event()
+
+            async def resume():
+                waking.set()
+                await go_on.wait()
+
+            engines[0].resume = resume
+            member = fleet._members[0]
+            member.fail("a test says so")
+            await waking.wait()
+            await fleet.publish(2, tools.weights(0.25))
+            go_on.set()
+            while member.address not in fleet.live:
+                await asyncio.sleep(0.01)
+            assert engines[0].version == 2
+
+    tools.run(main())
