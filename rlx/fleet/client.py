@@ -178,7 +178,8 @@ class Fleet:
             while member in self._members or member.load:
                 if running.done():
                     if self._connected or member.joined:  # before that, `connect` raises it
-                        self.say(f"continuing without {member.address}: {member.fatal}")
+                        why = member.fatal or running.exception()
+                        self.say(f"continuing without {member.address}: {why}")
                     return
                 await asyncio.wait([running], timeout=self._limits.probe_seconds)
         finally:

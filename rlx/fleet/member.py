@@ -132,7 +132,10 @@ class Member:
         delay = 0.05
         while not self.fatal:
             start = time.monotonic()
-            was_live = await self._live_once()
+            try:
+                was_live = await self._live_once()
+            except (UserError, OSError) as error:  # of TLS files, maybe replaced just now
+                was_live, self.reason = False, str(error)
             delay = 0.05 if was_live else min(2 * delay, self._limits.backoff)
             await asyncio.sleep(delay)
             # Any longer, the server was live or this process was stopped.

@@ -1,8 +1,10 @@
 """Who may talk to whom: real certificates, real handshakes, and errors that say what to do."""
 
+import asyncio
 import dataclasses
 import datetime
 import os
+import shutil
 
 import pytest
 import trustme
@@ -190,6 +192,26 @@ def test_servers_send_weights_to_each_other_by_the_same_rules(
                 assert report.sent_bytes == copies * report.num_bytes
                 assert len(report.acks) == 3
                 assert [engine.version for engine in (a, b, c)] == [1, 1, 1]
+            finally:
+                await fleet.close()
+
+    tools.run(main())
+
+
+def test_files_that_are_being_replaced_are_read_again(tools, pem, tmp_path):
+    """A server that could not be reached in that moment was never tried again."""
+    ca, limits = tmp_path / "ca.pem", dataclasses.replace(tools.limits, connect_seconds=4.0)
+
+    async def main():
+        async with tools.server(tls=pem("ours"), token="sesame") as (_, server):
+            address = f"127.0.0.1:{server.port}"
+            fleet = Fleet([address], token="sesame", tls=Tls(ca=str(ca)), limits=limits)
+            connecting = asyncio.create_task(fleet.connect())
+            try:
+                await asyncio.sleep(0.2)
+                assert "cannot read" in fleet.states()[address]
+                shutil.copy(pem("", "ours").ca, ca)
+                await connecting
             finally:
                 await fleet.close()
 
