@@ -542,7 +542,7 @@ class Member:
     ) -> pb.PublishReply:  # fmt: skip
         """Send the weights; with a route, return as soon as it has a result."""
         relay = route.relay if route else None
-        seconds = self._limits.publish_seconds(weights.num_bytes)
+        seconds = self._limits.publish_seconds(weights.work_bytes)
         parts = self._parts(weights, delta, relay, offer)
         call = asyncio.ensure_future(
             self._stub.Publish(parts, timeout=seconds, metadata=self._metadata)

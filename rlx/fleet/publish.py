@@ -162,6 +162,7 @@ class Adapter:
     scale: float  # factor of B·A: alpha / rank
     dtype: str  # of the sum: float32 | bfloat16 | float16
     base: bytes  # `adapter.digest` of the base model
+    base_bytes: int = 0  # size of its files, which each server reads
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,6 +178,11 @@ class Weights:
     delta: Delta | None = None
     adapter: Adapter | None = None
     sums: tuple[int, ...] = ()  # as of `Buckets.write`, if we wrote the file
+
+    @property
+    def work_bytes(self) -> int:
+        """Bytes that a server reads for it, for a deadline."""
+        return self.num_bytes + (self.adapter.base_bytes if self.adapter else 0)
 
     @property
     def identity(self) -> tuple[int, int]:

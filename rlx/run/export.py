@@ -44,12 +44,13 @@ class Export:
         self._tokenizer_files: Any = {"source": source, "chat_template": template}
         self._lora, self._dtype, self._publish = options.lora, options.publish_dtype, publish
         self.base_digest = adapter.digest(model_dir) if self._lora else b""
+        self._base_bytes = adapter.num_bytes(model_dir) if self._lora else 0
 
     def publish(self, state: State, send: Callable[[Buckets | Adapter], Future]) -> Future:
         """Give `send` the policy of `state`, in the form that the fleet loads; see `hand_over`."""
         if not self._lora or self._publish != "adapter":
             return hand_over(self._update.weights(state), send)
-        fields = self._lora.scale, self._dtype, self.base_digest
+        fields = self._lora.scale, self._dtype, self.base_digest, self._base_bytes
         adapters = self._update.weights(state, adapters=True)
         return hand_over(adapters, lambda tensors: send(Adapter(tensors, *fields)))
 

@@ -44,7 +44,8 @@ def main() -> None:
         try:
             base, _ = await asyncio.gather(in_thread(adapter.digest, model), fleet.connect())
             trainer: Any = await in_thread(load, model, a.dtype, fleet.context)
-            samplers = Samplers(fleet, base, a.dtype, side_by_side=a.adapters > 0)
+            size = adapter.num_bytes(model)
+            samplers = Samplers(fleet, base, a.dtype, a.adapters > 0, size)
             api = TinkerApi(trainer, samplers, names, tokenizer, keys, directory, a.budget)
             await serving.answer(api.application, a.host, a.port, tls)
         finally:

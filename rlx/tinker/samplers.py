@@ -65,12 +65,15 @@ class WeightTurns:
 class Samplers:
     """Samples and scores by the base model, or by it with the adapter in a PEFT directory.
 
-    `base` is the digest of the base model of the connected fleet's servers, which add adapters to
-    it in `dtype`. If adapters are `side_by_side`, the servers read them by themselves.
+    `base` is the digest of the base model of the connected fleet's servers, whose files have
+    `base_bytes`. They add adapters to it in `dtype`, or read them by themselves if `side_by_side`.
     """
 
-    def __init__(self, fleet: Fleet, base: bytes, dtype: str, side_by_side: bool = False):
-        self._fleet, self._base, self._dtype = fleet, base, dtype
+    def __init__(
+        self, fleet: Fleet, base: bytes, dtype: str, side_by_side: bool = False,
+        base_bytes: int = 0,
+    ):  # fmt: skip
+        self._fleet, self._base, self._dtype = fleet, (base, base_bytes), dtype
         self._side_by_side = side_by_side
         self._turns, self._version, self._publishing = WeightTurns(), 0, asyncio.Lock()
         self._published: tuple[Hashable, asyncio.Future] | None = None
@@ -126,4 +129,4 @@ class Samplers:
             scale = peft.load_config(adapter).scale
             with open_tensors(adapter / peft.WEIGHTS) as saved:
                 tensors = {name: np.array(saved[name]) for name in saved}
-        return Adapter(tensors, scale, self._dtype, self._base)
+        return Adapter(tensors, scale, self._dtype, *self._base)

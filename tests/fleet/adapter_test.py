@@ -1,6 +1,8 @@
 """Publishing by adapter over real gRPC: what engines get is the base plus scale·B·A, or nothing."""
 
 import asyncio
+import dataclasses
+import time
 import tracemalloc
 import zlib
 
@@ -110,6 +112,25 @@ def test_servers_add_the_adapter_to_their_base(dtype, tools, arithmetic, model_d
             )
         untouched = f"{NAMES[1]}.weight"
         np.testing.assert_array_equal(engine.given[untouched], want[untouched])
+
+
+def test_the_deadline_of_an_adapter_counts_its_base(
+    tools, arithmetic, model_dir, tmp_path, monkeypatch
+):
+    """A server reads and writes all of that, which takes far longer than a few matrices."""
+    require = adapter.Base.require
+    monkeypatch.setattr(adapter.Base, "require", lambda *a: time.sleep(1.0) or require(*a))
+    sent = Adapter(adapter_tensors(), 0.7, "float32", adapter.digest(model_dir), 200 << 20)
+    limits = dataclasses.replace(tools.limits, publish_timeout_seconds=0.3)
+    engine = recording(arithmetic)
+
+    async def main():
+        options = {"limits": limits, "model_dir": str(model_dir)}
+        async with tools.fleet(1, tmp_path, [engine], **options) as (fleet, _, _):
+            await asyncio.wait_for(fleet.publish(4, sent, "adapter"), 5)
+
+    tools.run(main())
+    assert engine.version == 4
 
 
 def test_each_publish_begins_with_the_base_again(tools, arithmetic, model_dir, tmp_path):

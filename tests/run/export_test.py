@@ -115,9 +115,11 @@ def test_adapters_are_handed_over_with_what_servers_need(tmp_path, thread, monke
         seen.append(weights)
         return thread.submit(publish.stage, 1, weights, "adapter", tmp_path)
 
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
     export = Export(options, "adapter", Trainer(), tmp_path, tmp_path)
     staged = export.publish(3.0, send).result()
     assert isinstance(seen[0], Adapter)
     assert (staged.adapter.scale, staged.adapter.base) == (2.0, b"base")
+    assert staged.work_bytes == staged.num_bytes + 1000
     assert set(load_file(staged.path)) == set(NAMES)
     staged.close()
