@@ -34,8 +34,8 @@ def make_plan(slots: int, max_model_len: int, steps: int) -> CachePlan:
     slots = max(slots, 2)
     chunk = 32 if max_model_len <= 512 else 128
     prompt = -(-max_model_len // chunk) * chunk
-    # No room past max_model_len: only a sequence's last decode call reaches beyond it. XLA shifts
-    # that write back to fit, over positions that are not read again.
+    # No room past max_model_len: only a sequence's last decode call, or one with a guide, reaches
+    # beyond it. XLA shifts a last write back to fit, over positions that are not read again.
     length = max(-(-max(prompt, max_model_len) // _LENGTH_UNIT) * _LENGTH_UNIT, steps)
     slot_buckets = tuple(b for b in (8, 16, 32, 64, 128, 256) if b <= slots * 2 // 3)
     shorter = (64, 128, 192, 256, 384, 512, 768, *(1024 * k for k in (1, 2, 4, 8, 16)))

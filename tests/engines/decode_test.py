@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rlx.engines.jax import decode, kv_cache, programs, serving_params
+from rlx.engines.jax import slots as table
 from rlx.engines.jax.programs import Programs
 from rlx.engines.kv_memory import make_plan
 from rlx.model import decoder, hf, params
@@ -309,6 +310,24 @@ def test_on_a_gpu_new_tokens_are_written_where_a_cpu_writes_them(monkeypatch):
             np.testing.assert_array_equal(np.delete(x, 3, axis=0), np.delete(y, 3, axis=0))
         ended = np.concatenate([old.values[3, :, :62], new.values[3, :, :2]], axis=1)
         np.testing.assert_array_equal(a.values[3], ended)
+
+
+def test_a_guided_sequence_keeps_its_cache_near_the_end():
+    """It takes one token of a call, so it goes on after calls that reach past the end."""
+    plan = make_plan(slots=8, max_model_len=64, steps=STEPS)
+    runs, weights = Programs(WIDE, plan, STEPS, jnp.float32), serve(WIDE, random_params(WIDE))
+    rng = np.random.default_rng(0)
+    cache = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), runs.new_cache())
+    before, inputs = jax.tree.map(np.array, cache), table.idle_inputs(plan.slots, STEPS)
+    inputs.numbers[0, [table.TOKEN, table.LENGTH, table.BUDGET]] = 5, 61, 1
+    every = np.full((plan.slots, WIDE.vocab_size // 8), 255, np.uint8)
+    guided = runs.full._replace(kind=table.GUIDED)
+    block, got = runs.decode(weights, cache, guided, inputs._replace(allowed=every))
+    assert block.counts[0] == 1
+    for old, new in zip(before, got, strict=True):
+        np.testing.assert_array_equal(new.keys[0, ..., :61], old.keys[0, ..., :61])
+        np.testing.assert_array_equal(new.values[0, :, :61], old.values[0, :, :61])
+        assert (new.values[0, :, 61] != old.values[0, :, 61]).any()
 
 
 def test_programs_agree_within_a_bound_up_to_other_tokens():

@@ -70,13 +70,14 @@ def take(cache: Cache, slot: jax.Array) -> Cache:
     return jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, slot, 1), cache)
 
 
-def append(cache: Cache, recent: Cache, positions: jax.Array) -> Cache:
+def append(cache: Cache, recent: Cache, positions: jax.Array, past_end: bool = False) -> Cache:
     """Write `recent` [B, K, R, H], from `decode`, to the first B slots at `positions` [B].
 
-    Only a sequence that has ended reaches past the cache's end; such a write need not be kept.
+    On a CPU a write that reaches past the cache's end is shifted back, over earlier tokens. Without
+    `past_end` only a sequence that has ended may reach that far; such a write need not be kept.
     """
     slots, steps = recent[0].keys.shape[0], recent[0].keys.shape[2]
-    if not on_cpu():  # a kernel for each array, where the loop has one for each array and slot
+    if past_end or not on_cpu():  # a kernel for each array; the loop has one for each slot too
         at = jnp.arange(slots)[:, None], positions[:, None] + jnp.arange(steps)
         return tuple(
             LayerCache(

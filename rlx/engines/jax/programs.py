@@ -186,8 +186,11 @@ class Programs:
         if self._agreed.get(shape, 0) < TRIALS:
             block, recent = self._try(params, cache, shape, inputs, block, recent)
         rows = recent[0].keys.shape[0]
-        append = self._get(("append", rows))
-        cache = append(cache, recent, inputs.numbers[:rows, slots.LENGTH])
+        lengths = inputs.numbers[:rows, slots.LENGTH]
+        # A sequence with a guide goes on after such a call, of which it takes one token.
+        late = inputs.allowed is not None and lengths.max() + self._steps > self.plan.length
+        append = self._get(("append", rows, True) if late else ("append", rows))
+        cache = append(cache, recent, lengths)
         return jax.tree.map(np.asarray, block), cache
 
     def _decode(self, params, cache, shape: Shape, inputs: slots.DecodeInputs):
@@ -248,9 +251,10 @@ class Programs:
                 inputs = inputs._replace(allowed=bits)
             return partial(_decode, config, steps, key), (), (params, cache, inputs)
         match key:
-            case ("append", rows):
+            case ("append", rows, *past_end):
                 recent = partial(kv_cache.init_recent, config, rows, steps, self._dtype)
-                return kv_cache.append, (0,), (cache, jax.eval_shape(recent), _ints(rows))
+                append = partial(kv_cache.append, past_end=bool(past_end))
+                return append, (0,), (cache, jax.eval_shape(recent), _ints(rows))
             case ("prefill", rows):
                 tokens = _ints(rows, plan.prompt)
                 prefill = partial(_prefill, config, plan)
