@@ -157,7 +157,7 @@ class VllmEngine(ModelEngine):
                 if left:
                     self._check_alive()
         finally:
-            await self._abort([sample for sample in samples if not sample.ended])
+            await self._drop(samples)
 
     async def score(self, request: ScoreRequest) -> Scores:
         self._check_score(request)
@@ -173,8 +173,7 @@ class VllmEngine(ModelEngine):
                     if not sample.ended:
                         self._check_alive()
             finally:
-                if not sample.ended:
-                    await self._abort([sample])
+                await self._drop([sample])
             if sample.stop_reason != "abort":
                 logprobs = np.array(sample.logprobs, np.float32)
                 return Scores(logprobs[request.first - 1 :], sample.versions[0])
@@ -246,7 +245,8 @@ class VllmEngine(ModelEngine):
                     waiting = [sample for sample in self._samples.values() if not sample.started]
                     await self._abort(waiting)
                     for sample in waiting:
-                        await self._admit(sample)
+                        if not sample.ended:
+                            await self._admit(sample)
             except BaseException as error:  # weights may be mixed
                 self._fail(error)
                 raise
@@ -379,6 +379,13 @@ class VllmEngine(ModelEngine):
             ]
         self._samples[request.request_id] = sample
         await self._await_core(self.llm.engine_core.add_request_async(request))
+
+    async def _drop(self, samples: "Sequence[_Sample]") -> None:
+        """Abort samples that are not read any more, even while `load` holds them."""
+        left = [sample for sample in samples if not sample.ended]
+        for sample in left:
+            sample.ended = True
+        await self._abort(left)
 
     async def _abort(self, samples: "list[_Sample]") -> None:
         ids = [sample.core_request.request_id for sample in samples]
