@@ -72,7 +72,8 @@ class RunOptions:
                                 guide=sampling.guide, seed=config.seed),
             patience=Patience(rollout.max_attempts, rollout.max_failure_rate,
                               outage=rollout.outage_seconds),
-            limits=read_options(Timeouts, fleet, request=rollout.request_timeout_seconds),
+            # gRPC takes no infinite deadline.
+            limits=read_options(Timeouts, fleet, request=min(rollout.request_timeout_seconds, 1e9)),
             servers=asdict(read_options(EngineOptions, fleet, max_model_len=context, sleep="off"))
             | {
                 "engine": fleet.engine, "seed": config.seed, "publish_dir": fleet.publish_dir,

@@ -1,5 +1,6 @@
 """What is said while a run's parts are built."""
 
+import math
 import subprocess
 from types import SimpleNamespace
 
@@ -72,6 +73,12 @@ def test_truncated_draws_with_a_teacher_are_reported_at_the_start(monkeypatch, t
     for name, value in (("top_p", 0.9), ("top_k", 20), ("min_new_tokens", 4)):
         (line,) = said("rlx:arithmetic", **{name: value})
         assert f"{name}={value} in config.sampling: the teacher's logprobs" in line
+
+
+def test_a_rollout_without_a_deadline_has_one_that_grpc_takes():
+    config = default()
+    config.rollout.request_timeout_seconds = math.inf
+    assert 1e8 < RunOptions.of(config).limits.request < math.inf
 
 
 def test_a_run_asks_for_masks_where_its_draws_are_truncated():
