@@ -72,12 +72,16 @@ class Tenant:
         self._remove_unnamed("*")  # of a server that was killed
 
     def open(self) -> str:
-        """Return a new session; end those of clients that have gone."""
-        name, now = secrets.token_hex(8), time.monotonic()
+        """Return a new session."""
+        name = secrets.token_hex(8)
+        self._heard[name] = time.monotonic()
+        return name
+
+    def end_silent(self) -> None:
+        """End the sessions of clients that have gone."""
+        now = time.monotonic()
         for session in [s for s, last in self._heard.items() if now - last > _SILENCE]:
             self.end(session)
-        self._heard[name] = now
-        return name
 
     def beat(self, session: Any) -> str:
         """Note that a session is alive; ApiError (410) unless it is open."""

@@ -72,7 +72,7 @@ class TinkerApi:
             "POST telemetry": lambda tenant, args: {"status": "accepted"},
             "GET healthz": lambda tenant, args: {"status": "ok"},
             "GET get_server_capabilities": self._capabilities,
-            "POST create_session": lambda tenant, args: {"session_id": tenant.open()},
+            "POST create_session": self._open,
             "POST session_heartbeat": lambda tenant, args: {"_": tenant.beat(args["session_id"])},
             "POST sessions/{session}/finish": lambda tenant, args: tenant.end(args["session"]),
             "POST create_model": self._create_model, "POST get_info": self._info,
@@ -118,6 +118,11 @@ class TinkerApi:
             raise dialects.invalid("the body", args, "a JSON object")
         path = {**request.match_info, "origin": str(request.url.origin())}
         return web.json_response(handler(tenant, {**args, **path}))
+
+    def _open(self, tenant: Tenant, args: _Json) -> _Json:
+        for each in self._tenants.values():  # others may never come again, and hold device memory
+            each.end_silent()
+        return {"session_id": tenant.open()}
 
     def _submit(self, work: _Work, tenant: Tenant, args: _Json) -> _Json:
         """Promise the result of `work`, which runs when it is the turn of the request's number."""

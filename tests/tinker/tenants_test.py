@@ -3,6 +3,7 @@
 import pytest
 
 from rlx.base import UserError
+from rlx.tinker import tenants
 from rlx.tinker.tenants import Tenant
 
 PATH = "tinker://run:train:0/weights/first"
@@ -26,3 +27,19 @@ def test_a_malformed_name_is_refused(tmp_path, name):
     with pytest.raises(UserError, match="is malformed"):
         save(Tenant(tmp_path), f"tinker://run:train:0/weights/{name}", overwrite=True)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_new_session_ends_those_of_every_client_that_has_gone(tmp_path, monkeypatch):
+    """Their adapters stayed in the device's memory until the same key came again."""
+    tinker_api = pytest.importorskip("rlx.tinker.tinker_api")
+    one, other = Tenant(tmp_path / "one"), Tenant(tmp_path / "other")
+    api = tinker_api.TinkerApi(
+        None, None, (), "", (), tmp_path, 1, _tenants={"one": one, "other": other}
+    )
+    session, kept = one.open(), other.open()
+    for tenant, name in ((one, session), (other, kept)):
+        tenant.models[f"{name}:train:0"] = "adapters"
+    one._heard[session] -= 2 * tenants._SILENCE
+    api._open(other, {})
+    assert not one.models
+    assert list(other.models) == [f"{kept}:train:0"]
