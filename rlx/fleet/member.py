@@ -17,7 +17,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -246,11 +245,10 @@ class Member:
         message.instance, call = self.status.instance, None
         how = {"timeout": self._limits.request, "metadata": self._call_metadata()}
         try:
-            with self._in_flight(request.n) as progress:
+            with self._in_flight(request.n):
                 await self._add_images(request.images)
                 call = self._stub.Generate(message, **how)
                 async for reply in call:
-                    progress.replied = True
                     self.waits = self.waits.token(time.monotonic())
                     yield wire.chunks_from(reply)
         finally:
@@ -286,17 +284,13 @@ class Member:
         return (*self._metadata, *traces.metadata())
 
     @contextmanager
-    def _in_flight(self, samples: int) -> Iterator[SimpleNamespace]:
-        """Count `samples` as load during a call, and translate gRPC's errors.
-
-        Yields an object whose `replied` the call must set after the first message.
-        """
-        progress = SimpleNamespace(replied=False)
+    def _in_flight(self, samples: int) -> Iterator[None]:
+        """Count `samples` as load during a call, and translate gRPC's errors."""
         self.load, self.waits = self.load + samples, self.waits.began(time.monotonic())
         try:
-            yield progress
+            yield
         except grpc.aio.AioRpcError as error:
-            raise self._call_error(error, progress.replied) from error
+            raise self._call_error(error) from error
         except asyncio.CancelledError:
             if _cancelled_by_caller():
                 raise
@@ -304,7 +298,7 @@ class Member:
         finally:
             self.load, self.waits = self.load - samples, self.waits.ended()
 
-    def _call_error(self, error: grpc.aio.AioRpcError, replied: bool) -> Exception:
+    def _call_error(self, error: grpc.aio.AioRpcError) -> Exception:
         code, text = error.code(), wire.describe(error)
         if code in _BAD_REQUEST:
             return ValueError(error.details())
@@ -313,7 +307,7 @@ class Member:
         if code is _Code.FAILED_PRECONDITION:  # it has dropped an image
             self._added.clear()
         if code in _GONE:
-            if code is not _Code.DEADLINE_EXCEEDED or not replied:  # slow is not dead
+            if code is not _Code.DEADLINE_EXCEEDED:  # a long queue; `_watch` finds what is dead
                 self.fail(text)
             return Lost(text)
         if code is _Code.RESOURCE_EXHAUSTED and (error.details() or "").startswith(wire.QUEUE_FULL):

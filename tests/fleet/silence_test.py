@@ -160,3 +160,21 @@ def test_a_paused_server_is_not_the_least_loaded_one(tools, tmp_path):
             return [len(engine.requests) for engine in engines]
 
     assert tools.run(main()) == [0, 6]
+
+
+def test_a_request_that_waits_until_its_deadline_ends_no_other(tools, tmp_path):
+    """A queue may be longer than that. The server was lost, with all requests that it answered."""
+    limits, lines = dataclasses.replace(tools.limits, request=0.4), []
+
+    async def main():
+        async with tools.fleet(1, tmp_path, limits=limits) as (fleet, (engine,), _):
+            fleet._members[0]._say = lines.append
+            await engine.pause()
+            waits = fleet.generate(PROMPT, Sampling(seed=1, max_new_tokens=4), 1)
+            asked = asyncio.create_task(waits)
+            await asyncio.sleep(1.0)
+            await engine.resume()
+            await asked
+
+    tools.run(main())
+    assert lines == []
