@@ -140,7 +140,7 @@ class Timeouts:
         1, "servers to which each sends streamed weights; 0: the trainer sends to all", "0"
     )
     publish_timeout_seconds: float = option(
-        120.0, "limit to take weights, and 20 for each GB of them; then a server is lost"
+        120.0, "limit to take weights, and 20 for each GB; then a server is lost", "(0, inf)"
     )
     connect_seconds: float = option(60.0, "limit for servers to answer at the start", "(0, inf)")
     probe_seconds: float = option(1.0, "between two probes of a server", "(0, inf)")
