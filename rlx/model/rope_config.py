@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from rlx.base import UserError
-from rlx.model.config_forms import NotOurs, check, need
+from rlx.model.config_forms import NotOurs, check
 
 KINDS = ("default", "linear", "llama3", "yarn")
 LAYER_KINDS = ("full_attention", "sliding_attention")  # layers without and with a window
@@ -63,13 +63,12 @@ def from_hf(hf: Mapping[str, Any], kinds: tuple[str, ...] = KINDS) -> Rope:
         raise NotOurs(f"unsupported RoPE scaling {kind!r}; use one of {', '.join(kinds)}")
     if options.pop("partial_rotary_factor", 1.0) != 1.0:
         raise NotOurs("unsupported option partial_rotary_factor; use a model without it")
-    if kind in ("llama3", "yarn"):
-        options.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
-    if kind == "longrope":
+    longest, original = hf["max_position_embeddings"], "original_max_position_embeddings"
+    if kind in ("llama3", "yarn", "longrope"):
         # As in HF, the model's own key wins over the one among RoPE's.
-        original = need(hf, "original_max_position_embeddings")
-        options |= {"original_max_position_embeddings": original}
-        options.setdefault("factor", hf["max_position_embeddings"] / original)
+        options[original] = hf.get(original) or options.get(original) or longest
+    if kind == "longrope":
+        options.setdefault("factor", longest / options[original])
         options |= {k: tuple(v) for k, v in options.items() if isinstance(v, list)}
     known = {field.name for field in fields(Rope)} - {"kind", "theta", "long"}
     for key in _REQUIRED[kind]:

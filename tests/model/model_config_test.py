@@ -142,6 +142,16 @@ def test_the_original_context_defaults_to_the_longest(kind):
     assert config.rope.original_max_position_embeddings == 256
 
 
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_the_models_own_original_context_wins_as_in_transformers(kind):
+    scaling = spelled("rope_scaling", kind, ROPES[kind][0])
+    given = hf_dict(original_max_position_embeddings=32, **scaling)
+    theirs = transformers.AutoConfig.for_model(**given).rope_parameters
+    config = ModelConfig.from_hf(given)
+    wanted = theirs["original_max_position_embeddings"]
+    assert config.rope.original_max_position_embeddings == wanted == 32
+
+
 @pytest.mark.parametrize(("architecture", "kind"), KINDS)
 def test_a_round_trip_changes_nothing(architecture, kind):
     config = ModelConfig.from_hf(
