@@ -153,7 +153,7 @@ class Generation:
         # The journal does not have the decode call, so each is tried, the latest first.
         while result.differs:
             prefills = result.recording.prefills
-            first = result.same // self._options["decode_steps"]
+            first = result.same // result.recording.stride(self._options["decode_steps"])
             calls = [call for call in range(first, 0, -1) if call not in prefills]
             tries = [replace(result.recording, prefills=prefills | {call}) for call in calls]
             again = self._again(tries[: self._options["slots"]])

@@ -112,6 +112,28 @@ def test_samples_are_made_again_across_weights_and_requests(tiny_model_dir, tmp_
     other.end()
 
 
+def test_a_guides_sample_is_made_again_a_token_a_call(tiny_model_dir):
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    schema = '{"type": "string", "minLength": 200}'
+    request = Request("0", prompt_of(1, 9), Sampling(guide=schema, max_new_tokens=20, seed=3))
+
+    async def recorded():
+        engine, own = JaxEngine(str(tiny_model_dir), **OPTIONS), PartialSample(0)
+        await engine.start()
+        async with aclosing(engine.generate(request)) as stream:
+            async for chunk in stream:
+                own.add(chunk)
+        await engine.close()
+        return own.completion()
+
+    found = Recording(request, asyncio.run(recorded()))
+    engine = Regenerator(str(tiny_model_dir), "keep", **OPTIONS)
+    (made,) = engine.make([found], lambda version: str(tiny_model_dir))
+    engine.end()
+    assert bits(made) == bits(found.completion)
+    assert len(made.tokens) == 20
+
+
 def recording(*versions):
     made = Completion(*np.zeros((2, len(versions)), np.float32), np.array(versions), "stop")
     return Recording(Request("", np.ones(1, np.int32), SAMPLING), made)

@@ -19,9 +19,13 @@ class Recording:
     # Decode calls, from 1, before which its cache was computed again from its tokens.
     prefills: frozenset[int] = frozenset()
 
+    def stride(self, steps: int) -> int:
+        """Return the tokens of each decode call of `steps`, with a guide one; see Slots.inputs."""
+        return 1 if self.request.sampling.guide else steps
+
     def calls(self, steps: int) -> list[int]:
         """Return the version of each decode call of `steps` tokens."""
-        return self.completion.versions[::steps].tolist()
+        return self.completion.versions[:: self.stride(steps)].tolist()
 
 
 class Regenerator(JaxEngine):
@@ -54,6 +58,8 @@ class Regenerator(JaxEngine):
         lives = {self._checked(recording.request): recording for recording in batch}
         for live in lives:
             live.stop_text = asyncio.run(self._stop_strings(live.request))
+            if live.request.sampling.guide:
+                live.guide = self._guide(live.request)
             live.sink = PartialSample(0)
             self._slots.add(live)
         for call, version in enumerate(batch[0].calls(self._steps)):
