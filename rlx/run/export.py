@@ -167,7 +167,8 @@ def checkpoint_to_hf(
 
     require_base(host, adapter.digest(directory), directory)
     adapters = peft.from_peft(checkpoint_tensors.adapters_of(path, config, lora), config, lora)
-    params = lora_lib.merge(hf.load(directory, None)[1], adapters, lora)
+    # `merge` rounds to the dtype of the base.
+    params = lora_lib.merge(hf.load(directory, "float32" if dtype else None)[1], adapters, lora)
     hf.save(target, config, params, dtype or None, source=directory)
     if not peft_target:
         return f"{path} -> {target} (HF)"

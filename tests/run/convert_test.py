@@ -60,23 +60,26 @@ def test_train_state_to_hf_to_orbax_to_hf(workdir, tiny_model_dir, tmp_path):
     assert hf.load_config(tmp_path / "again") == hf.load_config(tmp_path / "hf")
 
 
-@pytest.fixture(scope="module")
-def lora_run(tiny_model_dir, tmp_path_factory):
+def lora_checkpoint(base, path):
     """A LoRA run's directory with a checkpoint; its adapters and the settings they have."""
     config = default()
-    config.model.path, config.lora.rank = str(tiny_model_dir), 3
-    model, params = hf.load(tiny_model_dir)
+    config.model.path, config.lora.rank = str(base), 3
+    model, params = hf.load(base)
     update = JaxUpdate(model, TrainOptions.of(config), source=lambda _: params)
     state = update.init()
     state = state.replace(params=jax.tree.map(lambda leaf: leaf + 0.01, state.params))
-    path = tmp_path_factory.mktemp("lora")
     host = {
         "config": json.loads(config.to_json_best_effort()),
         "model": model.to_hf(),
-        "lora_base": digest(tiny_model_dir).hex(),
+        "lora_base": digest(base).hex(),
     }
     checkpoint.save(path / "checkpoints", 7, state, host)
     return path, state.params, update.lora
+
+
+@pytest.fixture(scope="module")
+def lora_run(tiny_model_dir, tmp_path_factory):
+    return lora_checkpoint(tiny_model_dir, tmp_path_factory.mktemp("lora"))
 
 
 def test_a_lora_checkpoint_is_merged_and_given_to_peft(lora_run, tiny_model_dir, tmp_path):
@@ -94,6 +97,15 @@ def test_a_lora_checkpoint_is_merged_and_given_to_peft(lora_run, tiny_model_dir,
     assert found == settings
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, back, adapters)))
     assert (tmp_path / "hf" / "tokenizer.json").exists()
+
+
+def test_adapters_are_not_rounded_to_the_dtype_of_their_base(tiny_model_dir, tmp_path):
+    hf.save(tmp_path / "base", *hf.load(tiny_model_dir, "bfloat16"))
+    path, adapters, settings = lora_checkpoint(tmp_path / "base", tmp_path)
+    export.checkpoint_to_hf(checkpoint.find(path), tmp_path / "hf", "", "float32")
+    wanted = lora.merge(hf.load(tmp_path / "base")[1], adapters, settings)
+    merged = hf.load(tmp_path / "hf", None)[1]
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, merged, wanted)))
 
 
 def test_adapters_are_merged_into_their_own_base_alone(
