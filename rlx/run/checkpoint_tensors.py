@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,8 @@ from rlx.model.model_config import ModelConfig
 from rlx.model.tensors import Buckets
 
 _POLICY_PREFIX = "policy.model."  # of the policy's tensors in a checkpoint of trainer=torch
+# transformers' name of a layer's experts, [experts, out, in], and the parts that HF's files have.
+_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 class _Stored(NamedTuple):
@@ -59,11 +61,22 @@ def _of_torch(path: Path) -> dict[str, _Stored]:
     from rlx_torch.torch_checkpoint import TorchCheckpoint
 
     checkpoint, stored = TorchCheckpoint(path), {}
+    whole = lru_cache(1)(checkpoint.__getitem__)  # for the experts of a layer
+
+    def expert(key: str, *at: Any) -> np.ndarray:
+        return whole(key)[at]
+
     for key in filter(lambda key: key.startswith(_POLICY_PREFIX), checkpoint):
         name = key.removeprefix(_POLICY_PREFIX)
         if ".default." in name:  # an adapter, as PEFT names it
             name = PREFIX + name.replace(".default", "")
-        stored[name] = _Stored(checkpoint.shape(key), partial(checkpoint.__getitem__, key))
+        shape, (stem, _, last) = checkpoint.shape(key), name.rpartition(".")
+        stored[name] = _Stored(shape, partial(checkpoint.__getitem__, key))
+        for n, part in enumerate(parts := _EXPERTS.get(last, ())):
+            size = shape[1] // len(parts)
+            for i in range(shape[0]):
+                read = partial(expert, key, i, slice(n * size, (n + 1) * size))
+                stored[f"{stem}.{i}.{part}.weight"] = _Stored((size, shape[2]), read)
     return stored
 
 

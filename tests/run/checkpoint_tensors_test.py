@@ -51,11 +51,24 @@ def joined(directory):
     return directory
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("", ""), ("", "bfloat16"), ("joined", "")])
+def mixture(directory):
+    """A model whose experts transformers joins."""
+    config = ModelConfig(
+        "Qwen3MoeForCausalLM", vocab_size=128, num_layers=2, model_dim=32, mlp_dim=48, num_heads=4,
+        num_kv_heads=2, head_dim=8, max_position=256, qk_norm=True, num_experts=4,
+        experts_per_token=2, expert_dim=16, eos_token_ids=(2,),
+    )  # fmt: skip
+    hf.save(directory, config, parameters.init(config, jax.random.key(0)))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"), [(None, ""), (None, "bfloat16"), (joined, ""), (mixture, "")]
+)
 def test_the_same_directory_is_made_of_either_trainers_checkpoint(
-    kind, dtype, tiny_model_dir, tmp_path
+    make, dtype, tiny_model_dir, tmp_path
 ):
-    model = joined(tmp_path / "model") if kind else tiny_model_dir
+    model = make(tmp_path / "model") if make else tiny_model_dir
     made = []
     for name, trainer in trainers(model).items():
         path = saved(name, trainer, tmp_path / name)
