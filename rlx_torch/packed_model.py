@@ -342,7 +342,7 @@ def _trees(
 
 def hf_tensors(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of whole layers with the names and shapes of HF's files."""
-    return tensors if isinstance(model, Valued) else revert_weight_conversion(model, tensors)
+    return revert_weight_conversion(model.model if isinstance(model, Valued) else model, tensors)
 
 
 def hidden_states(model: Any, batch: Batch) -> Tensor:

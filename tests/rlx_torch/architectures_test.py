@@ -142,6 +142,14 @@ def test_an_update_of_a_mixture_of_experts_is_that_of_jax_by_the_names_of_its_fi
     assert changes["model.layers.1.mlp.gate.weight"] > 0
 
 
+def test_a_reward_model_of_a_mixture_has_the_names_of_its_files(made):
+    path, _ = made("qwen3_moe")
+    trainer = TorchUpdate(directory.load_config(path), options("reward_model"), path)
+    stored, found = load_file(path / "model.safetensors"), weights(trainer, trainer.init())
+    assert {*found} == {*stored, "score.weight"} - {"lm_head.weight"}
+    assert all(np.array_equal(found[name], stored[name]) for name in {*found} - {"score.weight"})
+
+
 def test_layers_are_compiled_whatever_the_decoder_calls_them(tmp_path, monkeypatch):
     own = AutoConfig.for_model("gpt2", vocab_size=128, n_embd=32, n_layer=2, n_head=4)
     AutoModelForCausalLM.from_config(own).save_pretrained(tmp_path)
