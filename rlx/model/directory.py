@@ -19,7 +19,10 @@ from rlx.model.tensors import LazyTensors, open_tensors
 
 ASSETS = Path(__file__).parents[1] / "assets"
 # Tensors that old exporters wrote and no decoder reads.
-_IGNORED = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
+IGNORED = (
+    "rotary_emb.inv_freq", "attn.masked_bias", "attn.bias", "attention.masked_bias",
+    "attention.bias",
+)  # fmt: skip
 
 
 def resolve(path: str, what: str = "model.path", weights: bool = True) -> Path:
@@ -129,7 +132,7 @@ def check_names(tensors: Mapping[str, Any], config: ModelConfig, rows: tuple[Row
     """Raise UserError for a missing or extra tensor."""
     config.require_ours("JAX")
     wanted = {name for row in rows for name in row.names}
-    names = {name for name in tensors if not name.endswith(_IGNORED)}
+    names = {name for name in tensors if not name.endswith(IGNORED)}
     if missing := sorted(wanted - names):
         raise UserError(
             f"{_tensors(missing)} missing of those that config.json describes, first "

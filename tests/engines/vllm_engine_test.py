@@ -4,6 +4,7 @@ contract_test has what it promises as the JAX engine does.
 """
 
 import asyncio
+import shutil
 import subprocess
 import sys
 import warnings
@@ -220,6 +221,22 @@ def before_and_after(tmp_path, prompt, n, **options):
             return [*found, served.ask(prompt, n=n, max_new_tokens=40)]
         finally:
             served.close()
+
+
+def test_tensors_that_old_exporters_wrote_need_no_update(tiny_model_dir, tmp_path):
+    """Angles of RoPE, and the tied matrix a second time; the trainer publishes neither."""
+    tensors = load_file(tiny_model_dir / "model.safetensors")
+    more = {
+        "lm_head.weight": tensors["model.embed_tokens.weight"].copy(),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(16, np.float32),
+    }
+    shutil.copytree(tiny_model_dir, tmp_path / "m0")
+    save_file(tensors | more, tmp_path / "m0" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "m1").mkdir()
+    new = tmp_path / "m1" / "model.safetensors"
+    save_file({name: tensor * np.float32(0.7) for name, tensor in tensors.items()}, new)
+    _, after = before_and_after(tmp_path, prompt_of(23), 1)
+    assert_scored(with_weights(hf.load(tiny_model_dir), new), prompt_of(23), after[0])
 
 
 @pytest.mark.slow

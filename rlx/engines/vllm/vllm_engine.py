@@ -36,6 +36,7 @@ from rlx.engines.vllm.vllm_start import on_cpu, start_llm
 from rlx.fleet.requests import TRY_OUT, Chunk, EngineStatus, Request, ScoreRequest, Scores
 from rlx.fleet.scratch import make_private
 from rlx.model import kept_tokens
+from rlx.model.directory import IGNORED
 from rlx.model.tensors import shards
 from rlx.system.process_supervisor import ask_for_stacks, descendants
 
@@ -95,7 +96,9 @@ class VllmEngine(ModelEngine):
         self.llm._run_output_handler()
         self._tasks = await self.llm.get_supported_tasks()
         try:
-            await self._call_workers("rlx_setup", "\n".join(map(str, shards(self.model_path))))
+            files = "\n".join(map(str, shards(self.model_path)))
+            twice = self._config.tie_embeddings and not self._config.foreign  # see check_names
+            await self._call_workers("rlx_setup", files, [*IGNORED, *["lm_head.weight"] * twice])
         except Exception as error:
             self.llm.shutdown()
             raise UserError(f"vLLM cannot serve {self.model_path}: {words(error, 500)}") from error

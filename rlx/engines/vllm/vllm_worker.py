@@ -162,14 +162,16 @@ class RolloutWorker:
     device: torch.device
     model_runner: Any
 
-    def rlx_setup(self, path: str) -> None:
+    def rlx_setup(self, path: str, ignored: list[str]) -> None:
         """End this process with its parent; record the tensors that an update must have.
 
-        `path` names the safetensors files of the current weights, joined by newlines.
+        `path` names the safetensors files of the current weights, joined by newlines. Tensors whose
+        names end like `ignored` are left out, here and in updates.
         """
         end_with_parent(os.getppid())
         faulthandler.register(signal.SIGUSR1)  # where it hangs, its stacks are asked for
-        self._spec = {name: tuple(t.shape) for name, t in read(path).items()}
+        self._ignored = tuple(ignored)
+        self._spec = {name: tuple(t.shape) for name, t in self._read(path).items()}
         self._staged: Callable[[], None] | None = None
         self._staging: threading.Thread | None = None
         self._refusal: str | None = None
@@ -218,7 +220,7 @@ class RolloutWorker:
         """Get, check and pack weights; return what exchanges them, or raise ValueError."""
         dtype, move = self.model_runner.dtype, lambda tensor: tensor
         if isinstance(source, str):
-            tensors = read(source)
+            tensors = self._read(source)
             check(tensors, self._spec)
         else:
             cast = PublishCast.FromString(source)
@@ -234,6 +236,9 @@ class RolloutWorker:
                 return stage_packed(self.model_runner.model, tensors, dtype)
         ready = self._on_gpu(tensors, dtype) if isinstance(source, str) else tensors
         return lambda: self.model_runner.reload_weights(weights_iterator=iter(ready.items()))
+
+    def _read(self, path: str) -> Tensors:
+        return {k: t for k, t in read(path).items() if not k.endswith(self._ignored)}
 
     def _on_gpu(self, tensors: Tensors, dtype: torch.dtype) -> Tensors:
         """Copy tensors of files by `_mover`."""
