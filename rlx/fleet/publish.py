@@ -17,7 +17,7 @@ from typing import Any
 
 from rlx.base import UserError
 from rlx.fleet import cast, delta
-from rlx.model.tensors import Buckets
+from rlx.model.tensors import INDEX, WEIGHTS, Buckets, open_tensors
 from rlx.system.atomic_directory import try_lock
 
 _BLOCK = 8 << 20  # bytes hashed at a time
@@ -250,7 +250,10 @@ def _whole_file(version: int, source: Any, method: str, directory: str | os.Path
     """Return the weights at a path, or those written to a new file in `directory`."""
     if isinstance(source, str | os.PathLike):
         path = Path(source)
-        path = path / "model.safetensors" if path.is_dir() else path
+        if (path / INDEX).exists() and not (path / WEIGHTS).exists():
+            with open_tensors(path) as tensors:  # of several files, which become one
+                return _whole_file(version, tensors, method, directory)
+        path = path / WEIGHTS if path.is_dir() else path
         if not path.is_file():
             raise UserError(f"no weights at {path}; give a safetensors file or an HF directory")
         path = path.resolve()

@@ -127,6 +127,20 @@ def test_stage_takes_arrays_a_file_or_a_directory(tmp_path):
         publish.stage(5, hf, "carrier-pigeon", tmp_path)
 
 
+def test_a_directory_of_several_files_is_published_as_one(tmp_path):
+    hf, given = tmp_path / "hf", tensors()
+    hf.mkdir()
+    places = {name: f"{number}.safetensors" for number, name in enumerate(given)}
+    for name, place in places.items():
+        publish.write_weights({name: given[name]}, hf / place)
+    (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    weights = publish.stage(0, hf, "stream", tmp_path)
+    found = load_file(weights.path)
+    weights.close()
+    assert found.keys() == given.keys()
+    assert all(np.array_equal(found[name], given[name]) for name in given)
+
+
 def test_sweep_removes_what_a_killed_process_left_and_nothing_else(tmp_path):
     code = (
         "import sys, time; from rlx.fleet.publish import WeightFile\n"
