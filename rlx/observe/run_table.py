@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ def summary(path: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
         "changed": changed if file else dict(set(flatten(config)) - set(flatten(defaults))),
         "seed": config.get("seed"), "step": done,
         "total": config.get("total_steps"), "metric": metric,
-        "held_out": scores[-1][0] if scores else None, "best": best[0], "best_step": best[1],
+        "held_out": next((finite(e[key]) for e in reversed(evals) if key in e), None),
+        "best": best[0], "best_step": best[1],
         "minutes": max(times) / 60 if times else None,
         "note": "; ".join(filter(None, (note, *damage))),
     }  # fmt: skip
@@ -84,13 +86,14 @@ def score(path: Path, step: int) -> float:
     def until(name: str) -> list[dict[str, Any]]:
         return [r for r in read_jsonl(path / name) if has_step(r) and r["step"] <= step]
 
-    key, _, scores = held_out(until("eval.jsonl"))
-    if scores and scores[-1][1]:  # after a step: at 0 no setting has done anything yet
-        return scores[-1][0] * (-1 if "loss" in key else 1)
-    latest = [r for r in until("metrics.jsonl") if r["step"] > 0.75 * step]
-    key = next(iter(present(TRAINED, latest)), "")
-    value = mean([finite(r.get(key)) for r in latest])
-    return -math.inf if value is None else value * (-1 if "loss" in key else 1)
+    latest = [e for e in until("eval.jsonl") if present(HELD_OUT, [e])][-1:]
+    key = next(iter(present(HELD_OUT, latest)), "")
+    if not (key and latest[0]["step"]):  # at 0 no setting has done anything yet
+        latest = [r for r in until("metrics.jsonl") if r["step"] > 0.75 * step]
+        key = next(iter(present(TRAINED, latest)), "")
+    values = [finite(r.get(key)) for r in latest]
+    diverged = not values or values[-1] is None  # NaN is null there
+    return -math.inf if diverged else (mean(values) or 0.0) * (-1 if "loss" in key else 1)
 
 
 def sorted_rows(rows: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
@@ -101,6 +104,8 @@ def sorted_rows(rows: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]
 
     def place(row: dict[str, Any]) -> tuple[bool, float, str]:
         value = row["changed"].get(key, row.get(key))
+        with suppress(ValueError):  # a command line has numbers as text
+            value = float(row["changed"].get(key, ""))
         return value is None, -(finite(value) or 0.0), str(value)
 
     return sorted(rows, key=place)

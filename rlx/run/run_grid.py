@@ -38,6 +38,8 @@ from rlx.system.workdir_lock import holder, make_directory
 _LAST_SECONDS = 15.0  # until runs that were interrupted twice are killed
 _LOOK_SECONDS = 0.2
 _LINES = 40  # last lines of a run's output
+# Between values, not inside the brackets of one, which may hold others.
+_COMMA = re.compile(r",(?!(?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))")
 
 Slot = tuple[Sequence[int], Sequence[str]]  # cores and GPUs of one run at a time
 
@@ -50,7 +52,7 @@ def grid(axes: Sequence[str], count: int = 0) -> dict[str, list[str]]:
         if not values or key.startswith("-"):
             remedy = "write KEY=VALUE,VALUE, such as seed=0,1,2"
             raise UserError(f"{axis!r} is not an axis of a sweep; {remedy}")
-        choices.append([f"{key}={value}" for value in re.split(r",(?![^(]*\))", values)])
+        choices.append([f"{key}={value}" for value in _COMMA.split(values)])
     pairs = [*itertools.product(*choices)]
     by_name = {re.sub(r"[^\w.+=,-]+", "_", ",".join(pair)): pair for pair in pairs}
     if len(by_name) < len(pairs):

@@ -57,7 +57,7 @@ def test_a_row_has_the_last_and_the_best_held_out_value(run):
     for step, accuracy in ((50, 0.99), (60, 0.5), (70, None)):
         append_jsonl(run / "eval.jsonl", {"step": step, "greedy_acc": accuracy})
     found = row(run)
-    assert (found.metric, found.held_out, found.best, found.best_step) == ("greedy", 0.5, 0.99, 50)
+    assert (found.metric, found.held_out, found.best, found.best_step) == ("greedy", None, 0.99, 50)
     assert found.step == 40
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert found.minutes == last["elapsed_seconds"] / 60
@@ -157,6 +157,14 @@ def test_rows_are_sorted_by_field_or_by_changed_key(tmp_path):
     assert lines[0].split()[:4] == ["run", "state", "config", "changed"]
     assert "optimizer.learning_rate=1e-4" in lines[2]
     assert lines[2].split()[-3:] == ["0.900", "@1", "–"]
+
+
+def test_changed_keys_are_sorted_as_numbers(tmp_path):
+    for name, value in (("a", "2"), ("b", "10"), ("c", "8")):
+        starts(tmp_path / name, f"rlx train --config=x.py --config.rollout.max_staleness={value}")
+    found = [vars(row(path)) for path in rows.find([tmp_path])]
+    order = [one["run"][-1] for one in rows.sorted_rows(found, "rollout.max_staleness")]
+    assert order == ["b", "c", "a"], "the largest first"
 
 
 def test_the_command_lists_runs_as_a_table_or_as_json(run, tmp_path):

@@ -165,3 +165,19 @@ def test_an_evaluation_before_the_first_step_decides_nothing(tmp_path, metric, b
     assert score(tmp_path / "b", 4) > score(tmp_path / "a", 4)
     append_jsonl(tmp_path / "a" / "eval.jsonl", {"step": 4, "greedy_acc": 0.4})
     assert score(tmp_path / "a", 4) == 0.4
+
+
+@pytest.mark.parametrize("name", ["eval.jsonl", "metrics.jsonl"])
+def test_a_run_that_diverged_keeps_no_earlier_score(tmp_path, name):
+    key = "held_out_sft_loss" if name == "eval.jsonl" else "sft_loss"
+    for run, last in (("good", 0.9), ("diverged", None)):
+        for step, loss in ((1, 0.1), (2, last)):
+            append_jsonl(tmp_path / run / "eval.jsonl", {"step": 0, "held_out_sft_loss": 2.0})
+            append_jsonl(tmp_path / run / name, {"step": step, key: loss})
+    assert score(tmp_path / "diverged", 2) == -float("inf") < score(tmp_path / "good", 2) < 0
+
+
+def test_a_value_of_pairs_is_one_value():
+    terms = ["(('gsm8k',1.0),('a.py:b',0.1))", "(('gsm8k',1.0),)"]
+    runs = run_grid.grid([f"reward.terms={','.join(terms)}"])
+    assert [*runs.values()] == [[f"--config.reward.terms={value}"] for value in terms]
