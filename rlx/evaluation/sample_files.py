@@ -145,7 +145,7 @@ def settings(
     }  # fmt: skip
     before, path = {}, out / "settings.json"
     # An evaluation that failed before it wrote anything claims nothing.
-    if path.exists() and any((*out.glob("*/*.jsonl"), *out.glob("*/hf"))):
+    if path.exists() and any((*out.rglob("*.jsonl"), *out.glob("*/hf"))):  # a set may have a URL
         before = read_json(path)
         for key, value in values.items():
             if before.get(key) != value:

@@ -18,7 +18,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rlx.agents import loading, named_workflow
-from rlx.base import refuse
+from rlx.base import UserError, refuse
 from rlx.cli.command import say
 from rlx.cli.hangs import reported
 from rlx.evaluation import sample_files, statistics
@@ -31,7 +31,7 @@ from rlx.fleet.tls import client_tls
 from rlx.launch.local import LocalServers, RunningServers, cpu_plan, servers_of
 from rlx.model.directory import load_config
 from rlx.rewards.reward_pool import RewardPool
-from rlx.rewards.rewards import JUDGE
+from rlx.rewards.rewards import JUDGE, check_rows
 from rlx.rollout.attempts import Skipped
 from rlx.rollout.executor import group_seed
 from rlx.rollout.images import RowImages
@@ -44,7 +44,7 @@ from rlx.run.tokenizer_files import image_prompts, load_tokenizer
 from rlx.run.watchdog import rollout_signs
 from rlx.sandbox.sandbox import SandboxOptions
 from rlx.system.image_store import ImageStore
-from rlx.system.jsonl import set_aside, write_atomically
+from rlx.system.jsonl import jsonable, read_jsonl, set_aside, write_atomically
 from rlx.system.workdir_lock import lock_workdir
 
 Show = Callable[[str, int, int], None]  # (what, samples finished, samples wanted)
@@ -167,9 +167,18 @@ class _Model:
         )  # fmt: skip
 
     def job_of(self, benchmark: Benchmark, rows: Sequence[Mapping[str, Any]]) -> _Job | None:
-        """Return the samples that a set lacks, or None; UserError if a question is too long."""
+        """Return the samples that a set lacks, or None; UserError if its rows are unfit."""
         config, how, path = self.config, self.how, self.out / f"{benchmark.name}.jsonl"
+        name = benchmark.workflow or how.workflow
+        if graded := named_workflow.uses_rewards(name):
+            check_rows(benchmark.reward, rows)
         set_aside(path, sample_files.is_sample)
+        asked = [jsonable([row["question"], row.get("answer")]) for row in rows]
+        for record in read_jsonl(path):  # the file of rows may have been corrected
+            number = record["index"]
+            if asked[number : number + 1] != [[record.get("question"), record.get("answer_key")]]:
+                what = f"{path} has an answer to another row {number + 1} of {benchmark.name}"
+                raise UserError(f"{what}; give another --output")
         if not (samples := sample_files.pending(path, len(rows), how.n_samples)):
             return None
         if config.data.overlong == "error":  # else such rows fail and count as wrong
@@ -178,14 +187,12 @@ class _Model:
         judge = judge_of(config) if benchmark.reward == JUDGE else None
         pool = pool_of(config, {} if judge else benchmark.reward, config.reward.workers)
         sandbox = SandboxOptions(**config.sandbox)
-        name = benchmark.workflow or how.workflow
         kwargs = {} if benchmark.workflow else how.workflow_kwargs
         factory = named_workflow.NamedWorkflow(name, kwargs, self.prompts, Sampling(), 1, sandbox)
         workflow = factory.build(pool, replace(agents_of(config), question_key="question"))
         factory.try_out(rows[0])
         if judge:  # no verdict is needed twice: samples are kept with theirs
             workflow = JudgeRewarded(workflow, *judge)
-        graded = named_workflow.uses_rewards(name)
         return _Job(benchmark.name, rows, samples, path, workflow, pool if graded else None)
 
     def servers(self, token: str | None) -> LocalServers | RunningServers:

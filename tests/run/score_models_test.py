@@ -378,3 +378,36 @@ def test_a_guide_and_stops_of_the_config_hold(tmp_path):
     with evaluator, pytest.raises(UserError, match="stop here"):
         model.ask(MagicMock(), job, lambda *_: None)
     assert asked == [Sampling(0.6, 0.95, stop=("x",), guide='{"type": "integer"}')]
+
+
+def test_samples_of_a_set_with_a_url_are_not_continued_with_other_settings(tmp_path):
+    """A set's file is as deep as its name has slashes."""
+    settings = sample_files.settings(QuestionOptions(temperature=0.1), {"m": "m"}, {}, {}, tmp_path)
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    append_jsonl(tmp_path / "m" / "openenv:http://a:1.jsonl", {"index": 0, "sample": 0})
+    with pytest.raises(UserError, match=r"holds an evaluation with temperature=0.1"):
+        sample_files.settings(QuestionOptions(), {"m": "m"}, {}, {}, tmp_path)
+
+
+def job_of(tmp_path, *rows, reward="gsm8k"):
+    config = rlx_config.default()
+    model = _Model(
+        config, RunOptions.of(config), QuestionOptions(n_samples=0, pass_at=()), None, tmp_path
+    )
+    return model.job_of(question_sets.Benchmark("own", "own.jsonl", reward), rows)
+
+
+def test_samples_of_another_question_or_answer_are_not_continued(tmp_path):
+    row = {"question": "1+1=?", "answer": "2"}
+    sample = {"index": 0, "sample": GREEDY, "reward": 0.0, "tokens": 1, "answer": "2"}
+    written = {**sample, "question": row["question"], "answer_key": "3"}
+    append_jsonl(tmp_path / "own.jsonl", written)
+    assert job_of(tmp_path, row | {"answer": "3"}) is None, "nothing is left to ask"
+    for corrected in (row, row | {"question": "1+2=?", "answer": "3"}):
+        with pytest.raises(UserError, match="another row 1 of own; give another --output"):
+            job_of(tmp_path, corrected)
+
+
+def test_a_row_that_no_answer_could_solve_is_refused_before_any_is_asked(tmp_path):
+    with pytest.raises(UserError, match="row 1: the answer 'x' holds no number"):
+        job_of(tmp_path, {"question": "q", "answer": "x"})
