@@ -239,7 +239,10 @@ class Evaluator:
         counts = {"groups": len(groups), "trajectories": len(rollouts), "failures": failed}
         stats = {f"num_{name}": float(count) for name, count in counts.items()}
         if rollouts:
-            rewards, trained = [t.reward for t in rollouts], [t.num_trained for t in rollouts]
+            # Once for each run of an agent, which may be several rows.
+            runs = [{t.run_id: t.run_reward for t in group.trajectories} for group in groups]
+            rewards = [reward for each in runs for reward in each.values()]
+            trained = [t.num_trained for t in rollouts]
             prompts = [len(t.tokens) - t.num_trained for t in rollouts]
             means: dict[str, list] = {"reward": rewards, "completion_tokens": trained}
             means |= {"prompt_tokens": prompts, "no_eos_ratio": [t.truncated for t in rollouts]}

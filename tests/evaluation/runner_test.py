@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -74,6 +75,27 @@ def test_statistics_are_of_what_finished_since_the_last_time(make):
     assert (stats["num_groups"], stats["num_trajectories"]) == (4, 8)
     assert stats["completion_tokens"] > 0
     assert evaluator.export_stats()["num_groups"] == 0
+
+
+def test_a_run_of_several_rows_counts_once_by_its_own_reward(make, fake_workflow):
+    class Agent:
+        """Half of the runs have one row and the reward 1, the others three rows and 0."""
+
+        async def run(self, fleet, task):
+            group = await fake.run(fleet, task)
+            one, two = group.trajectories
+            rows = [replace(one, reward=1.0)]
+            for i in range(3):
+                name = f"{two.trajectory_id}.{i}"
+                part = {"trajectory_id": name, "reward": 0.5, "info": {"run_reward": 0.0}}
+                rows.append(replace(two, **part))
+            return replace(group, trajectories=tuple(rows))
+
+    fake = fake_workflow()
+    evaluator = make(workflow=Agent())
+    evaluator.rollout_batch(ROWS[:4], n=2, timeout=30)
+    stats = evaluator.export_stats()
+    assert (stats["num_trajectories"], stats["reward"], stats["reward_std"]) == (16, 0.5, 0.5)
 
 
 def test_another_sampling_and_workflow_can_be_named(make, fake_fleet, fake_workflow):
