@@ -137,7 +137,7 @@ class Progress:
         if typical is None:
             return None
         left = self._total - self._history[-1]["step"]
-        return max(0.0, left * typical - (self.age() if left else 0.0))
+        return max(0.0, left * typical - min(self.age(), typical))  # a run may hang, or have ended
 
     def _elapsed(self) -> float:
         last = self._history[-1].get("elapsed_seconds") if self._history else None

@@ -82,7 +82,8 @@ def tiles(run: Run) -> Iterator[tuple[str, str, str, str]]:
     for key in present(HELD_OUT, run.evals):
         values = [v for e in run.evals if (v := finite(e.get(key))) is not None]
         if values:
-            yield "c2", _TILES[key], number(values[-1]), f"from {number(values[0])}"
+            last = next(finite(e[key]) for e in reversed(run.evals) if key in e)
+            yield "c2", _TILES[key], number(last), f"from {number(values[0])}"
     rewards = [v for v in run.series("task_reward") if v is not None]
     if rewards:
         edge = max(1, len(rewards) // 20)

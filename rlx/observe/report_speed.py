@@ -99,7 +99,7 @@ def speed(run: Run) -> list[dict[str, Any]]:
         line_chart("Publishing",
                    "milliseconds the trainer stalls, until all have it, to load it",
                    _publishing(run), axes, low=0, unit="ms", cut=True),
-        line_chart("Groups", "rejected, failed and skipped so far; all give their place back",
+        line_chart("Groups", "rejected groups, failed attempts and skipped prompts so far",
                    groups if lost else [], axes, low=0, high=1),
     ]  # fmt: skip
     return [chart for chart in charts if chart]
@@ -174,7 +174,7 @@ def overview(spans: Sequence[Span], seconds: float) -> dict[str, Any] | None:
 def busy_shares(spans: Sequence[Span]) -> dict[str, list[Share]]:
     """Return each server's shares of the run by kind of work, the rest idle."""
     servers = {s.process for s in spans if s.process.startswith(("server", "teacher"))}
-    length = max(s.end_ns for s in spans) - spans[0].start_ns if spans else 0.0
+    length = covered_ns(spans)  # without the time between two starts
     by_server = {}
     for server in sorted(servers, key=process_order):
         active = [s for s in spans if s.process == server and s.name.lower() not in _WAITING]

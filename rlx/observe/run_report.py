@@ -179,9 +179,9 @@ def _changes(run: Run) -> list[tuple[int, float | None, str]]:
 
 def _failed_rows(run: Run) -> list[tuple[str, str]]:
     """Return the last rows that failed in every attempt, and why."""
-    head, text = "{which} row {row}, {attempts} attempts", "{text}\n{error}\n{message}"
+    head, text = "{which} {set} row {row}, {attempts} attempts", "{text}\n{error}\n{message}"
     rows = [defaultdict(str, record) for record in run.skipped[-_SKIPPED:]]
-    return [(head.format_map(row), text.format_map(row)) for row in rows]
+    return [(head.format_map(row).replace("  ", " "), text.format_map(row)) for row in rows]
 
 
 def _last(run: Run, key: str) -> float | None:

@@ -62,7 +62,7 @@ def load(workdir: str | os.PathLike, samples: bool = True) -> Run:
         if isinstance(number := start.get("start"), int):
             starts[number] = {**first, **{name: value for name, value in start.items() if value}}
     # Each epoch skips a row again; its last time counts.
-    skipped = {(str(r.get("which")), str(r.get("row"))): r
+    skipped = {tuple(str(r.get(key)) for key in ("which", "set", "row")): r
                for r in read_jsonl(path / "skipped.jsonl")}  # fmt: skip
     newest = list(starts.values())[-1]
     chain = [starts.get(n, first) for n in dict.fromkeys(r.get("start") for r in steps)] or [newest]

@@ -60,6 +60,18 @@ def test_without_a_terminal_each_step_is_one_line_of_named_values(record):
         assert name in second
 
 
+def test_a_run_that_ended_or_hangs_still_has_its_steps_to_make(record):
+    clock = Clock()
+    progress = Progress(20, terminal(), clock=clock)
+    for step in (1, 2):
+        progress.update(record(step) | {"step_seconds": 2.0})
+    clock.now += 1.0
+    assert "left 35 s" in "\n".join(panel(progress, terminal())), "18 steps, one of them begun"
+    clock.now += 86_400
+    progress.phase("stopped")
+    assert "left 34 s" in "\n".join(panel(progress, terminal()))
+
+
 def test_messages_and_the_end_are_also_in_a_file(tmp_path):
     log = tmp_path / "console.log"
     for error in (UserError("no server answers; start one"), KeyboardInterrupt()):
@@ -160,7 +172,7 @@ def test_the_clock_of_the_rest_runs_between_steps(record):
     assert progress._remaining() == 8 * 4.0 - 3.0
     assert progress._elapsed() == 11.0
     clock.now += 1000
-    assert progress._remaining() == 0.0
+    assert progress._remaining() == 7 * 4.0, "a run that hangs, or has ended, has its steps to make"
 
 
 def test_a_terminal_without_unicode_gets_plain_lines(record):

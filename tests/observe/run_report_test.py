@@ -14,12 +14,13 @@ import pytest
 from rlx.base import UserError
 from rlx.cli.text import visible
 from rlx.observe.metrics import MetricsWriter
-from rlx.observe.report_learning import optimisation
+from rlx.observe.report_learning import optimisation, tiles
 from rlx.observe.report_samples import card, choose, version_stretches
-from rlx.observe.report_speed import color_of, covered_ns, overview
+from rlx.observe.report_speed import busy_shares, color_of, covered_ns, overview
 from rlx.observe.run_report import page, write_report
 from rlx.observe.rundir import load
 from rlx.observe.timeline import Span, Timeline
+from rlx.system.jsonl import append_jsonl
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -187,6 +188,22 @@ def test_partial_runs_make_partial_pages(make_run, tmp_path):
     assert "Held-out accuracy" not in text
 
 
+def test_the_last_evaluation_is_shown_even_if_it_is_unknown(run):
+    append_jsonl(run / "eval.jsonl", {"step": 99, "greedy_acc": None})
+    title, value, _ = next(tile[1:] for tile in tiles(load(run)))
+    assert (title, value) == ("Held-out accuracy", "–")
+
+
+def test_a_failed_row_of_each_set_of_questions_counts(run):
+    record = {"which": "eval", "row": 3, "attempts": 1, "text": "t", "error": "E", "message": "m"}
+    for more in ({}, {"set": "easy"}, {"set": "hard"}, {"set": "hard"}):
+        append_jsonl(run / "skipped.jsonl", record | more)
+    text = report(run)[1]
+    assert "3 rows failed in every attempt" in text
+    for name in ("eval row 3, 1", "eval easy row 3, 1", "eval hard row 3, 1"):
+        assert name in text, name
+
+
 def test_a_start_with_other_settings_does_not_claim_the_steps_before_it(make_run, tmp_path):
     run = make_run(tmp_path / "run", steps=6)
     config = json.loads((run / "config.json").read_text())
@@ -326,6 +343,16 @@ def test_busy_time_counts_overlaps_once():
     }  # fmt: skip
     assert color_of("Waiting") == color_of("Waiting")
     assert color_of("wait") == "c-wait"
+
+
+def test_the_time_between_two_starts_is_no_idle_time_of_a_server():
+    def span(process, start, end):
+        return Span(process, "main", "decode" if process == "server 0" else "wait", start, end, {})
+
+    parts = ("trainer", 100), ("server 0", 50)
+    spans = [span(name, at, at + length) for at in (0, 10_000) for name, length in parts]
+    (shares,) = busy_shares(spans).values()
+    assert {share.name: share.share for share in shares} == {"decode": 0.5, "idle": 0.5}
 
 
 def test_a_run_on_a_dataset_shows_its_losses_and_margins_and_no_reward(tmp_path):
