@@ -83,7 +83,7 @@ def serve_metrics(parts: Any) -> Iterator[None]:
         def collect(self) -> Iterator[GaugeMetricFamily]:
             with suppress(OSError, UserError):  # a full disk must not hide its metric
                 write(targets(parts))
-            for name, value in gauges(parts).items() if hasattr(parts, "fleets") else ():
+            for name, value in gauges(parts).items() if hasattr(parts, "executor") else ():
                 yield GaugeMetricFamily(f"rlx_{name}", "docs/metrics.md has its meaning.", value)
 
     registry = CollectorRegistry()
