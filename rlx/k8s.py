@@ -6,6 +6,7 @@ scheduler.gpus_per_node GPUs each. --ray prints KubeRay's RayJob instead.
 
 import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 from rlx.base import UserError
@@ -16,7 +17,7 @@ from rlx.run import flags
 from rlx.run.allocate import apply_allocation
 from rlx.train.train_options import AUTO
 
-OWN = ("image", "claim", "name", "ray", "workdir")
+OWN = ("--image", "--claim", "--name", "--workdir")
 
 
 def main() -> int:
@@ -40,11 +41,15 @@ def main() -> int:
         raise UserError("allocation_mode=auto knows only GPUs of this machine; set what `rlx plan "
                         "--gpus=N --gpu=KIND` prints")  # fmt: skip
     name = re.sub("[^a-z0-9-]+", "-", (values.name or workdir.name).lower()).strip("-")
+    if not re.fullmatch("[a-z].{,50}", name):
+        what = f"Kubernetes takes no name {name!r}; give --name, a letter first and at most 51"
+        raise UserError(f"{what} characters")
     from rlx.run import kubernetes
 
     config = apply_allocation(config)
     check(config)
-    args = [a for a in sys.argv[1:] if re.split("=| ", a.lstrip("-"))[0] not in OWN]
+    args = [a for before, a in pairwise(sys.argv)  # a value may be a word of its own
+            if before not in OWN and a.partition("=")[0] not in (*OWN, "--ray")]  # fmt: skip
     make = kubernetes.ray_job if values.ray else kubernetes.manifests
     pods = kubernetes.Pods(name, values.image, claim, path)
     command.say(kubernetes.text(make(config, workdir, args, pods)).rstrip())

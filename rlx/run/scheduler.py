@@ -1,6 +1,7 @@
 """Run a config in other processes (local, Slurm or Ray), and retry it after a failure."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -71,7 +72,7 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
         return _launch_here(config, workdir)
     os.environ.pop(PARENT, None)  # of a sweep, on this host only
     module: Any = import_module(SCHEDULERS[config.scheduler.type])
-    args = [flag for flag in flags if flag.lstrip("-").partition("=")[0] != "dry_run"]
+    args = [flag for flag in flags if not re.match("--dry[-_]run(=|$)", flag)]
     return module.launch(config, workdir, args, dry_run)
 
 

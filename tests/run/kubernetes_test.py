@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -89,6 +90,14 @@ def test_ray_runs_the_same_command():
     assert job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"] == 1
 
 
+def test_a_value_may_be_a_word_of_its_own():
+    words = [word for flag in (*POD, "--workdir=/shared/a", "--name=b") for word in flag.split("=")]
+    assert manifests(*FLAGS, *words)[0]["metadata"]["name"] == "b"
+    (ray,) = manifests(*FLAGS, *words, "--ray")
+    given = shlex.split(ray["spec"]["entrypoint"])
+    assert given[3 : 4 + len(FLAGS)] == [*FLAGS, "--workdir=/shared/a"]
+
+
 def test_the_page_s_command_prints_them():
     page = (Path(__file__).parents[2] / "docs/cluster.md").read_text()
     (command,) = re.findall(r"^python -m rlx\.k8s.*?(?=^```)", page, re.DOTALL | re.MULTILINE)
@@ -105,6 +114,8 @@ def test_the_page_s_command_prints_them():
         (["--image=a", "--claim=disk:/shared", "--workdir=/other/a"], "a directory below /PATH"),
         (["--claim=disk:/shared", "--workdir=/shared/a"], "give an image"),
         (["--image=a", "--claim=disk", "--workdir=/shared/a"], "NAME:/PATH"),
+        ([*POD, "--workdir=/shared/2026-11-29"], "takes no name '2026-11-29'; give --name"),
+        ([*POD, "--workdir=/shared/день"], "takes no name ''"),
         ([*POD, "--workdir=/shared/a", "--config.allocation_mode=auto"], "rlx plan"),
         ([*POD, "--workdir=/shared/a", "--config.cluster.processes=4"], "use fewer"),
     ],

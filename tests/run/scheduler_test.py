@@ -222,3 +222,12 @@ def test_a_container_and_a_template_of_ones_own_are_in_the_script(tmp_path):
         script = (tmp_path / "run" / "slurm" / "dry-run" / "job.sh").read_text()
         assert wanted in script
         assert "#SBATCH --qos=high\n#SBATCH --reservation=rl\n" in script
+
+
+@pytest.mark.parametrize("flag", ["--dry_run", "--dry-run", "--dry-run=true"])
+def test_a_dry_run_is_not_passed_on_in_either_spelling(tmp_path, monkeypatch, flag):
+    passed = []
+    launch = lambda config, workdir, flags, dry: passed.extend(flags)  # noqa: E731
+    monkeypatch.setattr(slurm_run, "launch", launch)
+    scheduler.launch(config_of(), tmp_path, ["--config=x.py", flag, "--config.seed=1"], True)
+    assert passed == ["--config=x.py", "--config.seed=1"]
