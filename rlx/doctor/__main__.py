@@ -29,6 +29,10 @@ def main() -> int:
         compile_for="GPUs to compile the trainer for, such as h100:16 or a100:2x8; none is needed",
         ssh='with its options, as "ssh -F FILE"', python="of the hosts; default: this one",
     )  # fmt: skip
+    owners = {"hosts": "cluster", "ssh": "cluster", "python": "cluster", "scan": "compile_for"}
+    for flag, owner in owners.items():
+        if getattr(values, flag) and not getattr(values, owner):
+            raise UserError(f"--{flag} does nothing without --{owner}; add that, or leave it out")
     if values.cluster:
         python = values.python or sys.executable
         machines = Machines.of(values.hosts, values.ssh or "ssh", python, os.environ)

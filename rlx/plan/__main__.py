@@ -40,6 +40,10 @@ def main() -> int:
         timeline="write the best plan's simulated timeline for Perfetto to this file",
         dollars="price of a GPU for an hour",
     )  # fmt: skip
+    for flag in ("answer_tokens", "cut_share", "prompt_tokens"):
+        if (values.run or values.gpu == "this") and getattr(values, flag):
+            what = f"--{flag} does nothing with a run, whose lengths are measured"
+            raise UserError(f"{what}; leave it out, or plan by --config")
     if values.gpu == "this":
         if config is None:
             raise UserError("--gpu=this measures the run of a config; give --config=FILE")

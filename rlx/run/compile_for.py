@@ -160,7 +160,8 @@ def scan(config: ConfigDict, gpus: str) -> Iterator[Finding]:
                 f"and GPU; waits {reading.waiting(run.card):.2g} s of {slow:.3g}"
             )
             yield Finding("scan", name, "ok" if fits else "absent", what)
-            best = max(best, (tokens / slow * fits, f"train.mesh={mesh} model.remat={remat}"))
+            if fits:
+                best = max(best, (tokens / slow, f"train.mesh={mesh} model.remat={remat}"))
     yield Finding("scan", "best", "ok" if best[0] else "problem", best[1] or "none fits")
 
 

@@ -1,6 +1,7 @@
 """Plan a run from its config: what `python -m rlx.plan` prints."""
 
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -146,7 +147,7 @@ class PlanRequest:
         """Return the value of a flag, or `default`; UserError for no number from 0."""
         text = getattr(self.values, flag, "")
         with suppress(ValueError):
-            if (number := float(text) if text else default) >= 0:
+            if math.inf > (number := float(text) if text else default) >= 0:
                 return number
         raise UserError(f"--{flag}={text} is not a number from 0; give one, such as 0.1")
 

@@ -87,6 +87,9 @@ def test_a_key_is_varied(model):
         (["--gpus=8", "--gpu=h100", "--allocation=vllm:d7+jax:f1"], "does not fit GPUs of 85 GB"),
         (["--gpus=8", "--gpu=h100", "--explain", "--what_if=seed=1"], "leave one of them out"),
         (["--gpus=8", "--gpu=h100", "--answer_tokens=9000"], "give a mean between"),
+        (["--gpus=8", "--gpu=h100", "--turns=inf"], "--turns=inf is not a number from 0"),
+        (["--run=x", "--answer_tokens=900"], "--answer_tokens does nothing with a run"),
+        (["--gpu=this", "--prompt_tokens=90"], "--prompt_tokens does nothing with a run"),
         (["--gpus=8", "--gpu=h100", "--what_if=rollout.max_stalenes=1"], "max_staleness"),
     ],
 )

@@ -7,12 +7,18 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
+from configs import arithmetic
+from rlx.doctor.gpu_program import Reading
 from rlx.launch.xla_flags import PLUGINS
+from rlx.run import compile_for
 from tests.configs_test import ROOT
 
 HERE = sys.version_info >= (3, 12) and any(map(find_spec, PLUGINS))
@@ -221,3 +227,23 @@ def test_attention_over_trees_is_two_kernels_and_no_scores_of_a_row_with_itself(
     for call in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):
         assert text.count(f'custom_call_target="{call}"') == 2
     assert "16384,16384" not in text
+
+
+def test_a_scan_without_a_mesh_that_fits_names_none(monkeypatch):
+    from rlx.run import jax_trainer
+    from rlx.train import device_programs
+
+    run = compile_for._Target.of(arithmetic.get_config(), "h100:1")
+    bytes_of = {"fsdp:1": 1 << 60}
+    program, trainer = MagicMock(), SimpleNamespace(tokens_a_device=lambda length: 100)
+    monkeypatch.setattr(jax_trainer, "programs", lambda *_: (trainer, iter([("p", program, 0)])))
+    monkeypatch.setattr(device_programs, "gpus", lambda *_: nullcontext([]))
+    monkeypatch.setattr(device_programs, "planned_bytes", lambda _: bytes_of["fsdp:1"])
+    monkeypatch.setattr(compile_for.gpu_program, "read", lambda *_: Reading(bytes=1e12))
+    *rows, best = compile_for.scan(run.config, "h100:1")
+    assert {row.level for row in rows} == {"absent"}
+    assert (best.level, best.result) == ("problem", "none fits")
+    bytes_of["fsdp:1"] = 1
+    *_, best = compile_for.scan(run.config, "h100:1")
+    assert best.level == "ok"
+    assert best.result.startswith("train.mesh=fsdp:1 model.remat=")
