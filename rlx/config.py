@@ -45,7 +45,8 @@ _EVERY = {
 SECTIONS = {
     "": _section(
         "",
-        seed=option(0, "random seed for data order, sampling and initial weights"),
+        seed=option(0, "random seed for data order, sampling and initial weights",
+                    "[0, 4294967295]"),
         total_steps=option(100, "train batches; each ends with one publish", "1"),
         trainer=option("jax", "library that computes the updates", ("jax", "torch")),
         allocation_mode=option("", 'e.g. "vllm:d4+jax:f4": sets servers, trainer, mesh and GPUs; '
@@ -123,7 +124,7 @@ SECTIONS = {
         "The gateway where applications have sessions, for rollout.workflow=online.",
         host=option("127.0.0.1", "listen address; any except loopback requires TLS. With "
                     "scheduler.type=slurm or ray: trainer 0's host, with TLS of the run"),
-        port=option(8000, "listen port; 0: any"),
+        port=option(8000, "listen port; 0: any", "[0, 65535]"),
         admin_key=option("", 'a file with the key that makes sessions; "": $RLX_ADMIN_KEY'),
         idle_seconds=option(3600.0, "without a request, after which a session ends"),
         tls_cert=option("", "PEM file with the gateway's certificate"),
@@ -381,7 +382,7 @@ def check(config: ConfigDict, *, trains: bool = True) -> None:
 def _rules(config: ConfigDict, trains: bool) -> tuple[tuple[object, str], ...]:
     """Return the rules between values of keys, as of `refuse`."""
     train, fleet, sampling = config.train, config.fleet, config.sampling
-    scheduler = config.scheduler
+    scheduler, held_out = config.scheduler, config.eval
     prompt, answer = config.data.max_prompt_tokens, sampling.max_new_tokens
     bucket = max(train.row_buckets, default=0)
     longest, served = prompt + answer, prompt + max(answer, config.eval.max_new_tokens)
@@ -447,6 +448,9 @@ def _rules(config: ConfigDict, trains: bool) -> tuple[tuple[object, str], ...]:
          f"{config.rollout.batch_prompts}; a minibatch needs at least one prompt"),
         (not trains and not others and fleet.num_servers < 1,
          "fleet.num_servers=0 without fleet.addresses; give one of them"),
+        (trains and not others and fleet.num_servers < 1 and (held_out.sets or held_out.samples),
+         f"eval.sets={held_out.sets!r} and eval.samples={held_out.samples} do nothing without "
+         "servers; set fleet.num_servers, or leave them out"),
         (fleet.tls.ca and not others,
          f"fleet.tls.ca={fleet.tls.ca} without fleet.addresses or fleet.join: local servers listen "
          "on loopback and need no TLS; give addresses or leave fleet.tls empty"),

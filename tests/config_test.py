@@ -109,3 +109,24 @@ def test_both_trainers_take_compile():
     config = module.default()
     config.model.path, config.train.compile = "rlx:arithmetic", True
     module.check(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("seed", -1), ("seed", 1 << 32), ("online.port", 65536)]
+)
+def test_what_would_fail_in_the_middle_of_a_start_is_refused(key, value):
+    config = module.default()
+    config.model.path = "rlx:arithmetic"
+    config.update_from_flattened_dict({key: value})
+    with pytest.raises(UserError, match=f"{key}=.* must be in"):
+        module.check(config)
+
+
+@pytest.mark.parametrize(("key", "value"), [("samples", 4), ("sets", (("easy", "a.jsonl"),))])
+def test_answers_to_held_out_questions_need_servers(key, value):
+    config = module.default()
+    config.model.path, config.eval[key] = "rlx:arithmetic", value
+    module.check(config)
+    config.fleet.num_servers = 0
+    with pytest.raises(UserError, match=f"eval.{key}=.* do nothing without servers"):
+        module.check(config)

@@ -47,6 +47,9 @@ def rows(
         return Source(kind, [row | {key: of(row) for key, of in solutions.items()} for row in rows])
 
     if not sources and kind in data.GENERATED:
+        if keys.eval:
+            what = f"data.eval={keys.eval} is unused, because data.kind={kind} generates rows"
+            raise UserError(f"{what}; set data.kind=jsonl, or eval.sets for further questions")
         train = [solved(data.generated_rows(kind, config.seed, "train", TRAIN_PROBLEMS, pictures))]
         held_out = solved(data.generated_rows(kind, 0, "held_out", n, pictures) if n else [])
     else:

@@ -13,6 +13,7 @@ import pytest
 from configs import arithmetic, arithmetic_sft
 from rlx import main
 from rlx.base import UserError
+from rlx.doctor import __main__ as doctor
 from rlx.doctor import machine, memory, packages
 from rlx.doctor.machine import Devices
 from rlx.model import hf
@@ -408,3 +409,25 @@ def test_a_dry_run_shows_what_the_environment_says_of_other_processes(
     assert [row.level for row in found] == [level for level, _ in rows]
     for row, (_, what) in zip(found, rows, strict=True):
         assert what in row.result
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--hosts=a,b"], "--hosts does nothing without --cluster"),
+        (["--ssh=ssh -v"], "--ssh does nothing without --cluster"),
+        (["--config=configs/arithmetic.py", "--scan"], "--scan does nothing without --compile_for"),
+    ],
+)
+def test_the_doctor_takes_no_flag_that_does_nothing(monkeypatch, flags, words):
+    monkeypatch.setattr(sys, "argv", ["rlx.doctor", *flags])
+    with pytest.raises(UserError, match=words):
+        doctor.main()
+
+
+def test_held_out_rows_next_to_generated_ones_are_refused(config, tmp_path):
+    config.data.eval = "held_out.jsonl"
+    row = rows_of(config, tmp_path)["rows"]
+    assert (row.level, row.result) == (
+        "problem", "data.eval=held_out.jsonl is unused, because data.kind=arithmetic generates rows"
+    )  # fmt: skip
