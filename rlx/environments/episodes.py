@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
-from rlx.base import seed_of, unknown
+from rlx.base import UserError, seed_of, unknown
 from rlx.environments.reasoning_tasks import SIZES, setting
 
 
@@ -14,7 +14,11 @@ def address(scheme: str, text: str, defaults: Mapping[str, Any]) -> tuple[str, d
     options = {key: setting(value) for key, value in parse_qsl(query)}
     for key in options.keys() - defaults.keys():
         raise unknown(f"key of {scheme}{name}", key, defaults)
-    return name, {**defaults, **options}
+    options = {**defaults, **options}
+    for key in ("size", "turns"):
+        if not isinstance(options[key], int) or options[key] < 0:
+            raise UserError(f"{scheme}{text} has {key}={options[key]!r}; give a number from 0")
+    return name, options
 
 
 def seeds(options: Mapping[str, Any], split: str) -> Iterator[int]:

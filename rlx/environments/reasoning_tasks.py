@@ -57,6 +57,8 @@ def _stream(text: str, split: str) -> Iterator[dict[str, Any]]:
     name, _, query = text.strip().partition("?")
     settings = {key: setting(value) for key, value in parse_qsl(query)}
     size = settings.pop("size", SIZES[split == "train"])
+    if not isinstance(size, int) or size < 1:  # it would have no end
+        raise UserError(f"reasoning_gym:{text} has size={size!r}; give a number of rows, from 1")
     seed = seed_of(f"{name} {settings.pop('seed', 0)} {split}".encode())  # tasks add the index
     data, count, misses = _data_set(name, json.dumps(settings), seed), 0, 0
     for index in itertools.count():
