@@ -24,12 +24,13 @@ def main() -> int:
     p.add_argument("--count", type=command.number(1), default=16, help="prompts at most")
     p.add_argument("--max-new-tokens", type=command.number(1), default=64)
     p.add_argument("--temperature", type=command.number(0, float), default=1.0)
-    p.add_argument("--top-p", type=float, default=1.0)
-    p.add_argument("--top-k", type=int, default=0, help="0: off")
+    p.add_argument("--top-p", type=command.number(0, float, 1), default=1.0)
+    p.add_argument("--top-k", type=command.number(0), default=0, help="0: off")
     p.add_argument("--dtype", default="float32", choices=DTYPES, help="engine's")
     p.add_argument("--trainer-dtype", default="float32", choices=DTYPES, help="rlx's and HF's")
-    p.add_argument("--max-delta", type=float, default=0.0, help="nats; 0: by the dtypes")
-    p.add_argument("--mean-delta", type=float, default=0.0, help="nats; 0: by the dtypes")
+    nats = command.number(0, float)
+    p.add_argument("--max-delta", type=nats, default=0.0, help="nats; 0: by the dtypes")
+    p.add_argument("--mean-delta", type=nats, default=0.0, help="nats; 0: by the dtypes")
     a = p.parse_args()
     from rlx.mismatch import compare_table
     from rlx.run.serving import fleet_of

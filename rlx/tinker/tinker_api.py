@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -245,8 +246,9 @@ class TinkerApi:
     def _run(self, tenant: Tenant, args: _Json) -> _Json:
         if not (saved := [*tenant.listed_checkpoints(args["run"])]):
             raise ApiError(404, f"run {args['run']!r:.80} has no checkpoint; save one first")
-        last = {"last_request_time": saved[-1]["time"], "model_owner": "you"}
-        record = tenant.checkpoint(saved[-1]["tinker_path"])[1]
+        newest = max(saved, key=itemgetter("time"))  # they are listed by name
+        last = {"last_request_time": newest["time"], "model_owner": "you"}
+        record = tenant.checkpoint(newest["tinker_path"])[1]
         return {"training_run_id": args["run"], **last, **record}
 
     def _delete(self, tenant: Tenant, args: _Json) -> None:

@@ -190,6 +190,9 @@ def test_a_command_may_open_as_many_files_as_the_user_may(tmp_path):
         "rlx.cluster up --hosts=a --port=99999999", "rlx.cluster up --hosts=a --servers=-1",
         "rlx.gateway --model=m --port=65536", "rlx.gateway --model=m --idle-seconds=nan",
         "rlx.gateway --model=m --port=abc", "rlx.compare --model=m --count=1.5",
+        "rlx.compare --model=m --top-p=nan", "rlx.compare --model=m --top-k=-1",
+        "rlx.compare --model=m --max-delta=-1", "rlx.compare --model=m --mean-delta=nan",
+        "rlx.tinker --model=m --adapters=-1", "rlx.tinker --model=m --budget=-1",
     ],
 )  # fmt: skip
 def test_a_number_out_of_range_is_one_line(words):

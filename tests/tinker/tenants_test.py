@@ -1,5 +1,7 @@
 """Checkpoints on disk: names that are taken, free again, or malformed."""
 
+import time
+
 import pytest
 
 from rlx.base import UserError
@@ -43,3 +45,17 @@ def test_a_new_session_ends_those_of_every_client_that_has_gone(tmp_path, monkey
     api._open(other, {})
     assert not one.models
     assert list(other.models) == [f"{kept}:train:0"]
+
+
+def test_a_run_s_last_request_is_the_latest_not_the_last_by_name(tmp_path):
+    pytest.importorskip("aiohttp")
+    from rlx.tinker.tinker_api import TinkerApi
+
+    tenant, record = Tenant(tmp_path), {"expires": None, "checkpoint_metadata": None}
+    for name in ("z", "a"):
+        path = f"tinker://run:train:0/weights/{name}"
+        tenant.save(path, {**record, "name": name}, lambda directory: None, False)
+        time.sleep(0.01)
+    answer = TinkerApi._run(None, tenant, {"run": "run:train:0"})
+    times = [each["time"] for each in tenant.listed_checkpoints("*")]
+    assert (answer["name"], answer["last_request_time"]) == ("a", max(times))
