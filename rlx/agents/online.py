@@ -73,7 +73,7 @@ class OnlineOptions:
         """Return options with the key of `admin_key` or $RLX_ADMIN_KEY, or None; or UserError."""
         path = flags.admin_key
         with explained(f"cannot read the admin key in {path}", "give a text file"):
-            key = Path(path).read_text() if path else os.environ.get(ADMIN_VARIABLE, "")
+            key = Path(path).read_text("utf-8-sig") if path else os.environ.get(ADMIN_VARIABLE, "")
         if not (path or key):
             return None
         if len(key := key.strip()) < _SHORTEST:

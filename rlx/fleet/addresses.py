@@ -38,7 +38,7 @@ def read_addresses(texts: Sequence[str]) -> tuple[str, ...]:
         path = text.removeprefix(FILE)
         remedy = "make it a text file with one host:port per line"
         with explained(f"cannot read the addresses in {path}", remedy):
-            lines = Path(path).read_text().splitlines()
+            lines = Path(path).read_text("utf-8-sig").splitlines()
         addresses += [line.partition("#")[0].strip() for line in lines]
     return tuple(dict.fromkeys(filter(None, addresses)))
 

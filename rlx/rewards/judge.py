@@ -196,7 +196,7 @@ def _key(variable: str, name: str, environment: Mapping[str, str]) -> str:
 
 def _read(path: str) -> str:
     with explained(f"cannot read reward.judge.rubric={path}", "give a text file"):
-        text = Path(path).read_text(encoding="utf-8").strip()
+        text = Path(path).read_text(encoding="utf-8-sig").strip()
     if not text:
         raise UserError(f"reward.judge.rubric={path} is empty; write what a good answer is")
     return text

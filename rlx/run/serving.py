@@ -67,7 +67,8 @@ def guards(a: Namespace, others: bool = False) -> tuple[tuple[str, ...], Tls | N
     keys = tuple[str, ...]()
     if a.keys:
         with explained(f"cannot read --keys={a.keys}", "give a text file"):
-            keys = tuple(filter(None, map(str.strip, Path(a.keys).read_text().splitlines())))
+            text = Path(a.keys).read_text("utf-8-sig")
+        keys = tuple(filter(None, map(str.strip, text.splitlines())))
         if not keys:
             raise UserError(f"--keys={a.keys} has no key; write one per line")
     tls = server_tls(a.tls_cert, a.tls_key, "")

@@ -36,7 +36,7 @@ def load_tokenizer(model_dir: Path, system_prompt: str = "", chat_template: str 
     elif chat_template:
         remedy = "give a Jinja file, or none for raw prompts"
         with explained(f"cannot read data.chat_template={chat_template}", remedy):
-            tokenizer.chat_template = Path(chat_template).read_text()
+            tokenizer.chat_template = Path(chat_template).read_text("utf-8-sig")
     if not tokenizer.chat_template:
         remedy = "use an instruct model, or set data.chat_template to none (raw prompts) or a file"
         raise UserError(f"the tokenizer in {model_dir} has no chat template; {remedy}")
@@ -83,7 +83,7 @@ def read_prompts(path: str, model_dir: Path, count: int, store: ImageStore) -> l
         rows = data.load(path, answer_key="", most=count, images=RowImages(store, "images"))
     else:
         with explained(f"cannot read prompts from {path}", "give a text file"):
-            lines = Path(path).read_text().splitlines()  # a prompt in each
+            lines = Path(path).read_text("utf-8-sig").splitlines()  # a prompt in each
         rows = [{"question": line} for line in lines if line.strip()][:count]
     if not rows:
         raise UserError(f"{path} has no prompts; give rows with `question`, or lines of text")
