@@ -24,10 +24,13 @@ def main() -> None:
 
     from rlx.config import default
     from rlx.observe.model_card import card
+    from rlx.train.checkpoint import checkpoints, step_of
 
     if not (a.workdir / "hf/config.json").exists():
         raise UserError(f"{a.workdir} has no exported weights in hf/; give a run's --workdir")
-    text = card(a.workdir, a.repository.rpartition("/")[2], a.license, default().to_dict())
+    # Records of a killed run may be of later steps than hf/, which is as the last checkpoint.
+    step = max(map(step_of, checkpoints(a.workdir / "checkpoints")), default=None)
+    text = card(a.workdir, a.repository.rpartition("/")[2], a.license, default().to_dict(), step)
     if a.print:
         command.say(text)
         return

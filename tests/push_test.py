@@ -124,6 +124,17 @@ def test_the_card_can_be_read_first(hub, workdir):
     assert not hub.made
 
 
+def test_the_card_of_a_killed_run_is_that_of_its_weights(hub, workdir):
+    (workdir / "checkpoints/step_00000004").mkdir(parents=True)
+    settings = (workdir / "config.json").read_text().replace('"seed": 3', '"seed": 0')
+    (workdir / "config.json").write_text(settings)
+    out = push(hub, workdir, "me/first", "--print").stdout
+    assert "after 4 of 8 steps" in out
+    assert "| `seed` | `0` |" in out
+    assert "| 4 | 0.250 |" in out
+    assert "0.75" not in out, "of weights that it has not"
+
+
 def test_what_cannot_be_pushed_is_one_line(hub, workdir, tmp_path):
     for done, words in [
         (push(hub, workdir, "me/first", token="wrong"), "$HF_TOKEN"),

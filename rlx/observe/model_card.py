@@ -13,14 +13,20 @@ from rlx.system.jsonl import has_step, read_json, read_jsonl
 _POINTS = 12  # evaluations in the table
 
 
-def card(workdir: Path, name: str, license_name: str, defaults: Mapping[str, Any]) -> str:
-    """Return the card of model `name`: metadata, base, how it was trained, held-out results."""
+def card(
+    workdir: Path, name: str, license_name: str, defaults: Mapping[str, Any], step: int | None
+) -> str:
+    """Return the card of model `name`: metadata, base, how it was trained, held-out results.
+
+    Its weights are those of `step`; None: of the last one.
+    """
     from huggingface_hub import EvalResult, ModelCardData  # takes a moment to import
 
     row, config = summary(workdir, defaults), read_json(workdir / "config.json")
     base = str(config.get("model", {}).get("path", ""))
     on_hub = base.count("/") == 1 and base[0] not in "./~" and not Path(base).exists()
-    _, metric, scores = held_out(list(filter(has_step, read_jsonl(workdir / "eval.jsonl"))))
+    evals, done = filter(has_step, read_jsonl(workdir / "eval.jsonl")), step or row["step"]
+    _, metric, scores = held_out([e for e in evals if e["step"] <= done])
     results = None
     if scores:
         last = finite(scores[-1][0])
@@ -33,8 +39,11 @@ def card(workdir: Path, name: str, license_name: str, defaults: Mapping[str, Any
     settings = {"config": row["config"], "seed": row["seed"], **row["changed"]}
     parts = [
         f"---\n{data.to_yaml()}\n---\n\n# {name}",
-        f"`{base}` after {row['step']} of {row['total']} steps of rlx {__version__}.",
-        _table(("setting", "value"), [(f"`{k}`", f"`{v}`") for k, v in settings.items() if v]),
+        f"`{base}` after {done} of {row['total']} steps of rlx {__version__}.",
+        _table(
+            ("setting", "value"),
+            [(f"`{k}`", f"`{v}`") for k, v in settings.items() if v not in (None, "")],
+        ),
     ]
     if scores:
         shown = scores[:: -(-len(scores) // _POINTS)]
