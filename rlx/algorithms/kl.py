@@ -43,4 +43,4 @@ def adapt(
     error = lib.clip(observed / target - 1.0, -0.2, 0.2)
     # A batch far beyond the horizon must not turn the sign of β.
     share = lib.clip(trajectories / horizon, None, 1.0)
-    return lib.where(lib.isfinite(error), coefficient * (1.0 + error * share), coefficient)
+    return lib.where(lib.isfinite(observed), coefficient * (1.0 + error * share), coefficient)

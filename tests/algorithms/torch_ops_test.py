@@ -190,7 +190,7 @@ def test_value_loss_is_that_of_jax(value_clip):
         close(torch_stats[key], stats[key], key)
 
 
-@pytest.mark.parametrize("observed", [0.0, 0.011, 0.4, np.nan])
+@pytest.mark.parametrize("observed", [0.0, 0.011, 0.4, np.nan, np.inf])
 def test_the_coefficient_of_kl_adapts_as_in_jax(observed):
     given = (0.2, observed, 512.0)
     want = kl.adapt(*map(jax.numpy.float32, given), target=0.01, horizon=10_000)
