@@ -179,7 +179,7 @@ def test_an_unknown_choice_names_its_key(field):
         (
             {"kl_coefficient": 0.04},
             r"kl_coefficient=0.04 has no effect \(grpo\); it needs .*"
-            "kl_placement=reward|loss: set that, or leave",
+            r"kl_placement=reward\|loss: set that, or leave kl_coefficient unset$",
         ),
         ({"kl_target": 0.1}, r"kl_target=0.1 has no effect \(grpo\); .*kl_placement=reward"),
         ({"weight_upper": 1.0}, "weight_upper=1.0 masks every token that is on policy"),
