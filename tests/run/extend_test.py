@@ -33,7 +33,7 @@ RECORDED: dict[str, list[str]] = {
     "Workflow": ["info/same", "reward/arithmetic"],
     "Training an agent": ["info/interactions"],
     "#": ["tools/calls", "reward/arithmetic"],
-    "A tool of your own": ["tools/calls"],
+    "Your own tool": ["tools/calls"],
     "Several turns": ["info/turns"],
     "Reward": ["reward/arithmetic", "reward/brevity", "reward/polite", "reward/unlike"],
 }
@@ -62,6 +62,10 @@ def commands(section):
     """The lines of a section's shell blocks, continued lines joined."""
     text = "".join(blocks(section, "sh")).replace("\\\n", " ")
     return [shlex.split(line, comments=True) for line in text.splitlines() if line.strip()]
+
+
+def test_what_runs_record_is_of_sections_that_exist():
+    assert SECTIONS.keys() >= RECORDED.keys()
 
 
 @pytest.mark.slow
