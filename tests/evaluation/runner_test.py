@@ -164,8 +164,10 @@ def test_a_users_mistake_is_not_retried(make, fake_workflow):
     def wrong(group_id, attempt):
         raise UserError("the prompt is too long")
 
+    workflow = fake_workflow(misbehave=wrong)
     with pytest.raises(UserError, match="too long"):
-        make(workflow=fake_workflow(misbehave=wrong)).rollout_batch(ROWS[:1], timeout=30)
+        make(workflow=workflow).rollout_batch(ROWS[:1], timeout=30)
+    assert workflow.attempts == {0: 0}
 
 
 def test_a_group_that_is_none_names_the_workflow_not_the_runner(make, fake_workflow):
