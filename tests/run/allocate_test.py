@@ -82,7 +82,9 @@ def test_servers_and_trainer_see_gpus_of_their_own(monkeypatch, tmp_path):
     with servers, pytest.raises(UserError, match="ended at start"):
         servers.wait()
     logs = [(tmp_path / "logs" / f"server-{i}.log").read_text() for i in range(2)]
-    assert any(log.startswith(f"{gpu} cuda") for log, gpu in zip(logs, "76", strict=True))
+    assert any(logs)  # the first that ends may stop the other one before it says anything
+    for log, gpu in zip(logs, "76", strict=True):
+        assert not log or log.startswith(f"{gpu} cuda")
 
 
 def test_what_shares_gpus_shares_their_memory(monkeypatch):
