@@ -312,7 +312,7 @@ def test_the_names_of_a_source_are_seen():
 
 def test_variables_are_named_by_nouns():
     files = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "rlx_torch").rglob("*.py")]
-    names = {path.name: local_names(path.read_text()) & NAMELESS for path in files}
+    names = {path: local_names(path.read_text()) & NAMELESS for path in files}
     assert {path: found for path, found in names.items() if found} == {}
 
 
