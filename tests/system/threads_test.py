@@ -80,7 +80,8 @@ def test_calls_of_our_own_have_threads_though_users_have_all():
 def test_the_pool_of_users_code_serves_nothing_of_ours_on_the_trainers_loop():
     """Only tools are called there: they are users' code."""
     found = []
-    for room in ("fleet", "sandbox", "rewards", "rollout", "agents", "evaluation", "mismatch"):
+    rooms = ("fleet", "sandbox", "workers", "environments", "rewards", "rollout", "agents")
+    for room in (*rooms, "evaluation", "mismatch"):
         for path in (Path(rlx.__file__).parent / room).glob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Attribute) and node.attr in ("to_thread", "getaddrinfo"):
