@@ -64,7 +64,7 @@ def test_tokens_in_all_end_the_tries(tokenizer, pool):
     assert found[0].truncated
 
 
-def test_the_suffix_is_made_once_and_options_are_checked(tokenizer, pool):
+def test_options_are_checked(tokenizer, pool):
     for options in ({"max_turns": 0}, {"turn_discount": 0.0}, {"turn_discount": 1.1}):
         with pytest.raises(UserError, match=next(iter(options))):
             group(tokenizer, pool, lambda p, i: "", **options)
