@@ -61,10 +61,10 @@ def _of_torch(path: Path) -> dict[str, _Stored]:
     from rlx_torch.torch_checkpoint import TorchCheckpoint
 
     checkpoint, stored = TorchCheckpoint(path), {}
-    whole = lru_cache(1)(checkpoint.__getitem__)  # for the experts of a layer
+    tensor = lru_cache(1)(checkpoint.__getitem__)  # for the experts of a layer
 
     def expert(key: str, *at: Any) -> np.ndarray:
-        return whole(key)[at]
+        return tensor(key)[at]
 
     for key in filter(lambda key: key.startswith(_POLICY_PREFIX), checkpoint):
         name = key.removeprefix(_POLICY_PREFIX)

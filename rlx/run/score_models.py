@@ -173,10 +173,10 @@ class _Model:
         if graded := named_workflow.uses_rewards(name):
             check_rows(benchmark.reward, rows)
         set_aside(path, sample_files.is_sample)
-        asked = [jsonable([row["question"], row.get("answer")]) for row in rows]
+        texts = [jsonable([row["question"], row.get("answer")]) for row in rows]
         for record in read_jsonl(path):  # the file of rows may have been corrected
             number = record["index"]
-            if asked[number : number + 1] != [[record.get("question"), record.get("answer_key")]]:
+            if texts[number : number + 1] != [[record.get("question"), record.get("answer_key")]]:
                 what = f"{path} has an answer to another row {number + 1} of {benchmark.name}"
                 raise UserError(f"{what}; give another --output")
         if not (samples := sample_files.pending(path, len(rows), how.n_samples)):

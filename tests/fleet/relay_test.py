@@ -139,7 +139,7 @@ def limited(tools, fanout, **changes):
 
 def patient(tools, fanout):
     """On a busy machine servers in one process answer Status late while weights arrive."""
-    return limited(tools, fanout, hang_seconds=5.0)
+    return limited(tools, fanout, hang_seconds=15.0)
 
 
 def kept(server):
@@ -590,7 +590,7 @@ async def detoured(tools, tmp_path, count, which, limits):
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_connection_is_cut_in_the_middle(tools, tmp_path, which):
     async def main():
-        limits = limited(tools, 1)
+        limits = patient(tools, 1)
         async with detoured(tools, tmp_path, 4, which, limits) as (fleet, engines, detour, _):
             await fleet.publish(1, weights(1), "stream")
             detour.cut_at = detour.came + SIZE // 2
