@@ -146,9 +146,10 @@ def test_the_original_context_defaults_to_the_longest(kind):
 def test_the_models_own_original_context_wins_as_in_transformers(kind):
     scaling = spelled("rope_scaling", kind, ROPES[kind][0])
     given = hf_dict(original_max_position_embeddings=32, **scaling)
-    theirs = transformers.AutoConfig.for_model(**given).rope_parameters
+    theirs = transformers.AutoConfig.for_model(**given)
+    theirs.standardize_rope_params()  # as its models do, and vLLM
     config = ModelConfig.from_hf(given)
-    wanted = theirs["original_max_position_embeddings"]
+    wanted = theirs.rope_parameters["original_max_position_embeddings"]
     assert config.rope.original_max_position_embeddings == wanted == 32
 
 
