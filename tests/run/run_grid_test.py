@@ -171,10 +171,10 @@ def test_an_evaluation_before_the_first_step_decides_nothing(tmp_path, metric, b
 def test_a_run_that_diverged_keeps_no_earlier_score(tmp_path, name):
     key = "held_out_sft_loss" if name == "eval.jsonl" else "sft_loss"
     for run, last in (("good", 0.9), ("diverged", None)):
-        for step, loss in ((1, 0.1), (2, last)):
-            append_jsonl(tmp_path / run / "eval.jsonl", {"step": 0, "held_out_sft_loss": 2.0})
-            append_jsonl(tmp_path / run / name, {"step": step, key: loss})
-    assert score(tmp_path / "diverged", 2) == -float("inf") < score(tmp_path / "good", 2) < 0
+        append_jsonl(tmp_path / run / "eval.jsonl", {"step": 0, "held_out_sft_loss": 2.0})
+        for step in range(1, 9):
+            append_jsonl(tmp_path / run / name, {"step": step, key: 0.1 if step < 8 else last})
+    assert score(tmp_path / "diverged", 8) == -float("inf") < score(tmp_path / "good", 8) < 0
 
 
 def test_a_value_of_pairs_is_one_value():
