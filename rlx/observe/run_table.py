@@ -104,7 +104,7 @@ def sorted_rows(rows: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]
 
     def place(row: dict[str, Any]) -> tuple[bool, float, str]:
         value = row["changed"].get(key, row.get(key))
-        with suppress(ValueError):  # a command line has numbers as text
+        with suppress(TypeError, ValueError):  # a command line has numbers as text
             value = float(row["changed"].get(key, ""))
         return value is None, -(finite(value) or 0.0), str(value)
 

@@ -165,6 +165,8 @@ def test_changed_keys_are_sorted_as_numbers(tmp_path):
     found = [vars(row(path)) for path in rows.find([tmp_path])]
     order = [one["run"][-1] for one in rows.sorted_rows(found, "rollout.max_staleness")]
     assert order == ["b", "c", "a"], "the largest first"
+    found[0]["changed"]["train.row_buckets"] = [192]  # of a run without a command line
+    assert len(rows.sorted_rows(found, "train.row_buckets")) == 3
 
 
 def test_the_command_lists_runs_as_a_table_or_as_json(run, tmp_path):
