@@ -39,11 +39,6 @@ def digest(directory: str | Path) -> bytes:
     return blake.digest()
 
 
-def num_bytes(directory: str | Path) -> int:
-    """Return the size of an HF directory's files of weights."""
-    return sum(path.stat().st_size for path in shards(Path(directory)))
-
-
 class Base:
     """A server's model directory, to which adapters are added."""
 

@@ -27,7 +27,7 @@ from rlx.fleet.publish import Weights, stage, sweep
 from rlx.fleet.relay import Route, hurry, routes
 from rlx.fleet.requests import Chunk, Sampling, ScoreRequest, Timeouts
 from rlx.fleet.sample import Completion, GenerateCall, PartialSample, split
-from rlx.fleet.tls import Tls
+from rlx.fleet.tls import Tls, read_files
 from rlx.observe import traces
 from rlx.system.host_port import bracketed, split_address
 from rlx.system.threads import in_thread, run_all
@@ -82,7 +82,7 @@ class Fleet:
         sleep: int | None = None,  # level of sleep until `set_sleep`; None: they do not sleep
         image: Callable[[str], bytes] | None = None,  # returns the file of a prompt's image by name
     ):
-        self._sleep = sleep
+        self._sleep, self._tls = sleep, tls
         self._limits = limits or Timeouts()
         self._publish_dir = publish_dir
         self.say = on_message or (lambda text: None)
@@ -138,9 +138,12 @@ class Fleet:
         """Wait until every server is live, or the time is up and some are.
 
         Servers that join are not waited for, except the first one if there are no others. UserError
-        if no server answered in time, one refuses our token, or a host name is unknown.
+        if no server answered in time, one refuses our token, a host name is unknown, or a file of
+        TLS is unusable.
         """
         await asyncio.gather(*(require_name(m.address) for m in self._members))
+        if self._tls:  # a member would try them again until the time is up
+            read_files(self._tls)
         sweep(self._publish_dir)
         for member in self._members:
             self._start(self._run_member(member))

@@ -131,10 +131,7 @@ class Member:
         delay = 0.05
         while not self.fatal:
             start = time.monotonic()
-            try:
-                was_live = await self._live_once()
-            except (UserError, OSError) as error:  # of TLS files, maybe replaced just now
-                was_live, self.reason = False, str(error)
+            was_live = await self._live_once()
             delay = 0.05 if was_live else min(2 * delay, self._limits.backoff)
             await asyncio.sleep(delay)
             # Any longer, the server was live or this process was stopped.
@@ -376,7 +373,11 @@ class Member:
     async def _live_once(self) -> bool:
         """Connect and watch until it is lost; return whether it was live meanwhile."""
         was_live = False
-        channel = transport.channel(self.address, self._tls)
+        try:
+            channel = transport.channel(self.address, self._tls)
+        except UserError as error:  # its files may be replaced just now
+            self.reason = str(error)
+            return False
         self._stub = rpc.RolloutStub(channel)
         try:
             await self.probe()

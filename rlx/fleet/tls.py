@@ -84,13 +84,13 @@ def server_tls(cert: str, key: str, client_ca: str) -> Tls | None:
 
 def server_credentials(tls: Tls) -> grpc.ServerCredentials:
     """Return the credentials of a listening port; raise UserError for unusable files."""
-    cert, key, ca = _contents(tls)
+    cert, key, ca = read_files(tls)
     return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=bool(ca))
 
 
 def https(tls: Tls) -> ssl.SSLContext:
     """Return the context of an HTTPS server; raise UserError for unusable files."""
-    _contents(tls)
+    read_files(tls)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tls.ca or None)
     context.load_cert_chain(tls.cert, tls.key, password="")
     context.verify_mode = ssl.CERT_REQUIRED if tls.ca else ssl.CERT_NONE
@@ -101,7 +101,7 @@ def channel(address: str, tls: Tls | None, ca: bytes = b"") -> grpc.aio.Channel:
     """Return an unconnected channel, with `ca` for that of `tls`; UserError for unusable files."""
     if tls is None:
         return grpc.aio.insecure_channel(address, options=wire.CHANNEL_OPTIONS)
-    cert, key, tls_ca = _contents(tls)
+    cert, key, tls_ca = read_files(tls)
     credentials = grpc.ssl_channel_credentials(ca or tls_ca, key, cert)
     return grpc.aio.secure_channel(address, credentials, options=wire.CHANNEL_OPTIONS)
 
@@ -114,7 +114,7 @@ def refusal(address: str, details: str) -> UserError | None:
     return None
 
 
-def _contents(tls: Tls) -> list[bytes | None]:
+def read_files(tls: Tls) -> list[bytes | None]:
     """Return certificate, key and CA, None for ""; raise UserError for unusable files."""
     contents: list[bytes | None] = []
     for path in (tls.cert, tls.key, tls.ca):

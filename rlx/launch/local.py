@@ -32,6 +32,7 @@ from rlx.fleet.addresses import Joining
 from rlx.fleet.client import Fleet
 from rlx.fleet.scratch import Scratch
 from rlx.fleet.tls import Tls
+from rlx.model.tensors import num_bytes
 from rlx.system import exit_reason
 from rlx.system.process_settings import python_path
 from rlx.system.process_supervisor import ask_for_stacks, descendants
@@ -123,8 +124,8 @@ class LocalServers:
             )
             for i, cpus in enumerate(plan.servers)
         ]  # fmt: skip
-        size = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
-        self._ready_timeout = ready_timeout or _START_SECONDS + size / _START_BYTES_A_SECOND
+        seconds = _START_SECONDS + num_bytes(model) / _START_BYTES_A_SECOND
+        self._ready_timeout = ready_timeout or seconds
         self._max_restarts = max_restarts
         self._answer_timeout, self._joining = answer_timeout, joining
         self._silent = dict[str, float]()  # address → seconds of silence, from the fleet

@@ -99,6 +99,11 @@ def shards(path: Path) -> list[Path]:
     raise UserError(f"{path} has no {WEIGHTS} (nor {INDEX}); give a directory with safetensors")
 
 
+def num_bytes(directory: str | Path) -> int:
+    """Return the size of an HF directory's safetensors files; 0 without any."""
+    return sum(path.stat().st_size for path in Path(directory).glob("*.safetensors"))
+
+
 @dataclass(frozen=True, eq=False)
 class Buckets:
     """Tensors that are iterated once, bucket by bucket, to keep only one bucket in memory."""

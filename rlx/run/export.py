@@ -16,7 +16,7 @@ from rlx.fleet.publish import Adapter
 from rlx.model import directory as directories
 from rlx.model import peft
 from rlx.model.model_config import ModelConfig
-from rlx.model.tensors import Buckets, write_directory
+from rlx.model.tensors import Buckets, num_bytes, write_directory
 from rlx.run import checkpoint_tensors
 from rlx.run.inputs import INITIAL
 from rlx.system.atomic_directory import atomic_directory
@@ -44,7 +44,7 @@ class Export:
         self._tokenizer_files: Any = {"source": source, "chat_template": template}
         self._lora, self._dtype, self._publish = options.lora, options.publish_dtype, publish
         self.base_digest = adapter.digest(model_dir) if self._lora else b""
-        self._base_bytes = adapter.num_bytes(model_dir) if self._lora else 0
+        self._base_bytes = num_bytes(model_dir) if self._lora else 0
 
     def publish(self, state: State, send: Callable[[Buckets | Adapter], Future]) -> Future:
         """Give `send` the policy of `state`, in the form that the fleet loads; see `hand_over`."""

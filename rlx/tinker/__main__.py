@@ -15,6 +15,7 @@ from rlx.doctor import failures
 from rlx.fleet import adapter
 from rlx.fleet.client import Fleet
 from rlx.model.directory import at_hand, resolve
+from rlx.model.tensors import num_bytes
 from rlx.run import serving
 from rlx.system.threads import in_thread
 from rlx.tinker import binary_messages, lora_trainer
@@ -45,8 +46,7 @@ def main() -> None:
         try:
             base, _ = await asyncio.gather(in_thread(adapter.digest, model), fleet.connect())
             trainer: Any = await in_thread(load, model, a.dtype, fleet.context)
-            size = adapter.num_bytes(model)
-            samplers = Samplers(fleet, base, a.dtype, a.adapters > 0, size)
+            samplers = Samplers(fleet, base, a.dtype, a.adapters > 0, num_bytes(model))
             api = TinkerApi(trainer, samplers, names, tokenizer, keys, directory, a.budget)
             await serving.answer(api.application, a.host, a.port, tls)
         finally:

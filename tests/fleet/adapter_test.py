@@ -120,14 +120,14 @@ def test_the_deadline_of_an_adapter_counts_its_base(
     """A server reads and writes all of that, which takes far longer than a few matrices."""
     require = adapter.Base.require
     monkeypatch.setattr(adapter.Base, "require", lambda *a: time.sleep(1.0) or require(*a))
-    sent = Adapter(adapter_tensors(), 0.7, "float32", adapter.digest(model_dir), 200 << 20)
+    sent = Adapter(adapter_tensors(), 0.7, "float32", adapter.digest(model_dir), 1 << 30)
     limits = dataclasses.replace(tools.limits, publish_timeout_seconds=0.3)
     engine = recording(arithmetic)
 
     async def main():
         options = {"limits": limits, "model_dir": str(model_dir)}
         async with tools.fleet(1, tmp_path, [engine], **options) as (fleet, _, _):
-            await asyncio.wait_for(fleet.publish(4, sent, "adapter"), 5)
+            await asyncio.wait_for(fleet.publish(4, sent, "adapter"), 15)
 
     tools.run(main())
     assert engine.version == 4

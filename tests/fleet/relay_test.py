@@ -620,6 +620,7 @@ def test_a_server_that_gets_it_too_slowly_is_left_to_the_trainer(tools, tmp_path
             assert sum("from the trainer: it came too slowly" in text for text in said) == 2
             assert sorted(loads(engines)) == [[1]] * 4
             report = await fleet.publish(2, weights(2), "stream")
+            assert report.seconds < 2
             assert report.sent_bytes == 2 * report.num_bytes, "to the chain, and to the slow one"
             await check(fleet, 2, 4)
 

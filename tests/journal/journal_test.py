@@ -138,7 +138,7 @@ def test_a_killed_writer_loses_nothing_older_than_a_moment(tmp_path):
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
-        time.sleep(1.0)  # a loaded machine
+        time.sleep(0.2)
         process.send_signal(signal.SIGKILL)
     assert numbers(tmp_path / "j") == list(range(50))
 
@@ -157,7 +157,7 @@ def test_records_are_flushed_within_a_second_though_nothing_follows(tmp_path, mo
     while len(flushed) < 2:  # the directory's is the first
         assert time.monotonic() < begun + SECONDS
         time.sleep(0.01)
-    assert flushed[1] - begun < 1.0 + 5.0  # a loaded machine
+    assert flushed[1] - begun < 1.0 + 0.5  # a loaded machine
     made.close()
 
 

@@ -234,16 +234,15 @@ def test_a_scan_without_a_mesh_that_fits_names_none(monkeypatch):
     from rlx.train import device_programs
 
     run = compile_for._Target.of(arithmetic.get_config(), "h100:1")
-    bytes_of = {"fsdp:1": 1 << 60}
     program, trainer = MagicMock(), SimpleNamespace(tokens_a_device=lambda length: 100)
     monkeypatch.setattr(jax_trainer, "programs", lambda *_: (trainer, iter([("p", program, 0)])))
     monkeypatch.setattr(device_programs, "gpus", lambda *_: nullcontext([]))
-    monkeypatch.setattr(device_programs, "planned_bytes", lambda _: bytes_of["fsdp:1"])
+    monkeypatch.setattr(device_programs, "planned_bytes", lambda _: 1 << 60)
     monkeypatch.setattr(compile_for.gpu_program, "read", lambda *_: Reading(bytes=1e12))
     *rows, best = compile_for.scan(run.config, "h100:1")
     assert {row.level for row in rows} == {"absent"}
     assert (best.level, best.result) == ("problem", "none fits")
-    bytes_of["fsdp:1"] = 1
+    monkeypatch.setattr(device_programs, "planned_bytes", lambda _: 1)
     *_, best = compile_for.scan(run.config, "h100:1")
     assert best.level == "ok"
     assert best.result.startswith("train.mesh=fsdp:1 model.remat=")

@@ -20,7 +20,7 @@ class Recording:
     prefills: frozenset[int] = frozenset()
 
     def stride(self, steps: int) -> int:
-        """Return the tokens of each decode call of `steps`, with a guide one; see Slots.inputs."""
+        """Return how many tokens a decode call samples: 1 with a guide, otherwise `steps`."""
         return 1 if self.request.sampling.guide else steps
 
     def calls(self, steps: int) -> list[int]:

@@ -16,6 +16,7 @@ from rlx.cli.user_code import words
 from rlx.engines.engine import SLEEPS
 from rlx.engines.kv_memory import token_bytes, vllm_advice
 from rlx.model.model_config import ModelConfig
+from rlx.model.tensors import num_bytes
 
 # Else blanks match any schema, and small models would write nothing else.
 _GUIDES = {"backend": "xgrammar", "disable_any_whitespace": True}
@@ -52,8 +53,7 @@ def start_llm(
 ) -> Any:
     """Return vLLM's AsyncLLM, started; raise UserError if it cannot serve the model."""
     cpu = on_cpu()
-    size = sum(file.stat().st_size for file in model_path.glob("*.safetensors"))
-    _set_environment(cpu, tensor_parallel, size)
+    _set_environment(cpu, tensor_parallel, num_bytes(model_path))
     try:
         import torch
         from vllm.engine.arg_utils import AsyncEngineArgs
