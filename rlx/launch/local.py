@@ -124,7 +124,7 @@ class LocalServers:
             )
             for i, cpus in enumerate(plan.servers)
         ]  # fmt: skip
-        seconds = _START_SECONDS + num_bytes(model) / _START_BYTES_A_SECOND
+        seconds = _START_SECONDS + num_bytes(Path(model)) / _START_BYTES_A_SECOND
         self._ready_timeout = ready_timeout or seconds
         self._max_restarts = max_restarts
         self._answer_timeout, self._joining = answer_timeout, joining
