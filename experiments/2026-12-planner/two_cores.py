@@ -87,7 +87,7 @@ def main() -> None:
         there = search.refit(there, asked.recorded_allocation(there), found)
         again = search.plan(there, asked.recorded_allocation(there)).prediction.step_seconds
         changed = {"fleet.num_servers": servers, "rollout.max_staleness": eta}
-        own = dataclasses.replace(first.workload(changed), factors=work.factors)
+        own = dataclasses.replace(first.workload(changed), measured=work.measured)
         plan = search.plan(own, first.recorded_allocation(own)).prediction
         step = found["step"]
         rows.append((

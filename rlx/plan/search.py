@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,14 @@ SIMULATED = 6  # allocations that look best by arithmetic are simulated
 _FSDP = 64  # GPUs that one copy of the trained weights is cut over at most
 
 
+class Measured(NamedTuple):
+    """How a run's seconds differ from those by the data sheet."""
+
+    servers: float = 1.0  # measured seconds for one
+    trainer: float = 1.0
+    publish: float = 0.0  # further seconds
+
+
 @dataclass(frozen=True)
 class Workload:
     """A run, on GPUs of one kind."""
@@ -41,8 +50,7 @@ class Workload:
     observed: float = 0.0  # tokens that each turn but the first adds
     recompute: bool = False
     calibration: Calibration = Calibration()  # noqa: RUF009
-    # Measured seconds for each one by the data sheet, of the servers and of the trainer.
-    factors: tuple[float, float] = (1.0, 1.0)
+    measured: Measured = Measured()  # noqa: RUF009
     shared_tokens: float = 0.0  # first tokens that the trainer computes once for a group
     cores: int = 0  # of a CPU that servers and trainer divide; 0: they have GPUs
     fanout: int = 1  # of weights, `fleet.relay_fanout`
@@ -57,7 +65,7 @@ class Workload:
         serves, trains = sorted(split.parts, key=lambda part: part.trains)
         share = SHARED_MEMORY if split.shared else 0.85
         model, card, fitted = self.sizes.model, self.card, self.calibration
-        serve, train = self.factors
+        serve, train, latency = self.measured
         if self.cores:
             cores = cpu_plan(range(self.cores), serves.gpus)
             serve *= serves.gpus / len({*chain(*cores.servers)})
@@ -67,7 +75,7 @@ class Workload:
             ServerSpeed(model, card, serves.each, fitted, share, serve),
             TrainerSpeed(model, card, trains.gpus, fitted, self.forwards, self.recomputed,
                          self.sizes.train.minibatches, train, self.sizes.n_samples,
-                         self.shared_tokens, self.fanout),
+                         self.shared_tokens, self.fanout, latency),
             self.lengths, self.prompt_tokens, self.tool_seconds, self.turns, self.observed,
             split.shared, self.recompute,
         )  # fmt: skip
@@ -124,10 +132,11 @@ def plan(work: Workload, split: Allocation) -> SplitPlan:
 def refit(work: Workload, split: Allocation, measured: Mapping[str, float]) -> Workload:
     """Return the workload with the speeds that a run on this allocation measured, seconds."""
     for _ in range(3):  # busy times depend on each other
-        predicted, (serve, train) = plan(work, split).seconds, work.factors
+        predicted, (serve, train, publish) = plan(work, split).seconds, work.measured
         serve *= measured["generate"] / max(predicted["generate"], 1e-9)
         train *= measured["train"] / max(predicted["train"], 1e-9)
-        work = replace(work, factors=(serve, train))
+        publish += measured.get("publish", predicted["publish"]) - predicted["publish"]
+        work = replace(work, measured=Measured(serve, train, max(0.0, publish)))
     return work
 
 

@@ -4,11 +4,14 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Semaphore
 from typing import Any
+
+import numpy as np
 
 from rlx.base import UserError, refuse
 from rlx.fleet import adapter
@@ -75,6 +78,25 @@ class Export:
         model, files = self._update.model, self._tokenizer_files
         write = partial(submit, write_directory, path, model, **files)
         return hand_over(self._update.weights(state), write, last)
+
+
+def computed(weights: Any) -> Any:
+    """Return Buckets or an Adapter when the device has computed the first bucket; waits for it."""
+    if isinstance(weights, Adapter):
+        return replace(weights, tensors=computed(Buckets.of(weights.tensors)))
+    buckets = iter(weights)
+    first: Mapping[str, Any] = next(buckets, {})
+    for tensor in first.values():
+        np.asarray(tensor)
+    return Buckets(weights.tensors, _before(first, buckets))
+
+
+def _before(
+    first: Mapping[str, Any], others: Iterator[Mapping[str, Any]]
+) -> Iterator[Mapping[str, Any]]:
+    yield first
+    del first  # before the next one is made
+    yield from others
 
 
 def hand_over(

@@ -38,6 +38,7 @@ from rlx.observe.hooks import Hooks
 from rlx.rollout.executor import Exhausted
 from rlx.run import resume, run_records, trainer_metrics, trainers
 from rlx.run.allocate import apply_allocation, gpu_environment
+from rlx.run.export import computed
 from rlx.run.inputs import prepare
 from rlx.run.parts import Parts, build, early_servers
 from rlx.run.remote_copies import RemoteCopies
@@ -47,6 +48,7 @@ from rlx.run.turns import CACHE
 from rlx.run.watchdog import watchdog
 from rlx.system.jsonl import jsonable, read_jsonl
 from rlx.system.process_settings import keep_freed_memory
+from rlx.system.threads import in_thread
 from rlx.system.workdir_lock import lock_workdir
 from rlx.train import conductor
 from rlx.train.contract import State
@@ -319,6 +321,7 @@ class _Loop:
     async def _deliver(self, version: int, weights: Any) -> None:
         """Publish `version`; make it current once every live server has acknowledged it."""
         if self.served:
+            weights = await in_thread(computed, weights)  # a publish begins after the update
             with self.timeline.span("publish", "publish", version=version):
                 report = await self.fleet.publish(version, weights, self.config.fleet.publish)
             self.published = {  # bytes by the trainer, 0 by path; the longest pause of a server

@@ -277,9 +277,10 @@ def lines(request: PlanRequest) -> Iterator[str]:
             if not (work.cores or (request.run.workdir / "plan.json").exists()):
                 _write(search.plan(work, split), request.run.workdir)
             work = search.refit(work, split, measured)
-            serve, train = work.factors
+            serve, train, publish = work.measured
             times = f"servers take {serve:.3g} and the trainer {train:.3g} times the seconds"
-            yield f"refitted: {times} of their data sheets, and the plans below count on that"
+            times += f" of their data sheets, and a publish {publish:.2g} s more"
+            yield f"refitted: {times}; the plans below count on that"
     error = "" if split else f" ±{work.calibration.error:.0%}"
     header = (_HEADER[0], f"step s{error}", *_HEADER[1:])
     if settings:
@@ -289,7 +290,7 @@ def lines(request: PlanRequest) -> Iterator[str]:
         rows: list[tuple[str, ...]] = [(key, *header)]
         for setting in settings:
             changed = request.workload(changes(request.config, [setting]))
-            plan = request.plans(replace(changed, factors=work.factors))[0]
+            plan = request.plans(replace(changed, measured=work.measured))[0]
             rows.append((setting.partition("=")[2], *_row(plan)))
         yield from aligned(rows)
         return
@@ -398,7 +399,7 @@ def _change(
         **({} if limits.samples else {"rollout.max_concurrent_rollouts": 2 * limits.concurrency}),
         **({"fleet.num_servers": work.sizes.num_servers + 1} if work.cores else {}),
     }.items():
-        changed = replace(request.workload({key: value}), factors=work.factors)
+        changed = replace(request.workload({key: value}), measured=work.measured)
         plan = search.plan(changed, request.recorded_allocation(changed) or split)
         tries[f"{key}={value}"] = plan.prediction.step_seconds
     setting, seconds = min(tries.items(), key=itemgetter(1))

@@ -153,6 +153,8 @@ def test_a_run_is_refitted_and_the_change_is_named(model, tmp_path):
     plan = json.loads((workdir / "plan.json").read_text())
     assert plan["allocation"] == "vllm:d1+jax:f7"
     assert plan["seconds"]["generate"] < 10, "by the data sheet"
+    more = float(re.search(r"and a publish (\S+) s more", out)[1])
+    assert plan["seconds"]["publish"] + more == pytest.approx(1, abs=0.05), "as measured"
 
 
 def test_this_machine_is_measured_with_a_config_only():

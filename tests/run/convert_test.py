@@ -120,7 +120,10 @@ def test_adapters_are_merged_into_their_own_base_alone(
         ([str(path), out, f"--model={other}"], "the checkpoint's adapters belong to base"),
         ([str(path), out, f"--adapter={tmp_path / 'precious'}"], "give another --adapter"),
         ([str(workdir), out, f"--adapter={new}"], "has no LoRA adapters"),
-        ([str(tiny_model_dir), out, f"--adapter={new}"], "no checkpoint of a LoRA run"),
+        (
+            [str(tiny_model_dir), out, f"--adapter={new}"],
+            "is no checkpoint, so --adapter has no use",
+        ),
     ):
         monkeypatch.setattr(sys, "argv", ["rlx.convert", *arguments])
         with pytest.raises(UserError) as error:
@@ -155,6 +158,7 @@ def other_model(tiny_model_dir, tmp_path_factory):
         ("hf", "file/out", [], ["cannot write", "file/out"]),
         ("workdir", "file/out", [], ["cannot write", "file/out"]),
         ("workdir", "out", ["--model=nowhere/at/all"], ["--model=", "nowhere/at/all"]),
+        ("hf", "out", ["--model", "other"], ["is no checkpoint", "drop it"]),
         ("workdir", "out", ["--model", "other"], ["mlp.gate_proj", "[96, 64]"]),
     ],
 )

@@ -14,7 +14,7 @@ from rlx.fleet import publish
 from rlx.fleet.publish import Adapter
 from rlx.model.lora_config import LoraConfig
 from rlx.model.tensors import Buckets
-from rlx.run.export import AHEAD, Export
+from rlx.run.export import AHEAD, Export, computed
 from rlx.train.train_options import TrainOptions
 
 NAMES = [f"w{i}" for i in range(8)]
@@ -70,7 +70,7 @@ def test_no_more_than_two_buckets_are_alive_on_the_way(export, thread, tmp_path)
 
     def send(weights):
         assert not trainer.asked  # nothing is computed before somebody takes it
-        return thread.submit(publish.stage, 1, weights, "stream", tmp_path)
+        return thread.submit(lambda: publish.stage(1, computed(weights), "stream", tmp_path))
 
     staged = export(trainer).publish(7.0, send).result()
     gc.collect()
@@ -79,6 +79,24 @@ def test_no_more_than_two_buckets_are_alive_on_the_way(export, thread, tmp_path)
     assert all((tensor == 7).all() for tensor in load_file(staged.path).values())
     assert publish.checksum(staged.path) == staged.crc32
     staged.close()
+
+
+def test_the_first_bucket_is_waited_for_and_the_others_are_not():
+    read = []
+
+    class Tensor(_Tensor):
+        def __array__(self, dtype=None, copy=None):
+            read.append(self._state)
+            return super().__array__(dtype, copy)
+
+    def made():
+        return Buckets({}, ({str(n): Tensor(n)} for n in range(3)))
+
+    assert [*map(list, computed(made()))] == [["0"], ["1"], ["2"]]
+    assert read == [0]
+    sent = computed(publish.Adapter(made(), 0.5, "float32", b"base"))
+    assert read == [0, 0]
+    assert (sent.scale, [*map(list, sent.tensors)]) == (0.5, [["0"], ["1"], ["2"]])
 
 
 def test_a_trainer_that_fails_half_way_leaves_nothing_to_be_published(export, thread, tmp_path):

@@ -123,6 +123,13 @@ def test_a_finished_run_leaves_what_the_readme_says(finished_run):
     assert not [e["name"] for e in spans if any(map(str.isdigit, e["name"]))]
     assert {e["args"]["version"] for e in spans if e["name"] == "publish"} == {1, 2, 3}
     assert {"train", "pack and dispatch", "compute", "load"} <= {e["name"] for e in spans}
+    pids = {
+        e["args"]["name"]: e["pid"] for e in trace["traceEvents"] if e["name"] == "process_name"
+    }
+    computed = [e["ts"] + e["dur"] / 2 for e in spans if e["name"] == "compute"]
+    published = [e["ts"] for e in spans if (e["name"], e["pid"]) == ("publish", pids["publish"])]
+    late = [p > c for p, c in zip(sorted(published), sorted(computed), strict=True)]
+    assert sum(late) >= 2, "a publish begins when its update is computed"
     told = re.findall(r"`([^`]+)`", (Path(__file__).parents[2] / "docs/metrics.md").read_text())
     checks = records(workdir / "gate.jsonl")
     keys = {name for record in (*steps, *scores, *checks) for name in record}
