@@ -42,8 +42,9 @@ def main() -> None:
     path = checkpoint.find(a.source)
     if path:
         command.say(export.checkpoint_to_hf(path, a.target, a.model, a.dtype, a.adapter))
-    elif a.adapter:
-        raise UserError(f"{a.source} is no checkpoint of a LoRA run; drop --adapter")
+    elif a.adapter or a.model:
+        flag = "--adapter" if a.adapter else "--model"
+        raise UserError(f"{a.source} is no checkpoint, so {flag} has no use; drop it")
     else:
         command.say(export.hf_to_checkpoint(hf.resolve(a.source, "SOURCE"), a.target, a.dtype))
 

@@ -6,6 +6,7 @@ of the page of several. A run still going shows what it has so far.
 
 from pathlib import Path
 
+from rlx.base import UserError
 from rlx.cli import command
 from rlx.doctor import failures
 
@@ -14,7 +15,7 @@ def main() -> None:
     """Write the report of one run, or the page of several."""
     parser = command.Parser("rlx.report", description=__doc__, allow_abbrev=False)
     parser.add_argument("workdir", nargs="+", type=Path, help="of a run, or a directory of runs")
-    parser.add_argument("--out", type=Path, default=Path("comparison.html"), help="of several runs")
+    parser.add_argument("--out", type=Path, help="file for several runs; default: comparison.html")
     arguments = parser.parse_args()
 
     from rlx.config import default
@@ -24,9 +25,12 @@ def main() -> None:
 
     places, usual = arguments.workdir, default().to_dict()
     if len(places) == 1 and find(places) in ([], places):
+        if arguments.out:
+            raise UserError(f"--out is for several runs; {places[0]} gets its report.html, drop it")
         command.say(write_report(places[0], usual))
     else:
-        command.say(write_overlay(arguments.out, [summary(path, usual) for path in find(places)]))
+        out = arguments.out or Path("comparison.html")
+        command.say(write_overlay(out, [summary(path, usual) for path in find(places)]))
 
 
 if __name__ == "__main__":

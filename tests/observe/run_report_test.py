@@ -248,17 +248,18 @@ def test_a_config_or_a_minimal_record_is_enough_and_other_places_are_refused(tmp
 
 
 def test_the_command_prints_the_path_or_one_error_line(run, tmp_path):
-    def command(workdir):
+    def command(*arguments):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        words = [sys.executable, "-m", "rlx.report", str(workdir)]
+        words = [sys.executable, "-m", "rlx.report", *map(str, arguments)]
         return subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
 
     done = command(run)
     assert (done.returncode, done.stdout) == (0, f"{run / 'report.html'}\n")
-    done = command(tmp_path / "nowhere")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert len(done.stderr.splitlines()) == 1
+    for wrong in ([tmp_path / "nowhere"], [run, f"--out={tmp_path / 'out.html'}"]):
+        done = command(*wrong)
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: ")
+        assert len(done.stderr.splitlines()) == 1
 
 
 def test_five_hundred_steps_stay_fast_and_small(make_run, tmp_path):
