@@ -1,6 +1,6 @@
 """Predict runs of one task from one of them, and compare with their measured seconds.
 
-    python experiments/2026-12-planner/two_cores.py DIRECTORY --run   # 8 minutes on two cores
+    python experiments/2026-12-planner/two_cores.py DIRECTORY --run   # 13 minutes on two cores
     python experiments/2026-12-planner/two_cores.py DIRECTORY         # compares runs that are there
 
 `--run=3.7M` runs the benchmarks' random model of 3.7M parameters instead of the embedded task, and
@@ -26,7 +26,7 @@ FLAGS = [
     "--config.fleet.threads=1",  # the planner counts cores of one's own
 ]  # fmt: skip
 TASKS = {  # model → the path of the benchmark's workload, and flags; "": the embedded task
-    "": (None, ["--config=configs/arithmetic.py", "--config.total_steps=64"]),
+    "": (None, ["--config=configs/arithmetic.py", "--config.total_steps=128"]),
     "3.7M": ("", ["--config.total_steps=24"]),
     "135M": (
         "rlx:smollm2",

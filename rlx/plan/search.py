@@ -75,9 +75,9 @@ class Workload:
             ServerSpeed(model, card, serves.each, fitted, share, serve),
             TrainerSpeed(model, card, trains.gpus, fitted, self.forwards, self.recomputed,
                          self.sizes.train.minibatches, train, self.sizes.n_samples,
-                         self.shared_tokens, self.fanout, latency),
+                         self.shared_tokens, self.fanout),
             self.lengths, self.prompt_tokens, self.tool_seconds, self.turns, self.observed,
-            split.shared, self.recompute,
+            split.shared, self.recompute, latency=latency,
         )  # fmt: skip
 
     def trainer_bytes(self, split: Allocation) -> int:

@@ -109,6 +109,7 @@ class Setup:
     observed: float = 0.0  # tokens that each turn but the first adds to the prompt
     shared: bool = False  # whether the trainer runs on the servers' GPUs, so that these wait for it
     recompute: bool = False  # whether a server computes its KV caches again after an update
+    latency: float = 0.0  # of a publish, for which the trainer does not wait
     seed: int = 0
     copies: int = 1  # of it that train together
 
@@ -371,7 +372,9 @@ class _Run:
             self.pause(seconds)
         publish = self.setup.training.publish_seconds(self.setup.servers * self.setup.copies)
         self.spans.append(("trainer", "publish", self.now + seconds, self.now + seconds + publish))
-        self.at(self.now + seconds + publish, self.published)
+        self.at(self.now + seconds + publish, self.rested)
+        latency = self.setup.latency
+        self.at(self.now + seconds + publish + latency, self.published, self.state.consumed)
 
     def tune(self) -> None:
         """Change the limits as a run's loop does after each step."""
@@ -388,13 +391,15 @@ class _Run:
             engine.stop(seconds, recompute)
             self.schedule(index)
 
-    def published(self) -> None:
+    def rested(self) -> None:
         self.training = False
-        self.state = staleness.publish(self.state, self.state.consumed)
+        self.train()
+
+    def published(self, version: int) -> None:
+        self.state = staleness.publish(self.state, version)
         for engine in self.engines:
             engine.version = self.state.version
         self.pause(self.setup.server.load_seconds(), self.setup.recompute)
-        self.train()
         self.admit()
 
 
@@ -428,7 +433,9 @@ def simulate(setup: Setup, steps: int = 0) -> Prediction:
         lags=dict(sorted(lags.items())),
         preempted=setup.copies * preempted / steps,
         running=decoded / max(busy, 1e-9),
-        publish_seconds=setup.training.publish_seconds(setup.servers * setup.copies),
+        publish_seconds=(
+            setup.training.publish_seconds(setup.servers * setup.copies) + setup.latency
+        ),
         spans=run.spans,
     )
 

@@ -111,7 +111,6 @@ class TrainerSpeed:
     samples: int = 1  # trajectories of a group
     shared_tokens: float = 0.0  # first tokens of each that its group has in common
     fanout: int = 1  # servers to which each passes weights on; 0: process 0 sends to all
-    latency: float = 0.0  # further seconds of a publish, as measured
 
     def seconds(self, lengths: np.ndarray) -> float:
         """Return seconds of a batch; lengths: [N], prompt and answer, tokens, group by group."""
@@ -144,5 +143,4 @@ class TrainerSpeed:
         while fanout and reached < servers:
             levels, reached = levels + 1, reached + fanout ** (levels + 1)
         copies = max(min(fanout or servers, servers), 1)
-        num_bytes = copies * size + max(levels - 1, 0) * _HOP_BYTES
-        return self.latency + num_bytes / self.card.network
+        return (copies * size + max(levels - 1, 0) * _HOP_BYTES) / self.card.network

@@ -30,6 +30,7 @@ from rlx.observe.timeline import Timeline
 from rlx.plan import search
 from rlx.plan.search import SplitPlan, Workload
 from rlx.plan.simulate import Lengths
+from rlx.plan.speeds import Calibration
 from rlx.run.replay_run import Recorded, as_flag, changes
 from rlx.run.room_options import RunOptions, limits_of, sizes_of
 from rlx.system.jsonl import jsonable, read_jsonl, write_atomically
@@ -41,6 +42,8 @@ _PROBE_STEPS, _PROBE_SECONDS = 24, 110.0  # at most; the first ones compile
 # Hours of a GPU between two failures: 419 in 54 days of 16,384, Llama 3 (arXiv 2407.21783, 3.3.4).
 _FAILURE_HOURS = 50_700.0
 _RESTART = 300.0  # seconds from a failure of the trainer to its first step again, assumed
+# A decode step of few sequences, half a millisecond in experiments/2026-12-planner.
+_ON_CPU = Calibration(step=5e-4)
 _FASTER = 0.97  # seconds of a changed setting that is worth a line, for one of now
 _HEADER = (
     "allocation_mode", "tokens/s/GPU", "trainer idle", "servers idle", "staleness", "memory/GPU",
@@ -99,7 +102,7 @@ class PlanRequest:
         sizes = sizes_of(config, model)
         algorithm = sizes.train.algorithm
         prompts, answers, turns, observed = self._recorded_lengths
-        limit = sizes.max_new_tokens
+        limit, on_cpu = sizes.max_new_tokens, self.card.kind == CPU.kind
         usual = self.number("prompt_tokens", sizes.max_prompt_tokens / 2)
         prompt = statistics.mean(prompts or [usual])
         turns = max(1, round(self.number("turns", turns)))
@@ -112,7 +115,8 @@ class PlanRequest:
             algorithm.needs_proximal_pass(sizes.train.minibatches) + algorithm.needs_reference,
             config.trainer, self.number("tool_seconds", 0.0), turns, observed,
             config.fleet.kv_on_update != "keep", shared_tokens=self._shared_tokens(sizes, prompt),
-            cores=self.gpus * (self.card.kind == CPU.kind), fanout=config.fleet.relay_fanout,
+            calibration=_ON_CPU if on_cpu else Calibration(), cores=self.gpus * on_cpu,
+            fanout=config.fleet.relay_fanout,
         )  # fmt: skip
 
     def _shared_tokens(self, sizes: RunSizes, prompt: float) -> float:

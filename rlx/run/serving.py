@@ -62,8 +62,8 @@ def fleet_of(
 def guards(a: Namespace, others: bool = False) -> tuple[tuple[str, ...], Tls | None]:
     """Return the API keys, one in each line of a file, and TLS of the flags.
 
-    UserError for a host beyond this machine without TLS and keys, if there are no `others`, and for
-    running servers with flags of those to start.
+    UserError for a host beyond this machine without TLS and keys, if there are no `others`.
+    UserError for running servers with flags of servers to start.
     """
     for name, default in (("engine", "jax"), ("slots", EngineOptions.slots), ("max_model_len", 0)):
         if a.servers and getattr(a, name) != default:

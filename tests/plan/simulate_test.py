@@ -47,6 +47,13 @@ def test_a_synchronous_step_is_generation_then_training():
     assert generated[2] == pytest.approx(expected - 7, rel=1e-3)
 
 
+def test_the_latency_of_a_publish_delays_prompts_and_no_training():
+    steps = [simulate(make(training=7.0, latency=seconds)).step_seconds for seconds in (0, 3)]
+    assert steps[1] - steps[0] == pytest.approx(3, rel=1e-3)
+    found = simulate(make(eta=2, training=500.0, latency=3.0))
+    assert (found.step_seconds, found.publish_seconds) == (pytest.approx(500, rel=1e-6), 3.0)
+
+
 def test_with_a_slow_trainer_a_step_is_its_training():
     found = simulate(make(eta=2, training=500.0))
     assert found.step_seconds == pytest.approx(500, rel=1e-6)
