@@ -24,7 +24,7 @@ def main() -> None:
     p.add_argument("--sessions", default="rlx-sessions", help="directory of the sessions' database")
     seconds = command.number(0, float)
     p.add_argument("--idle-seconds", type=seconds, default=3600, help="of silence ends a session")
-    a = p.parse_args()
+    a = serving.parse(p, "dtype")
     by_admin = OnlineOptions.from_flags(a)
     guards = serving.guards(a, bool(by_admin))
     from rlx.run.tokenizer_files import Served

@@ -28,7 +28,7 @@ _FSDP = 64  # GPUs that one copy of the trained weights is cut over at most
 class Measured(NamedTuple):
     """How a run's seconds differ from those by the data sheet."""
 
-    servers: float = 1.0  # measured seconds for one
+    servers: float = 1.0  # measured seconds for one of the data sheet
     trainer: float = 1.0
     publish: float = 0.0  # further seconds
 

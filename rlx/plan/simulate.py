@@ -118,6 +118,11 @@ class Setup:
         """Tokens of a trajectory that were not sampled."""
         return self.prompt_tokens + (self.turns - 1) * self.observed
 
+    @property
+    def publish_seconds(self) -> float:
+        """Seconds from a finished update to the last server's confirmation."""
+        return self.training.publish_seconds(self.servers * self.copies) + self.latency
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -370,11 +375,10 @@ class _Run:
         self.spans.append(("trainer", f"train {step + 1}", self.now, self.now + seconds))
         if self.setup.shared:
             self.pause(seconds)
-        publish = self.setup.training.publish_seconds(self.setup.servers * self.setup.copies)
-        self.spans.append(("trainer", "publish", self.now + seconds, self.now + seconds + publish))
-        self.at(self.now + seconds + publish, self.rested)
-        latency = self.setup.latency
-        self.at(self.now + seconds + publish + latency, self.published, self.state.consumed)
+        trained, published = self.now + seconds, self.now + seconds + self.setup.publish_seconds
+        self.spans.append(("trainer", "publish", trained, published))
+        self.at(published - self.setup.latency, self.rested)
+        self.at(published, self.published, self.state.consumed)
 
     def tune(self) -> None:
         """Change the limits as a run's loop does after each step."""
@@ -433,9 +437,7 @@ def simulate(setup: Setup, steps: int = 0) -> Prediction:
         lags=dict(sorted(lags.items())),
         preempted=setup.copies * preempted / steps,
         running=decoded / max(busy, 1e-9),
-        publish_seconds=(
-            setup.training.publish_seconds(setup.servers * setup.copies) + setup.latency
-        ),
+        publish_seconds=setup.publish_seconds,
         spans=run.spans,
     )
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Semaphore
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -80,14 +80,14 @@ class Export:
         return hand_over(self._update.weights(state), write, last)
 
 
-def computed(weights: Any) -> Any:
+def computed(weights: Buckets | Adapter) -> Buckets | Adapter:
     """Return Buckets or an Adapter when the device has computed the first bucket; waits for it."""
     if isinstance(weights, Adapter):
-        return replace(weights, tensors=computed(Buckets.of(weights.tensors)))
+        return replace(weights, tensors=cast(Buckets, computed(Buckets.of(weights.tensors))))
     buckets = iter(weights)
     first: Mapping[str, Any] = next(buckets, {})
     for tensor in first.values():
-        np.asarray(tensor)
+        np.asarray(tensor)  # JAX keeps this copy for the reader
     return Buckets(weights.tensors, _before(first, buckets))
 
 

@@ -42,7 +42,7 @@ _PROBE_STEPS, _PROBE_SECONDS = 24, 110.0  # at most; the first ones compile
 # Hours of a GPU between two failures: 419 in 54 days of 16,384, Llama 3 (arXiv 2407.21783, 3.3.4).
 _FAILURE_HOURS = 50_700.0
 _RESTART = 300.0  # seconds from a failure of the trainer to its first step again, assumed
-# A decode step of few sequences, half a millisecond in experiments/2026-12-planner.
+# On a CPU a decode step of few sequences takes 0.5 ms, see experiments/2026-12-planner.
 _ON_CPU = Calibration(step=5e-4)
 _FASTER = 0.97  # seconds of a changed setting that is worth a line, for one of now
 _HEADER = (

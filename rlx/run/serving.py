@@ -43,6 +43,21 @@ def add_flags(p: command.Parser, port: int) -> None:
     p.add_argument("--tls-key", default="", help="PEM file: its key")
 
 
+def parse(p: command.Parser, *names: str) -> Namespace:
+    """Return the flags; UserError for some that have no use with the others.
+
+    `names` are further flags of servers to start, which running servers have decided.
+    """
+    a = p.parse_args()
+    for name in ("engine", "slots", "max_model_len", *names):
+        if a.servers and getattr(a, name) != p.get_default(name):
+            flag = f"--{name.replace('_', '-')}={getattr(a, name)}"
+            raise UserError(f"{flag} is for a server to start, and --servers run already; drop it")
+    if a.tls and not a.servers:
+        raise UserError(f"--tls={a.tls} is for --servers, and there are none; drop it")
+    return a
+
+
 @contextmanager
 def fleet_of(
     a: Namespace, model: Path, image: Callable[[str], bytes] | None = None, **local: Any
@@ -63,12 +78,7 @@ def guards(a: Namespace, others: bool = False) -> tuple[tuple[str, ...], Tls | N
     """Return the API keys, one in each line of a file, and TLS of the flags.
 
     UserError for a host beyond this machine without TLS and keys, if there are no `others`.
-    UserError for running servers with flags of servers to start.
     """
-    for name, default in (("engine", "jax"), ("slots", EngineOptions.slots), ("max_model_len", 0)):
-        if a.servers and getattr(a, name) != default:
-            flag = f"--{name.replace('_', '-')}={getattr(a, name)}"
-            raise UserError(f"{flag} is for a server to start, and --servers run already; drop it")
     keys = tuple[str, ...]()
     if a.keys:
         with explained(f"cannot read --keys={a.keys}", "give a text file"):

@@ -32,7 +32,7 @@ def main() -> None:
     p.add_argument("--adapters", type=count, default=0, help="side by side on vLLM; 0: in turns")
     p.add_argument("--budget", type=count, default=8192, help="tokens of a microbatch")
     p.add_argument("--workdir", default="rlx-tinker", help="directory of checkpoints")
-    a = p.parse_args()
+    a = serving.parse(p)
     keys, tls = serving.guards(a)
     if a.adapters and a.engine != "vllm" and not a.servers:
         raise UserError(f"--adapters={a.adapters} needs vLLM; give --engine=vllm, or leave it out")

@@ -19,8 +19,9 @@ def test_a_byte_order_mark_is_no_part_of_a_key_address_prompt_or_template(tmp_pa
         return str(tmp_path / "file")
 
     flags = {"tls_cert": "", "tls_key": "", "host": "127.0.0.1", "idle_seconds": 1.0}
-    keys = Namespace(servers="", keys=file("sk-one\r\nsk-two\r\n"), **flags)
-    assert serving.guards(keys)[0] == ("sk-one", "sk-two")
+    assert serving.guards(Namespace(keys=file("sk-one\r\nsk-two\r\n"), **flags))[0] == (
+        "sk-one", "sk-two"
+    )  # fmt: skip
     admin = OnlineOptions.from_flags(Namespace(admin_key=file("k" * 48 + "\n"), **flags))
     assert admin.admin_key == "k" * 48
     assert read_addresses((f"@{file('a:1')}",)) == ("a:1",)
