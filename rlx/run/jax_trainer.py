@@ -106,4 +106,7 @@ def make(options: TrainOptions, context: int, path: str, **decided: Any) -> Upda
 
     # `context` is what a server takes, tokens of prompt and answer.
     model = hf.load_config(path).within(context)
-    return JaxUpdate(model, options, source=lambda places: hf.load(path, options.dtype, places)[1])
+    return JaxUpdate(
+        model, options, source=lambda places: hf.load(path, options.dtype, places)[1],
+        programs=None if options.compile else jax.config.values["jax_compilation_cache_dir"],
+    )  # fmt: skip

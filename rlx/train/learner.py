@@ -132,19 +132,21 @@ class Learner:
         learned, applied = self.apply(learned, grads, denominator, wait)
         return learned, {**stats, **applied}
 
-    def compiled(self, places: Any, everywhere: Any, **options: Any) -> LearnerPrograms:
+    def compiled(
+        self, places: Any, everywhere: Any, jit: Callable = jax.jit, **options: Any
+    ) -> LearnerPrograms:
         """Return the jitted programs; they donate `learned` and accumulators.
 
         `places` are shardings of `learned`, None for one device; `everywhere` is that of scalars.
-        `options` of jax.jit are for the programs that compute gradients.
+        `options` of `jit` are for the programs that compute gradients.
         """
         sums = None if places is None else (places.params, everywhere)
         both = None if places is None else (places, everywhere)
         return LearnerPrograms(
-            empty=jax.jit(self.empty, out_shardings=sums),
-            accumulate=jax.jit(self.accumulate, donate_argnums=0, out_shardings=sums, **options),
-            apply=jax.jit(self.apply, donate_argnums=0, out_shardings=both),
-            step=jax.jit(self.step, donate_argnums=0, out_shardings=both, **options),
+            empty=jit(self.empty, out_shardings=sums),
+            accumulate=jit(self.accumulate, donate_argnums=0, out_shardings=sums, **options),
+            apply=jit(self.apply, donate_argnums=0, out_shardings=both),
+            step=jit(self.step, donate_argnums=0, out_shardings=both, **options),
         )
 
 

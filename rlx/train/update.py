@@ -23,6 +23,7 @@ from rlx.model import params as parameters
 from rlx.model.attention import attention_kind, tree_error
 from rlx.model.buckets import Merge, export
 from rlx.model.experts import balance_loss
+from rlx.model.kept_programs import KeptPrograms
 from rlx.model.model_config import ModelConfig
 from rlx.model.ops import compiler_options, on_cpu
 from rlx.model.params import Params
@@ -50,6 +51,7 @@ class JaxUpdate(BatchUpdate):
         base of LoRA, which raise UserError without it; called once, here or by `init`. The first
         update deletes these arrays.
       mesh: devices to use; None: made from `options.mesh`.
+      programs: folder of compiled programs that later trainers load; None: they compile theirs.
 
     Attributes:
       abstract_state: shapes, dtypes and shardings of the state, for restoring a checkpoint.
@@ -65,6 +67,7 @@ class JaxUpdate(BatchUpdate):
         *,
         source: ParamsSource | None = None,
         mesh: Mesh | None = None,
+        programs: str | None = None,
     ):
         self._base, self._source, self.lora = model_config, source, options.lora
         self._with_head = dataclasses.replace(model_config, value_head=True)
@@ -111,7 +114,8 @@ class JaxUpdate(BatchUpdate):
         leaves = jax.tree.leaves(self.abstract_state)
         self.state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
         self.devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
-        self._compile(places)
+        about = dataclasses.replace(options, seed=0, image_dir=""), self.model, self._mesh
+        self._compile(places, lambda name: KeptPrograms(programs, about, name).jit)
 
     def _obstacle(self, attention: str) -> str:
         """Return why attention of this kind computes no trees here; empty if it does."""
@@ -130,7 +134,7 @@ class JaxUpdate(BatchUpdate):
             return self._wrong_trees("cuDNN", error)
         return ""
 
-    def _compile(self, places: Any) -> None:
+    def _compile(self, places: Any, keep: Callable[[str], Callable]) -> None:
         """Declare the arguments that each program donates and the shardings of its results."""
         policy, critic, everywhere = places, None, self._everywhere()
         # Committed to the device as restored arrays are: a resumed run finds the same programs.
@@ -143,16 +147,23 @@ class JaxUpdate(BatchUpdate):
         o = self._options
         faster = o.compile and o.compute_dtype == "bfloat16"
         compiled: Any = {"compiler_options": compiler_options() if faster else None}
-        self._programs = self.learner.compiled(policy, everywhere, **compiled)
-        self._critic_programs = self.critic_learner.compiled(critic, everywhere, **compiled)
-        self._logprob_step = jax.jit(self.logprob_step, **compiled)
-        self._value_step = jax.jit(self.value_step, **compiled)
-        self._loss = jax.jit(self.loss, **compiled)
-        self._prepare_step = jax.jit(objective.prepare, static_argnums=(4, 5))
-        self._gather, self._waits = jax.jit(objective.gather), jax.jit(self.policy_waits)
-        self._end_batch = jax.jit(self.end_batch, donate_argnums=0, out_shardings=places)
+        self._programs = self.learner.compiled(policy, everywhere, keep("policy"), **compiled)
+        self._critic_programs = self.critic_learner.compiled(
+            critic, everywhere, keep("critic"), **compiled
+        )
+        jit = keep("")
+        self._logprob_step = jit(self.logprob_step, **compiled)
+        self._value_step = jit(self.value_step, **compiled)
+        self._loss = jit(self.loss, **compiled)
+        prepare = partial(objective.prepare, algorithm=self._algorithm)
+        self._prepare_steps = {
+            count: jit(partial(prepare, num_minibatches=count), name=f"prepare {count}")
+            for count in (1, o.minibatches)
+        }
+        self._gather, self._waits = jit(objective.gather), jit(self.policy_waits)
+        self._end_batch = jit(self.end_batch, donate_argnums=0, out_shardings=places)
         # Every host gets all scores because it may have to read them.
-        self._scatter = jax.jit(_scatter, donate_argnums=0, out_shardings=everywhere)
+        self._scatter = jit(_scatter, donate_argnums=0, out_shardings=everywhere)
 
     # Pure functions, which run on the device.
 
@@ -400,7 +411,7 @@ class JaxUpdate(BatchUpdate):
 
     def _prepare(self, state: TrainState, flat: Any, minibatch_of: Any, count: int) -> tuple:
         args = flat, minibatch_of, state.step, state.kl_coefficient
-        return self._prepare_step(*args, count, self._algorithm)
+        return self._prepare_steps[count](*args)
 
     def _learn(
         self, state: TrainState, inputs: Any, denominator: Any, wait: Any, critic: bool = False
