@@ -48,7 +48,7 @@ LIGHT_FILES = (
     "train/step_metrics.py", "train/train_options.py", "model/lora_config.py",
     "model/compile_cache.py", "model/directory.py",
     "model/gguf_files.py", "model/mesh.py", "model/model_config.py",
-    "model/config_forms.py", "model/rope_config.py",
+    "model/config_forms.py", "model/rope.py",
     "model/tensors.py",
 )  # fmt: skip
 ENGINES = (  # programs of JAX and torch in a light room

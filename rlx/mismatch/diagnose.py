@@ -15,7 +15,7 @@ import numpy as np
 from rlx.mismatch import measure
 from rlx.mismatch.measure import Comparison, EngineSample, Tolerance, TrainerScorer, compare
 from rlx.model.params import Params
-from rlx.model.rope_config import Rope
+from rlx.model.rope import Rope
 
 CLEARLY = 4.0  # an inexact guess must be this many times closer to the engine than the trainer is
 NOISE = 3.0  # largest ratio between a deviation and the rounding noise that explains it

@@ -48,8 +48,10 @@ def rope_tables(
     config: ModelConfig, positions: jax.Array, window: int = 0
 ) -> tuple[jax.Array, jax.Array]:
     """Return (cos, sin) of positions [...] int32, two [..., H/2] float32, for a `window`."""
-    kind = config.local_rope if window and config.local_rope else config.rope
-    return rope.tables(kind, config.head_dim, positions)
+    options = config.local_rope if window and config.local_rope else config.rope
+    angles = positions[..., None].astype(jnp.float32) * rope.frequencies(options, config.head_dim)
+    scale = rope.scale(options)
+    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
 def linear(layer: Params, name: str, x: jax.Array, layout: Layout = ONE_DEVICE) -> jax.Array:

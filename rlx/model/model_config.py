@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlx.base import UserError, refuse
-from rlx.model import rope_config
+from rlx.model import rope
 from rlx.model.config_forms import NotOurs, check, need
-from rlx.model.rope_config import LAYER_KINDS, Rope
+from rlx.model.rope import LAYER_KINDS, Rope
 
 _GEMMA = {
     "head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True, "layer_types": None,
@@ -176,12 +176,12 @@ class ModelConfig:
         heads, wide = need(hf, "num_attention_heads"), need(hf, "hidden_size")
         hf = {"num_key_value_heads": heads, "head_dim": wide // heads, **hf}
         bias = bool(hf.get("attention_bias", False))
-        kinds = ("default", "longrope") if architecture == "Phi3ForCausalLM" else rope_config.KINDS
+        kinds = ("default", "longrope") if architecture == "Phi3ForCausalLM" else rope.KINDS
         return cls(
             architecture=architecture,
             **_sizes(hf),
-            rope=rope_config.from_hf(hf, kinds),
-            local_rope=rope_config.local_from_hf(hf) if "rope_local_base_freq" in row else None,
+            rope=rope.from_hf(hf, kinds),
+            local_rope=rope.local_from_hf(hf) if "rope_local_base_freq" in row else None,
             windows=_windows(row, need(hf, "num_hidden_layers")),
             activation=row.get("hidden_activation", hf.get("hidden_act", "silu")),
             query_scalar=row.get("query_pre_attn_scalar", 0),
@@ -257,7 +257,7 @@ class ModelConfig:
             "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
             "bos_token_id": self.bos_token_id,
             "pad_token_id": self.pad_token_id,
-            **rope_config.to_hf(self.rope),
+            **rope.to_hf(self.rope),
         }
         row = ARCHITECTURES[self.architecture]
         # transformers wants a window even if layer_types gives it to no layer.
@@ -278,7 +278,7 @@ class ModelConfig:
         hf |= {key: options[key] for key in row if key in options}
         if self.local_rope:
             both = (self.rope, self.local_rope)
-            ropes = (rope_config.to_hf(rope)["rope_parameters"] for rope in both)
+            ropes = (rope.to_hf(options)["rope_parameters"] for options in both)
             hf["rope_parameters"] = dict(zip(LAYER_KINDS, ropes, strict=True))
             hf["rope_local_base_freq"] = self.local_rope.theta
         if "attention_bias" not in TRAITS[self.architecture]:

@@ -17,7 +17,7 @@ from rlx.engines.jax.programs import Programs
 from rlx.engines.kv_memory import make_plan
 from rlx.model import decoder, hf, params
 from rlx.model.model_config import TRAITS, ModelConfig
-from rlx.model.rope_config import Rope
+from rlx.model.rope import Rope
 
 SIZES = {
     "vocab_size": 96, "num_layers": 2, "model_dim": 32, "mlp_dim": 48, "num_heads": 4,

@@ -27,7 +27,7 @@ from rlx.model import hf, kept_tokens, lora, peft
 from rlx.model import params as parameters
 from rlx.model.lora_config import LoraConfig
 from rlx.model.model_config import TRAITS, ModelConfig
-from rlx.model.rope_config import Rope
+from rlx.model.rope import Rope
 from tests.fixtures.commands import ended
 from tests.fixtures.served import (
     LONG,

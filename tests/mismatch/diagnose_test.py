@@ -21,7 +21,7 @@ from rlx.mismatch import measure
 from rlx.mismatch.diagnose import CAUSES, MismatchCase, advice, diagnose
 from rlx.mismatch.measure import EXACT, ROUNDED, EngineSample, TrainerScorer
 from rlx.model import hf
-from rlx.model.rope_config import Rope
+from rlx.model.rope import Rope
 
 TEMPERATURE, NEW_TOKENS = 0.7, 40
 PROMPTS = [np.array(p, np.int32) for p in ([3, 17, 44, 9], [5, 6, 7], [90, 80, 70, 60, 50], [11])]

@@ -16,7 +16,7 @@ from rlx.model import params as parameters
 from rlx.model.config_forms import NotOurs
 from rlx.model.lora_config import LORA_TARGETS
 from rlx.model.model_config import ARCHITECTURES, TRAITS, ModelConfig
-from rlx.model.rope_config import Rope
+from rlx.model.rope import Rope
 
 COMMON = {
     "vocab_size": 97, "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48,

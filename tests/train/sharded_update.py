@@ -17,7 +17,7 @@ from rlx.model import kept_tokens, sharding
 from rlx.model import mesh as mesh_lib
 from rlx.model import params as parameters
 from rlx.model.model_config import TRAITS, ModelConfig
-from rlx.model.rope_config import Rope
+from rlx.model.rope import Rope
 from rlx.train import update
 from rlx.train.train_options import TrainOptions
 
