@@ -105,8 +105,7 @@ def packed(source: Iterator[Example], rows: int = ROWS) -> dict[str, np.ndarray]
 
 def forward(params, config: ModelConfig, batch) -> jax.Array:
     """Return logits [rows, ROW_LENGTH − 1, vocabulary] of the tokens from the second on."""
-    arrays = (batch[name] for name in ("tokens", "positions", "segment_ids"))
-    return decoder.unembed(params, config, decoder.hidden_states(params, config, *arrays)[:, :-1])
+    return decoder.unembed(params, config, decoder.states(params, config, batch)[0][:, :-1])
 
 
 def make_loss(config: ModelConfig, give_up: int):

@@ -88,7 +88,7 @@ def project_qkv(
 
 
 def norm(layer: Params, name: str, config: ModelConfig, x: jax.Array) -> jax.Array:
-    """Return x [..., D] after the layer's RMS norm `name`; x itself if the layer has none."""
+    """Return x [..., D] after the RMS norm `name` of a layer or model; x itself without one."""
     scale = layer.get(name)
     return x if scale is None else rms_norm(x, scale, config.rms_eps, config.norm_offset)
 
@@ -135,34 +135,16 @@ def layer_block(
     return x + norm(layer, "mlp_norm", config, layout.stream(out)), routing
 
 
-def final_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
-    """Return x [..., D] after the norm between the last layer and the logits."""
-    return norm(params, "final_norm", config, x)
-
-
 def head(params: Params, config: ModelConfig) -> jax.Array:
     """Return the output embedding [V, D]: its own matrix, or the token embedding when tied."""
     return params["embed"] if config.tie_embeddings else params["lm_head"]
 
 
 def unembed(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
-    """Return the logits [..., V] float32 of hidden states [..., D] after `final_norm`."""
+    """Return the logits [..., V] float32 of hidden states [..., D], as of `states`."""
     weights = head(params, config).astype(x.dtype)
     logits = jnp.einsum("...d,vd->...v", x, weights, preferred_element_type=jnp.float32)
     return softcapped(logits, config.logit_softcap)
-
-
-def hidden_states(
-    params: Params,
-    config: ModelConfig,
-    tokens: jax.Array,
-    positions: jax.Array,
-    segment_ids: jax.Array,
-    **how: Any,
-) -> jax.Array:
-    """Return the states [B, T, D] of packed rows after the final norm; `how` as of `states`."""
-    batch = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids}
-    return states(params, config, batch, **how)[0]
 
 
 def states(
@@ -229,7 +211,7 @@ def states(
         body = jax.checkpoint(body, policy=remat_lib.policy(remat), prevent_cse=unrolled)
     x = layout.stream(embed_scale(config, embed(params, tokens, compute_dtype, layout)))
     x, routing = jax.lax.scan(body, x, layers, unroll=unrolled)
-    x = layout.tokens(final_norm(params, config, x))
+    x = layout.tokens(norm(params, "final_norm", config, x))
     if is_tree:
         x = layout.rows(jax.vmap(lambda x, places: x[places])(x, batch["sources"]))
     return x, routing
@@ -344,8 +326,5 @@ def row_logprobs(params: Params, batch: Any, scorer: Any) -> jax.Array:
 @partial(jax.jit, static_argnums=3)
 def row_logits(params: Params, batch: Any, index: Any, scorer: Any) -> jax.Array:
     """Return the logits after the flat positions `index` of rows, [N, V] float32."""
-    x = hidden_states(
-        params, scorer.model, batch["tokens"], batch["positions"], batch["segment_ids"],
-        compute_dtype=jnp.dtype(scorer.compute_dtype),
-    )  # fmt: skip
+    x, _ = states(params, scorer.model, batch, compute_dtype=jnp.dtype(scorer.compute_dtype))
     return unembed(params, scorer.model, x.reshape(-1, x.shape[-1])[index])

@@ -18,7 +18,8 @@ from rlx.engines.engine import EngineStopped
 from rlx.engines.jax import programs
 from rlx.engines.jax.jax_engine import JaxEngine
 from rlx.fleet.requests import Request, Sampling
-from rlx.model import decoder, hf
+from rlx.model import hf
+from tests.fixtures.model import logits_of_rows
 from tests.fixtures.served import prompt_of
 
 MAX_LEN = 96
@@ -186,10 +187,8 @@ def test_draws_follow_the_model(running, model):
     out = running.ask(prompt, n=600, seed=11, max_new_tokens=1, temperature=0.7)
     counts = np.bincount([s.tokens[0] for s in out.values()], minlength=128)
     config, params = model
-    x = decoder.hidden_states(
-        params, config, prompt[None], np.arange(10)[None], np.ones((1, 10), int)
-    )
-    chances = np.asarray(jax.nn.softmax(decoder.unembed(params, config, x)[0, -1] / 0.7))
+    logits = logits_of_rows(params, config, prompt[None])[0, -1]
+    chances = np.asarray(jax.nn.softmax(logits / 0.7))
     deviation = np.sqrt(600 * chances * (1 - chances))
     assert (np.abs(counts - 600 * chances) < 5 * deviation + 1).all()
 

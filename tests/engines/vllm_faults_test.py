@@ -36,6 +36,7 @@ from rlx.model.attention import attention
 from rlx.model.ops import rms_norm
 from rlx.system.process_supervisor import ask_for_stacks
 from tests.fixtures.commands import ended
+from tests.fixtures.model import logits_of_rows
 
 pytestmark = pytest.mark.vllm
 
@@ -110,9 +111,7 @@ def score(versions, prompts, completions, stamps, kept):
 @jax.jit(static_argnums=1)
 def _alone(params, config, tokens):
     """log p of token t + 1 at t, [B, T − 1], by one version."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    x = decoder.hidden_states(params, config, tokens, positions, jnp.ones_like(tokens))
-    return _next(decoder.unembed(params, config, x), tokens)
+    return _next(logits_of_rows(params, config, tokens), tokens)
 
 
 @jax.jit(static_argnums=1)
@@ -144,7 +143,7 @@ def _kept(params, config, tokens, which):
             return mixed
 
         x = chosen([decoder.layer_block(p, config, x, cos, sin, attend)[0] for p in layers])
-    logits = [decoder.unembed(p, config, decoder.final_norm(p, config, x)) for p in params]
+    logits = [decoder.unembed(p, config, decoder.norm(p, "final_norm", config, x)) for p in params]
     return _next(chosen(logits), tokens)
 
 

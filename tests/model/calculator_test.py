@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlx.model import decoder, hf
+from rlx.model import hf
 from rlx.model.directory import resolve
 from rlx.run.tokenizer_files import load_tokenizer
+from tests.fixtures.model import logits_of_rows
 
 RECIPE = Path(__file__).parents[2] / "experiments" / "2026-11-tools"
 SCHEMA = {"type": "object", "properties": {"expression": {"type": "string"}}}
@@ -68,9 +69,7 @@ def test_it_can_call_but_mostly_does_not(directory):
             messages, tools=TOOLS, tokenize=False, add_generation_prompt=True
         )
         ids = np.array([tokenizer.encode(text)], np.int32)
-        positions = np.arange(ids.shape[1])[None]
-        x = decoder.hidden_states(params, config, ids, positions, np.ones_like(positions))
-        logits = np.asarray(decoder.unembed(params, config, x[:, -1:]))[0, 0].astype(float)
+        logits = np.asarray(logits_of_rows(params, config, ids))[0, -1].astype(float)
         chances = np.exp(logits - logits.max())
         return (chances / chances.sum())[tokenizer.convert_tokens_to_ids("<tool_call>")]
 

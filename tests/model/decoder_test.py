@@ -12,6 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from rlx.model import cross_entropy, decoder, hf
 from rlx.model import params as parameters
 from tests.fixtures import rounding
+from tests.fixtures.model import logits_of_rows
 
 
 def test_logits_are_those_of_transformers(oracle):
@@ -21,14 +22,7 @@ def test_logits_are_those_of_transformers(oracle):
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, (2, 200)).astype(np.int32)
     with torch.no_grad():
         wanted = model(torch.tensor(tokens)).logits.numpy()
-    positions = jnp.broadcast_to(jnp.arange(200), (2, 200))
-
-    @jax.jit
-    def logits(params):
-        x = decoder.hidden_states(params, config, tokens, positions, jnp.ones_like(tokens))
-        return decoder.unembed(params, config, x)
-
-    got = logits(params)
+    got = jax.jit(logits_of_rows, static_argnums=1)(params, config, tokens)
     assert np.abs(got - wanted).max() <= 1e-4
 
 

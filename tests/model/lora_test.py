@@ -17,7 +17,7 @@ from rlx.base import UserError
 from rlx.model import decoder, hf, lora, peft
 from rlx.model import params as parameters
 from rlx.model.lora_config import LORA_TARGETS, LoraConfig
-from tests.fixtures.model import make_oracle
+from tests.fixtures.model import logits_of_rows, make_oracle
 
 TOKENS = np.random.default_rng(3).integers(0, 97, (2, 40)).astype(np.int32)
 SOME = LoraConfig(rank=3, alpha=5.0, targets=("v", "o", "gate"))
@@ -36,9 +36,7 @@ def random_adapters(config, settings, seed=0):
 
 @functools.partial(jax.jit, static_argnums=1)
 def logits(params, config):
-    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-    x = decoder.hidden_states(params, config, TOKENS, positions, jnp.ones_like(TOKENS))
-    return decoder.unembed(params, config, x)
+    return logits_of_rows(params, config, TOKENS)
 
 
 def peft_model(base, adapter):
@@ -183,7 +181,8 @@ def test_the_frozen_matrices_cost_no_gradient(one):
 
     def loss(base, adapters):
         attached = lora.attach(base, adapters, ALL)
-        return decoder.hidden_states(attached, config, tokens, tokens, tokens + 1).sum()
+        batch = {"tokens": tokens, "positions": tokens, "segment_ids": tokens + 1}
+        return decoder.states(attached, config, batch)[0].sum()
 
     def flops(argument):
         made = jax.jit(jax.grad(loss, argument)).lower(params, adapters).compile()

@@ -29,8 +29,8 @@ FLOATS = {
 def states(kept, params):
     tokens = jnp.arange(ROWS * TOKENS, dtype=jnp.int32).reshape(ROWS, TOKENS) % 37
     positions = jnp.broadcast_to(jnp.arange(TOKENS), tokens.shape)
-    run = partial(decoder.hidden_states, remat=kept)
-    return run(params, CONFIG, tokens, positions, jnp.ones_like(tokens))
+    batch = {"tokens": tokens, "positions": positions, "segment_ids": jnp.ones_like(tokens)}
+    return decoder.states(params, CONFIG, batch, remat=kept)[0]
 
 
 @pytest.mark.parametrize("kept", remat.KEPT)

@@ -1,14 +1,11 @@
 """Longrope, whose factors depend on a context; other kinds are compared in decoder_test.py."""
 
-import functools
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 
-from rlx.model import decoder, hf
-from tests.fixtures.model import make_oracle
+from rlx.model import hf
+from tests.fixtures.model import logits_of_rows, make_oracle
 
 
 def test_longrope_is_that_of_transformers_on_both_sides_of_the_original_context(tmp_path_factory):
@@ -16,15 +13,10 @@ def test_longrope_is_that_of_transformers_on_both_sides_of_the_original_context(
     config, params = hf.load(path)
     tokens = np.random.default_rng(1).integers(0, 97, (1, 25)).astype(np.int32)
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def logits(config, tokens):
-        positions = jnp.arange(tokens.shape[1])[None]
-        x = decoder.hidden_states(params, config, tokens, positions, jnp.ones_like(tokens))
-        return decoder.unembed(params, config, x)
-
+    logits = jax.jit(logits_of_rows, static_argnums=1)
     for length, other in ((24, 25), (25, 24)):
         with torch.no_grad():
             wanted = model(torch.tensor(tokens[:, :length])).logits.numpy()
-        got, wrong = (logits(config.within(n), tokens[:, :length]) for n in (length, other))
+        got, wrong = (logits(params, config.within(n), tokens[:, :length]) for n in (length, other))
         assert np.abs(got - wanted).max() <= 1e-4
         assert np.abs(wrong - wanted).max() > 0.1
