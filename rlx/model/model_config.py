@@ -75,6 +75,12 @@ _SIZES: dict[str, str] = {  # fields of ModelConfig → keys of config.json
     "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim",
     "max_position": "max_position_embeddings",
 }  # fmt: skip
+_OPTIONS: dict[str, str] = {  # the same for keys that only some classes have
+    "query_scalar": "query_pre_attn_scalar", "attention_softcap": "attn_logit_softcapping",
+    "logit_softcap": "final_logit_softcapping", "num_experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok", "expert_dim": "moe_intermediate_size",
+    "norm_topk_prob": "norm_topk_prob",
+}  # fmt: skip
 # Keys whose null switches something off. For other keys null means HF's default.
 _NULL_IS_OFF = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 
@@ -179,26 +185,16 @@ class ModelConfig:
         kinds = ("default", "longrope") if architecture == "Phi3ForCausalLM" else rope.KINDS
         return cls(
             architecture=architecture,
-            **_sizes(hf),
+            **_shared(hf),
             rope=rope.from_hf(hf, kinds),
             local_rope=rope.local_from_hf(hf) if "rope_local_base_freq" in row else None,
             windows=_windows(row, need(hf, "num_hidden_layers")),
             activation=row.get("hidden_activation", hf.get("hidden_act", "silu")),
-            query_scalar=row.get("query_pre_attn_scalar", 0),
-            attention_softcap=row.get("attn_logit_softcapping") or 0.0,
-            logit_softcap=row.get("final_logit_softcapping") or 0.0,
-            tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-            num_experts=row.get("num_experts", 0),
-            experts_per_token=row.get("num_experts_per_tok", 0),
-            expert_dim=row.get("moe_intermediate_size", 0),
-            norm_topk_prob=row.get("norm_topk_prob", False),
+            **{field: row[key] for field, key in _OPTIONS.items() if row.get(key)},
             **{"attention_bias": bias, "output_bias": bias} | TRAITS[architecture],
             value_head=value_head,
             rms_eps=float(hf.get("rms_norm_eps", 1e-6)),
             initializer_range=float(hf.get("initializer_range", 0.02)),
-            eos_token_ids=end_tokens(hf),
-            bos_token_id=hf.get("bos_token_id"),
-            pad_token_id=hf.get("pad_token_id"),
         ).within(need(hf, "max_position_embeddings"))
 
     @classmethod
@@ -220,11 +216,7 @@ class ModelConfig:
         text |= {key: text[key] or guess for key, guess in guesses.items()}
         return cls(
             architecture=str((hf.get("architectures") or [hf.get("model_type")])[0]),
-            **_sizes(text),
-            tie_embeddings=bool(text.get("tie_word_embeddings", False)),
-            eos_token_ids=end_tokens(text),
-            bos_token_id=text.get("bos_token_id"),
-            pad_token_id=text.get("pad_token_id"),
+            **_shared(text),
             foreign=json.dumps(hf, sort_keys=True),
             why=why,
             numbers=numbers,
@@ -262,18 +254,13 @@ class ModelConfig:
         row = ARCHITECTURES[self.architecture]
         # transformers wants a window even if layer_types gives it to no layer.
         unused = row["sliding_window"] if "layer_types" in row else None
+        values = {key: getattr(self, field) for field, key in _OPTIONS.items()}
         options = {
+            **{key: x or None if key in _NULL_IS_OFF else x for key, x in values.items()},
             "hidden_activation": self.activation,
-            "query_pre_attn_scalar": self.query_scalar,
-            "attn_logit_softcapping": self.attention_softcap or None,
-            "final_logit_softcapping": self.logit_softcap or None,
             "sliding_window": max(self.windows, default=0) or unused,
             "original_max_position_embeddings": self.rope.original_max_position_embeddings or 4096,
             "layer_types": [LAYER_KINDS[w > 0] for w in self.layer_windows],
-            "num_experts": self.num_experts,
-            "num_experts_per_tok": self.experts_per_token,
-            "moe_intermediate_size": self.expert_dim,
-            "norm_topk_prob": self.norm_topk_prob,
         }
         hf |= {key: options[key] for key in row if key in options}
         if self.local_rope:
@@ -299,8 +286,15 @@ _OTHER_NAMES = {
 }
 
 
-def _sizes(hf: Mapping[str, Any]) -> dict[str, Any]:
-    return {field: need(hf, key) for field, key in _SIZES.items()}
+def _shared(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ModelConfig that the file of any language model has."""
+    return {
+        **{field: need(hf, key) for field, key in _SIZES.items()},
+        "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
+        "eos_token_ids": end_tokens(hf),
+        "bos_token_id": hf.get("bos_token_id"),
+        "pad_token_id": hf.get("pad_token_id"),
+    }
 
 
 def _architecture(hf: Mapping[str, Any]) -> tuple[str, bool]:
