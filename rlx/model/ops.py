@@ -68,10 +68,6 @@ def matmul(x: Array, weight: Array, place: Placement | None = None) -> Array:
     return product(x, sharding.used(weight, x.dtype, place), x.ndim - 1, 0)
 
 
-def _matmul_forward(x, weight, place):
-    return matmul(x, weight, place), (x, weight)
-
-
 def _matmul_backward(place, residuals, grad):
     x, weight = residuals
     grad_x = product(grad, sharding.used(weight, x.dtype, place), x.ndim - 1, 1)
@@ -102,7 +98,7 @@ def _rows_first(x: Array, grad: Array) -> Array:
     return jnp.dot(turned.reshape(flat.shape[::-1]), grad, preferred_element_type=dtype)
 
 
-matmul.defvjp(_matmul_forward, _matmul_backward)
+matmul.defvjp(lambda x, weight, place: (matmul(x, weight, place), (x, weight)), _matmul_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -113,16 +109,15 @@ def lookup(table: Array, tokens: Array, dtype: Any, place: Placement | None = No
     return sharding.used(table, dtype, place)[tokens]
 
 
-def _lookup_forward(table, tokens, dtype, place):
-    return lookup(table, tokens, dtype, place), (table, tokens)
-
-
 def _lookup_backward(dtype, place, residuals, grad):
     table, tokens = residuals
     return jnp.zeros(table.shape, table.dtype).at[tokens].add(grad.astype(table.dtype)), None
 
 
-lookup.defvjp(_lookup_forward, _lookup_backward)
+lookup.defvjp(
+    lambda table, tokens, dtype, place: (lookup(table, tokens, dtype, place), (table, tokens)),
+    _lookup_backward,
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -208,13 +203,7 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
     return turned.astype(x.dtype)
 
 
-def _rotate_forward(x, cos, sin):
-    return rotate(x, cos, sin), (cos, sin)
-
-
-def _rotate_backward(residuals, grad):
-    cos, sin = residuals
-    return rotate(grad, cos, -sin), None, None
-
-
-rotate.defvjp(_rotate_forward, _rotate_backward)
+rotate.defvjp(
+    lambda x, cos, sin: (rotate(x, cos, sin), (cos, sin)),
+    lambda angles, grad: (rotate(grad, angles[0], -angles[1]), None, None),
+)

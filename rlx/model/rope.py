@@ -119,7 +119,7 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
 
 
 def _llama3(rope: Rope, plain: np.ndarray) -> np.ndarray:
-    """Stretch long powers, keep short ones, interpolate those between."""
+    """Stretch long wavelengths, keep short ones, interpolate those between."""
     wavelength = 2 * np.pi / plain
     low, high = rope.low_freq_factor, rope.high_freq_factor
     original = rope.original_max_position_embeddings
