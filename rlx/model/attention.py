@@ -9,7 +9,7 @@ no float32 kernel.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,22 +51,22 @@ def attention(
       tree: ends and positions, [B, T] int32 each, where rows hold trees depth first in place of
         segments: a token sees another that is not after it, and whose end is. None: segments.
     """
-    window = window if window < q.shape[1] else 0
+    length = q.shape[1]
+    window = window if window < length else 0
     how = attention_kind(q.dtype, q.shape[-1], softcap)
     if how == "packed" and (segment_sizes is None or q.size // layout.row_shards >= LARGEST_OFFSET):
         how = "mask"
     if tree is not None and (how == "mask" or window):
         how = "blocks"
-    sizes, positions, length = cast(Array, segment_sizes), tree and tree[1], q.shape[1]
+    if how == "packed":
+        assert segment_sizes is not None
+        return packed_attention(q, k, v, segment_sizes, layout, window, tree and tree[1])
+    if how == "mask":
+        return _masked(q, k, v, segment_ids, window)
     size = math.ceil(length / min(math.ceil(length / QUERY_BLOCK), 16))
     at, skips = jnp.arange(math.ceil(length / size)), layout.mesh is None
-    return {
-        "packed": lambda: packed_attention(q, k, v, sizes, layout, window, positions),
-        "mask": lambda: _masked(q, k, v, segment_ids, window),
-        "blocks": lambda: in_blocks(
-            q, k, v, tree or segments(segment_ids), at, at, size, window, softcap, skips, None
-        ),
-    }[how]()
+    tree = tree or segments(segment_ids)
+    return in_blocks(q, k, v, tree, at, at, size, window, softcap, skips, None)
 
 
 def attention_kind(dtype: Any, head_dim: int, softcap: float = 0.0) -> str:
