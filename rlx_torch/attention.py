@@ -234,13 +234,13 @@ def segments(
         )
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, heads, H]
     groups, out = query.shape[1] // key.shape[1], []
+    scale = scaling or 1 / math.sqrt(query.shape[-1])
     if isinstance(blocks, Trees):
         cuts = [x.split(blocks.sizes) for x in rows]
         for mask, *parts in zip(blocks.masks(sliding_window), *cuts, strict=True):
             q, k, v = (x.transpose(0, 1)[None] for x in parts)
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
             if softcap or s_aux is not None:
-                scale = scaling or 1 / math.sqrt(query.shape[-1])
                 mixed = _unfused(q, k, v, scale, len(mask), softcap or 0.0, s_aux, mask)
                 out.append(mixed[0].transpose(0, 1))
                 continue
@@ -259,11 +259,10 @@ def segments(
         q, k, v = (x.unflatten(0, block.shape).transpose(1, 2) for x in parts)  # [S, heads, L, H]
         window = sliding_window or q.shape[2]
         if q.shape[2] > window or softcap or s_aux is not None:
-            scale = scaling or 1 / math.sqrt(query.shape[-1])
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
             mixed = _unfused(q, k, v, scale, window, softcap or 0.0, s_aux)
         elif v.device.type == "cpu" and v.dtype != torch.float32 and v.shape[2] <= SHORT:
-            mixed = _Products.apply(q, k, v, scaling or 1 / math.sqrt(query.shape[-1]))
+            mixed = _Products.apply(q, k, v, scale)
         else:
             mixed = scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=scaling, enable_gqa=groups > 1

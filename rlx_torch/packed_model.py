@@ -5,7 +5,7 @@ the tokens' places. Shapes: N tokens without padding, D the model's width.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -188,10 +188,6 @@ class OtherAdapters:
     def of(cls, model: Any) -> "OtherAdapters":
         """Return a copy of a model's present adapters."""
         return cls(model, {name: p.detach().clone() for name, p in adapters(model).items()})
-
-    def parameters(self) -> Iterable[Tensor]:
-        """Return the tensors in the order of the model's own."""
-        return self.tensors.values()
 
     @contextmanager
     def put(self) -> Iterator[Any]:

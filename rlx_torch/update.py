@@ -63,20 +63,13 @@ class TorchState:
         """Return the state as nested dicts of tensors and numbers."""
         out: dict[str, Any] = {"step": self.step, "kl_coefficient": self.kl_coefficient}
         for name in ("policy", "critic"):
-            learned = getattr(self, name)
-            if learned:
-                names = {id(p): key for key, p in learned.model.named_parameters()}
+            if learned := getattr(self, name):
+                tensors = _trained(learned.model)
+                names = {id(p): key for key, p in tensors.items()}
                 moments = {names[id(p)]: s for p, s in learned.optimizer.state.items()}
-                out[name] = {
-                    "model": {k: p for k, p in learned.model.named_parameters() if p.requires_grad},
-                    "moments": moments,
-                    "updates": learned.updates,
-                }
-        if isinstance(self.reference, OtherAdapters):
-            out["reference"] = self.reference.tensors
-        elif self.reference is not None:
-            pairs = self.reference.named_parameters()
-            out["reference"] = {name: p for name, p in pairs if p.requires_grad}
+                out[name] = {"model": tensors, "moments": moments, "updates": learned.updates}
+        if self.reference is not None:
+            out["reference"] = _trained(self.reference)
         return out
 
 
@@ -374,8 +367,8 @@ class TorchUpdate(BatchUpdate):
             keep = o.reference_decay
             if o.reference_mode == "copy":
                 keep = float(state.step % o.reference_every != 0)
-            params = (p for p in state.policy.model.parameters() if p.requires_grad)
-            for old, new in zip(_moving(state.reference), params, strict=True):
+            both = (_trained(policy).values() for policy in (state.reference, state.policy.model))
+            for old, new in zip(*both, strict=True):
                 old.mul_(keep).add_(new, alpha=1.0 - keep)
         return state
 
@@ -383,15 +376,15 @@ class TorchUpdate(BatchUpdate):
 def _new_learner(
     model: Any, options: OptimizerOptions, total: int, offloaded: bool = False
 ) -> Learned:
-    trained = (p for p in model.parameters() if p.requires_grad)
-    optimizer = make_optimizer(trained, options, offloaded)
+    optimizer = make_optimizer(_trained(model).values(), options, offloaded)
     return Learned(model, optimizer, options, total, offloaded=offloaded)
 
 
-def _moving(reference: Any) -> Iterator[Tensor]:
-    """Return the tensors of a reference policy that follow the trained parameters, in order."""
-    adapters = isinstance(reference, OtherAdapters)
-    return (p for p in reference.parameters() if adapters or p.requires_grad)
+def _trained(policy: Any) -> dict[str, Any]:
+    """Return the tensors of a model that are trained, by name; all of a reference's adapters."""
+    if isinstance(policy, OtherAdapters):
+        return policy.tensors
+    return {name: p for name, p in policy.named_parameters() if p.requires_grad}
 
 
 def _no_images(name: str) -> bytes:
