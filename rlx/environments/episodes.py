@@ -9,7 +9,7 @@ from rlx.environments.reasoning_tasks import SIZES, setting
 
 
 def address(scheme: str, text: str, defaults: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return name and options of `NAME?KEY=VALUE&…`; UserError for a key not in `defaults`."""
+    """Return name, or URL, and options of `NAME?KEY=VALUE&…`; UserError for an unknown key."""
     name, _, query = text.partition("?")
     options = {key: setting(value) for key, value in parse_qsl(query)}
     for key in options.keys() - defaults.keys():
@@ -18,7 +18,7 @@ def address(scheme: str, text: str, defaults: Mapping[str, Any]) -> tuple[str, d
     for key in ("size", "turns"):
         if not isinstance(options[key], int) or options[key] < 0:
             raise UserError(f"{scheme}{text} has {key}={options[key]!r}; give a number from 0")
-    return name, options
+    return name.rstrip("/"), options
 
 
 def seeds(options: Mapping[str, Any], split: str) -> Iterator[int]:

@@ -24,7 +24,7 @@ _SECONDS = 10.0  # for the server's first answer
 
 def rows(text: str, split: str = "train") -> Iterator[dict[str, Any]]:
     """Yield a row for each episode, with its seed; no seed of split `train` is in another split."""
-    url, options = _address(text)
+    url, options = episodes.address(SCHEME, text, _DEFAULTS)
     _client()
     try:
         with urlopen(f"{url}/schema", timeout=_SECONDS) as answer:
@@ -50,7 +50,7 @@ class OpenEnvAgent:
         """Return the reward and the number of steps; UserError if the environment fails."""
         from openai import AsyncOpenAI, BadRequestError
 
-        url, options = _address(data["environment"])
+        url, options = episodes.address(SCHEME, data["environment"], _DEFAULTS)
         field, steps = _field(data["form"], options["action"]), 0
         talk, rewards = list[Any](), list[float]()
         form = {"type": "json_schema", "json_schema": {"name": "action", "schema": data["form"]}}
@@ -82,11 +82,6 @@ class OpenEnvAgent:
         if result.done and not rewards:
             raise UserError(f"{SCHEME}{url} ended an episode without a reward, or with NaN")
         return RewardParts(sum(rewards), {"steps": float(steps)})
-
-
-def _address(text: str) -> tuple[str, dict[str, Any]]:
-    url, options = episodes.address(SCHEME, text, _DEFAULTS)
-    return url.rstrip("/"), options
 
 
 def _field(form: Mapping[str, Any], choice: str) -> str:
