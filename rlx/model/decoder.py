@@ -14,8 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from rlx.model import kept_tokens, rope
 from rlx.model import remat as remat_lib
-from rlx.model.attention import attention
-from rlx.model.context_attention import context_attention
+from rlx.model.attention import attention, context_attention
 from rlx.model.cross_entropy import target_logprobs
 from rlx.model.experts import Routing, mixture
 from rlx.model.model_config import ModelConfig

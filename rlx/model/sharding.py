@@ -4,7 +4,7 @@
     fsdp      cuts rows of the batch, and parameters, which are gathered for each use, their
               gradients scattered back (ZeRO-3, arXiv 1910.02054)
     expert    as fsdp; each device has some experts of a mixture, see experts.py
-    context   cuts tokens of a row, see context_attention. The devices of a row need the same
+    context   cuts tokens of a row, see `context_attention`. The devices of a row need the same
               weights, which are cut over `fsdp` and `context` together
     tensor    cuts heads, MLP and vocabulary (Megatron, arXiv 1909.08053), and between blocks the
               tokens of the residual stream (sequence parallelism, arXiv 2205.05198)

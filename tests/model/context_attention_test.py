@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlx.model import context_attention as module
+from rlx.model import attention as module
 from rlx.model.attention import attention
 
 BATCH, TOKENS, WIDTH = 2, 48, 8
@@ -29,8 +29,8 @@ def with_gradients(function, q, k, v, weights):
 def with_sharded_tokens(*arrays, ids, devices, **options):
     order = blocks_of(devices)
     cut = [x[:, order].reshape(BATCH, devices, -1, *x.shape[2:]) for x in arrays]
-    own = partial(module.on_one_device, segment_ids=ids[:, order], devices=devices, **options)
-    run = jax.vmap(partial(with_gradients, own), in_axes=1, out_axes=1, axis_name=module.AXIS)
+    own = partial(module.over_context, segment_ids=ids[:, order], devices=devices, **options)
+    run = jax.vmap(partial(with_gradients, own), in_axes=1, out_axes=1, axis_name=module.CONTEXT)
     joined = (x.reshape(BATCH, TOKENS, *x.shape[3:]) for x in run(*cut))
     return [x[:, np.argsort(order)] for x in joined]
 
