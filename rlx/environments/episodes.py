@@ -1,4 +1,4 @@
-"""Read addresses of environments that are played in episodes, and draw the seeds of these."""
+"""Read addresses of environments that are played in episodes, and make the rows of these."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,8 +21,12 @@ def address(scheme: str, text: str, defaults: Mapping[str, Any]) -> tuple[str, d
     return name.rstrip("/"), options
 
 
-def seeds(options: Mapping[str, Any], split: str) -> Iterator[int]:
-    """Yield the seed of each episode; no seed of split `train` is in another split."""
+def rows(
+    name: str, text: str, options: Mapping[str, Any], split: str, **more: Any
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each episode, with its seed; no seed of split `train` is in another split."""
     for number in range(options["size"] or SIZES[split == "train"]):
         seed = seed_of(f"{options['seed']} {split} {number}".encode())
-        yield seed | 1 if split == "train" else seed & ~1
+        seed = seed | 1 if split == "train" else seed & ~1
+        row = {"question": f"episode {seed} of {name}", "answer": "", "environment": text}
+        yield {**row, "seed": seed, **more}

@@ -23,7 +23,7 @@ _SECONDS = 10.0  # for the server's first answer
 
 
 def rows(text: str, split: str = "train") -> Iterator[dict[str, Any]]:
-    """Yield a row for each episode, with its seed; no seed of split `train` is in another split."""
+    """Yield `episodes.rows`; UserError without the package, or if the server does not answer."""
     url, options = episodes.address(SCHEME, text, _DEFAULTS)
     _client()
     try:
@@ -33,9 +33,7 @@ def rows(text: str, split: str = "train") -> Iterator[dict[str, Any]]:
         problem = f"{SCHEME}{url} does not answer: {words(error)}"
         raise UserError(f"{problem}; start its server") from error
     _field(form, options["action"])
-    for seed in episodes.seeds(options, split):
-        row = {"question": f"episode {seed} of {url}", "answer": "", "environment": text}
-        yield {**row, "seed": seed, "form": form}
+    yield from episodes.rows(url, text, options, split, form=form)
 
 
 class OpenEnvAgent:

@@ -19,15 +19,10 @@ _DEFAULTS = {"size": 0, "seed": 0, "turns": 50}
 
 
 def rows(text: str, split: str = "train") -> Iterator[dict[str, Any]]:
-    """Yield a row for each episode, with its seed; no seed of split `train` is in another split.
-
-    UserError for an unknown game or key, a game of several players, or without the package.
-    """
+    """Yield `episodes.rows`; UserError without the package, or for a game that cannot be played."""
     game, options = episodes.address(SCHEME, text, _DEFAULTS)
     _begin(game, options["seed"])
-    for seed in episodes.seeds(options, split):
-        question = f"episode {seed} of {game}"
-        yield {"question": question, "answer": "", "environment": text, "seed": seed}
+    yield from episodes.rows(game, text, options, split)
 
 
 class TextArenaAgent:
