@@ -78,8 +78,20 @@ class Images:
         self._bytes = 0  # of these
 
     @cached_property
-    def _processor(self) -> Any:
-        return processor(self._directory)
+    def processor(self) -> Any:
+        """The image processor of the directory; UserError if it has none."""
+        try:
+            from transformers import AutoImageProcessor
+
+            return AutoImageProcessor.from_pretrained(self._directory, trust_remote_code=False)
+        except ImportError as error:
+            text = str(error).strip().splitlines()[0]
+            raise UserError(f"images need packages ({text}); {install('vision')}") from None
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{self._directory} has no image processor ({str(error).splitlines()[0]}); add the "
+                "files that its model came with, preprocessor_config.json among them"
+            ) from None
 
     def seen_by(self, base: Any, names: Iterable[str]) -> dict[str, Image]:
         """Return images by name, with the features that the model `base` gives them."""
@@ -107,7 +119,7 @@ class Images:
     def _processed(self, base: Any, name: str) -> Image:
         picture = image_store.open_picture(self._read(name))
         parameters = inspect.signature(base.get_image_features).parameters
-        batch = self._processor(images=[picture], return_tensors="pt")
+        batch = self.processor(images=[picture], return_tensors="pt")
         inputs = {key: torch.as_tensor(x) for key, x in batch.items() if key in parameters}
         if not self.frozen:
             return Image(inputs)
@@ -209,19 +221,3 @@ def _features(base: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     parts = [out.pooler_output, *getattr(out, "deepstack_features", ())]
     lists = (part if isinstance(part, tuple | list) else [part] for part in parts)
     return tuple(torch.cat([x.reshape(-1, x.shape[-1]) for x in each]) for each in lists)
-
-
-def processor(directory: Path) -> Any:
-    """Return the image processor of an HF directory; UserError if it has none."""
-    try:
-        from transformers import AutoImageProcessor
-
-        return AutoImageProcessor.from_pretrained(directory, trust_remote_code=False)
-    except ImportError as error:
-        text = str(error).strip().splitlines()[0]
-        raise UserError(f"images need packages ({text}); {install('vision')}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{directory} has no image processor ({str(error).splitlines()[0]}); add the files "
-            "that its model came with, preprocessor_config.json among them"
-        ) from None

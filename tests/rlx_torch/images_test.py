@@ -293,7 +293,7 @@ def test_an_export_is_the_file_it_came_from(kind, made, tmp_path):
     ).eval()
     t = trajectory(kind, ("a",), 0)
     assert torch.equal(alone(again, kind, t), alone(own, kind, t))
-    assert vision.processor(tmp_path / "hf")
+    assert vision.Images(tmp_path / "hf", own.config, bytes, frozen=True).processor
 
 
 @pytest.mark.parametrize("how", ["frozen", "trained"])
@@ -360,7 +360,7 @@ def test_what_cannot_be_is_one_line(made, tmp_path):
         update.update(update.init(), groups)
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
     with pytest.raises(UserError, match=r"has no image processor .*preprocessor_config.json"):
-        vision.processor(tmp_path)
+        _ = vision.Images(tmp_path, None, bytes, frozen=True).processor
     with torch.device("meta"):
         shapes = packed_model.empty(path)
     with pytest.raises(UserError, match="sees images, whose tower is not cut by heads; use only"):
