@@ -30,6 +30,7 @@ from rlx.model.tensors import WEIGHTS as WEIGHTS
 from rlx.model.tensors import open_tensors as open_tensors
 
 _WIDEST = 4  # bytes a number
+_fill = jax.jit(jax.lax.dynamic_update_slice_in_dim, static_argnums=3, donate_argnums=0)
 
 Slices = tuple[slice, ...]  # one for each axis, of step 1; start and stop may be None
 
@@ -158,11 +159,6 @@ def _on_devices(
         # No alias: the update donates trained parameters.
         parts = [jax.device_put(part, device, may_alias=False) for device in devices]
         if wholes:
-            parts = [_fill(w, p, first - start) for w, p in zip(wholes, parts, strict=True)]
+            parts = [_fill(w, p, first - start, 0) for w, p in zip(wholes, parts, strict=True)]
         wholes = jax.block_until_ready(parts)
     return wholes
-
-
-@partial(jax.jit, donate_argnums=0)
-def _fill(array: jax.Array, part: jax.Array, start: int) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(array, part, start, 0)
