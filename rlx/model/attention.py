@@ -67,7 +67,10 @@ def attention(
         assert segment_sizes is not None
         return packed_attention(q, k, v, segment_sizes, layout, window, tree and tree[1])
     if how == "mask":
-        return _masked(q, k, v, segment_ids, window)
+        places = jnp.arange(length)
+        mask = is_seen(places[:, None], places, window)
+        mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
+        return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation="cudnn")
     size = math.ceil(length / min(math.ceil(length / QUERY_BLOCK), 16))
     at, skips = jnp.arange(math.ceil(length / size)), layout.mesh is None
     tree = tree or segments(segment_ids)
@@ -121,13 +124,6 @@ def is_seen(at: Array, other: Array, window: int) -> Array:
     """Return whether the query at position `at` sees the key at `other`, both in one segment."""
     before = at - other
     return (before >= 0) & (before < window) if window else before >= 0
-
-
-def _masked(q: Array, k: Array, v: Array, segment_ids: Array, window: int) -> Array:
-    places = jnp.arange(q.shape[1])
-    mask = is_seen(places[:, None], places, window)
-    mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
-    return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation="cudnn")
 
 
 def in_blocks(
