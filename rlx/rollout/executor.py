@@ -435,22 +435,28 @@ class Executor:
         self._admit()
 
     def _finish(self, ticket: Ticket, group: Group, start: float) -> None:
-        rewards = {r for t in group.trajectories for r in t.turn_rewards or (t.reward,)}
-        rejected = self._drop_equal_rewards and len(rewards) == 1
+        runs: dict[str, list[float]] = {}
+        for t in group.trajectories:
+            runs.setdefault(t.run_id, []).extend(t.turn_rewards or (t.reward,))
+        rewards = {reward for returns in runs.values() for reward in returns}
+        # Discounted returns differ between turns; they teach nothing if they do so in each run.
+        same = len(runs) > 1 and len({tuple(dict.fromkeys(each)) for each in runs.values()}) == 1
+        equal, highest = len(rewards) == 1 or same, max(rewards)
+        rejected = self._drop_equal_rewards and equal
         with self._changed:
             self._leave(ticket, finished=True)
             self._first_records.pop(ticket.group_id, None)
             first, now = ticket.attempt == 0, self._clock()
             message = self._failures.add(ticket.group_id, False, first, start, now)
-            self._best = max([self._best, *map(float, rewards)])
+            self._best = max(self._best, float(highest))
             about = {"group_id": ticket.group_id, "best": self._best_reward()}
-            about |= self._note_pool(ticket.group_id, rewards)
+            about |= self._note_pool(ticket.group_id, equal, highest)
             self._generated_tokens += sum(int((t.versions >= 0).sum()) for t in group.trajectories)
             if rejected:
                 self._buffer = buffers.withdraw(self._buffer, ticket.version)
                 self._staleness = staleness.end(self._staleness, "rejected")
                 self._note("reject", about)
-                self._count_rejection(rewards.pop())
+                self._count_rejection(highest)
                 if self._cursor:
                     self._cursor.forget([ticket.group_id])
             else:
@@ -465,13 +471,11 @@ class Executor:
             self._say(message)
         self._on_change()
 
-    def _note_pool(self, group_id: int, rewards: set[float]) -> dict[str, Any]:
+    def _note_pool(self, group_id: int, equal: bool, highest: float) -> dict[str, Any]:
         """Note the row's pool where rows are drawn by theirs; return it for the journal."""
         if not (self._cursor and self._cursor.adapts):
             return {}
-        highest, pool = max(rewards, default=0.0), ""
-        if len(rewards) == 1:
-            pool = "easy" if highest > 0 and highest >= self._best else "hard"
+        pool = "" if not equal else "easy" if highest > 0 and highest >= self._best else "hard"
         return {"pool": [self._cursor.note_pool(group_id, pool), pool]}
 
     def _best_reward(self) -> float | None:

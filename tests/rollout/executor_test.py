@@ -513,6 +513,42 @@ def test_dynamic_filtering_gives_the_place_to_the_next_prompt(make, fake_fleet, 
     assert counters["dropped"] == 0
 
 
+@pytest.mark.parametrize(
+    ("returns", "rejected"),
+    [
+        (((0.81, 0.9, 1.0), (0.81, 0.9, 1.0)), True),  # both right, in as many turns
+        (((0.9, 1.0), (0.81, 0.9, 1.0)), False),  # fewer turns are better
+        (((1.0, 0.0), (1.0, 1.0)), False),
+        (((0.0,), (0.0, 0.0)), True),
+        (((1.0, 0.0),), False),  # only one run
+    ],
+)
+def test_a_discount_between_turns_is_no_difference_between_runs(
+    returns, rejected, make, fake_workflow
+):
+    class Turns:
+        """Runs whose turns, a token each, have returns of their own; others differ."""
+
+        async def run(self, fleet, task):
+            group = await fake.run(fleet, task)
+            if task.group_id:
+                return group
+            runs = []
+            for t, own in zip(group.trajectories, returns, strict=False):
+                turns = np.array([0, 0, *range(1, len(own))], np.int32)
+                row = {"tokens": turns, "versions": 0 * turns, "turn_ids": turns}
+                row |= {"loss_mask": np.arange(len(turns)) > 0, "behaviour_logprobs": 0.0 * turns}
+                row["turn_rewards"] = own
+                runs.append(dataclasses.replace(t, reward=own[0], **row))
+            return dataclasses.replace(group, trajectories=tuple(runs))
+
+    fake = fake_workflow(misbehave=lambda group_id, attempt: [0.0, 1.0])
+    executor = make(Limits(1, 0, 1), workflow=Turns(), drop_equal_rewards=True)
+    executor.set_version(0)
+    assert [g.group_id for g in collect(executor)] == [int(rejected)]
+    assert executor.counters()["rejected"] == rejected
+
+
 def test_endless_rejection_ends_the_run(make, fake_workflow):
     executor = make(
         Limits(2, 0, 8),
