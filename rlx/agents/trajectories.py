@@ -66,14 +66,17 @@ def delivered(interactions: Sequence[Interaction], value: float | Mapping[str, f
 
 
 def _chains(interactions: Sequence[Interaction], chosen: Sequence[int]) -> list[list[int]]:
-    """Return branches that contain each completion once; the first child continues its parent."""
+    """Return branches that contain each completion once; the first child continues its parent.
+
+    They are in the order of their ends, so that the last one has the run's last completion.
+    """
     chains: list[list[int]] = []
     for number in chosen:
         chain = next((c for c in chains if c[-1] == interactions[number].parent), None)
         if chain is None:
             chains.append(chain := [])
         chain.append(number)
-    return chains
+    return sorted(chains, key=lambda chain: chain[-1])
 
 
 def _paths(interactions: Sequence[Interaction], chosen: Sequence[int]) -> list[list[int]]:
@@ -99,7 +102,7 @@ def of_run(
     export: str = "tree",  # one of EXPORTS, see the top of this file
     seconds: float = 0.0,  # duration of the run
 ) -> list[Trajectory]:
-    """Return the trajectories of one run, in the order of its completions."""
+    """Return the trajectories of one run, in the order of their last completions."""
     chosen = delivered(interactions, value)
     info = {
         "run_reward": outcome(interactions, value),

@@ -149,10 +149,11 @@ class AgentWorkflow:
                     raise AgentError(NO_COMPLETION)
                 if wrong := returns.mistake(value, ids):
                     raise AgentError(wrong)
+                # An evaluation counts each completion once.
+                export = self._options.export if session.temperature_fixed else "tree"
                 return trajectories.of_run(
-                    session.interactions, value, run_id, agent=self.agent,
-                    turn_discount=self._options.turn_discount, export=self._options.export,
-                    seconds=time.monotonic() - began,
+                    session.interactions, value, run_id, agent=self.agent, export=export,
+                    turn_discount=self._options.turn_discount, seconds=time.monotonic() - began,
                 )  # fmt: skip
             except Evicted:
                 continue

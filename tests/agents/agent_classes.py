@@ -66,6 +66,19 @@ class Credits:
         return {ids[0]: 0.25, ids[2]: 1}
 
 
+class Fork:
+    """Goes on in two ways from its first answer."""
+
+    async def run(self, data, **extra_kwargs):
+        client, messages = AsyncOpenAI(**extra_kwargs), list(data["messages"])
+        got = await client.chat.completions.create(model="x", messages=messages)
+        messages.append({"role": "assistant", "content": got.choices[0].message.content})
+        for words in ("one", "two"):
+            more = [*messages, {"role": "user", "content": words}]
+            await client.chat.completions.create(model="x", messages=more)
+        return 1.0
+
+
 class MathVerify:
     """Grades in its own thread, with a library that will only do so in the main one."""
 

@@ -46,7 +46,7 @@ TALK = (  # two turns of one conversation, and one aside
 
 
 def test_a_conversation_is_one_sequence_with_its_observations_masked():
-    talk, aside = trajectories.of_run(TALK, 0.5, "7.1", agent="A")
+    aside, talk = trajectories.of_run(TALK, 0.5, "7.1", agent="A")  # as they end
     assert talk.tokens.tolist() == [1, 2, 10, 11, 3, 4, 12]
     assert talk.loss_mask.tolist() == [False, False, True, True, False, False, True]
     assert talk.behaviour_logprobs.tolist() == [0, 0, -1, -2, 0, 0, -1]
@@ -58,14 +58,25 @@ def test_a_conversation_is_one_sequence_with_its_observations_masked():
     assert (talk.prompt, talk.completion) == ("<1><2>", "<10><11><3><4><12>")
     assert aside.tokens.tolist() == [5, 50]
     assert aside.reward == 0.5  # the run's: all that it said led to it
-    assert [t.trajectory_id for t in (talk, aside)] == ["7.1.0", "7.1.1"]
+    assert [t.trajectory_id for t in (aside, talk)] == ["7.1.0", "7.1.1"]
     (only,) = trajectories.of_run(TALK[:1], 1, "7.1")
     assert only.trajectory_id == "7.1"
 
 
 def test_the_turns_of_a_trajectory_are_found_again():
-    talk, _ = trajectories.of_run(TALK, 0.5, "7.1")
+    _, talk = trajectories.of_run(TALK, 0.5, "7.1")
     assert trajectories.turns(talk) == [([1, 2], [10, 11]), ([3, 4], [12])]
+
+
+@pytest.mark.parametrize("export", trajectories.EXPORTS)
+def test_a_recorded_sample_ends_with_what_the_agent_was_answered_last(export):
+    class Tokenizer:
+        def decode(self, ids, skip_special_tokens=False):
+            return text(ids)
+
+    rows = trajectories.of_run(TALK, 0.5, "7.1", agent="A", export=export)
+    record = trajectories.record(rows, Tokenizer())
+    assert (record["completion"], record["stop_reason"]) == ("<12>", "length")
 
 
 def test_rewards_by_completion_land_on_their_own_tokens():
@@ -98,9 +109,9 @@ def test_two_that_go_on_from_one_place_share_nothing_trained():
 
 def test_a_tree_s_row_has_each_turn_s_return_and_concat_the_last_one_s():
     value = {"c2": 1.0, "c0": 0.5}
-    talk, _ = trajectories.of_run(TALK, value, "7.1", turn_discount=0.5)
+    _, talk = trajectories.of_run(TALK, value, "7.1", turn_discount=0.5)
     assert (talk.turn_rewards, talk.reward) == ((), 1.0)  # 0.5 + 0.5·1 in both turns
-    talk, _ = trajectories.of_run(TALK, value, "7.1")
+    _, talk = trajectories.of_run(TALK, value, "7.1")
     assert (talk.turn_rewards, talk.reward) == ((1.5, 1.0), 1.5)
     aside, talk = trajectories.of_run(TALK, value, "7.1", export="concat")  # as they end
     assert (talk.turn_rewards, talk.reward, aside.reward) == ((), 1.0, 0.0)

@@ -110,6 +110,23 @@ def test_rewards_by_completion_are_each_on_a_turn_of_its_own(shared, agents):
         trajectories.samples(group, 3)
 
 
+@pytest.mark.parametrize("export", trajectories.EXPORTS)
+def test_an_evaluation_counts_each_completion_once_however_training_exports(export, agents):
+    options = AgentOptions(export=export)
+    name = f"{agents.classes}:Fork"
+    workflow = AgentWorkflow(name, agents.tokenizer(), agents.sampling, 1, options=options)
+    with Evaluator(Fleet(agents, agents.engine()).connect, workflow) as run:
+        row = {"question": "x"}
+        (training,) = run.rollout_batch([row], timeout=60)
+        (group,) = run.rollout_batch([row], sampling=Sampling(max_new_tokens=99), timeout=60)
+    record = trajectories.record(group.trajectories, agents.tokenizer())
+    said = [turn["completion"] for turn in record["turns"]]
+    assert said == ["x<|end|>", "one<|end|>", "two<|end|>"]
+    assert record["tokens"] == sum(len(agents.tokenizer()(text)["input_ids"]) for text in said)
+    trained = sum(t.num_trained for t in training.trajectories)
+    assert (trained > record["tokens"]) == (export == "concat")
+
+
 def test_a_reward_may_be_told_after_the_run_by_another_process(agents):
     options = AgentOptions(reward_seconds=30)
     name = f"{agents.classes}:ToldLater"
