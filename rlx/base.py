@@ -218,14 +218,17 @@ class Trajectory:
 
 
 def info_means(trajectories: Iterable[Trajectory]) -> dict[str, float]:
-    """Return the means of the trajectories' own scalars, each over those that have it.
+    """Return the means of the trajectories' own scalars, over the runs that have them.
 
-    A name with a section keeps it (`reward/brevity`), the others are put under `info/`.
+    A run counts once, with the mean of its trajectories. A name with a section keeps it
+    (`reward/brevity`), the others are put under `info/`.
     """
-    scalars: dict[str, list[float]] = {}
-    for name, value in (pair for t in trajectories for pair in t.info.items()):
-        scalars.setdefault(name if "/" in name else f"info/{name}", []).append(float(value))
-    return {name: float(np.mean(values)) for name, values in scalars.items()}
+    scalars: dict[str, dict[str, list[float]]] = {}
+    for t in trajectories:
+        for name, value in t.info.items():
+            runs = scalars.setdefault(name if "/" in name else f"info/{name}", {})
+            runs.setdefault(t.run_id, []).append(float(value))
+    return {n: float(np.mean([*map(np.mean, runs.values())])) for n, runs in scalars.items()}
 
 
 def joined_masks(parts: Sequence[Any]) -> dict[str, Any]:

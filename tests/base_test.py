@@ -1,12 +1,13 @@
 """The name that somebody meant, for each lookup of names."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rlx.algorithms.presets import PRESETS
-from rlx.base import Trajectory, joined_masks, malformed, nearest
+from rlx.base import Trajectory, info_means, joined_masks, malformed, nearest
 from rlx.cli.key_names import nearest_key
 from rlx.config import OPTIONS
 
@@ -26,6 +27,12 @@ from rlx.config import OPTIONS
 )
 def test_a_name_is_near_by_its_mistakes_and_its_beginning(name, choices, found):
     assert nearest(name, choices) == found
+
+
+def test_a_run_of_several_trajectories_counts_once_in_means():
+    one = Trajectory(*4 * [np.zeros(2)], 0.0, "stop", "3.0", info={"reward/a": 1.0, "b": 0.0})
+    parts = [replace(one, trajectory_id=f"3.1.{i}", info={"reward/a": 0.0}) for i in range(3)]
+    assert info_means([one, *parts]) == {"reward/a": 0.5, "info/b": 0.0}
 
 
 def test_every_key_is_found_with_two_of_its_letters_swapped():
