@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from rlx.base import UserError, explained, packages_of
 from rlx.option import option
@@ -43,6 +44,11 @@ _FORMAT = {
 }  # fmt: skip
 _REFUSALS = dict.fromkeys((400, 422), "look at its server's log")  # HTTP status → remedy
 _REFUSALS |= dict.fromkeys((401, 403, 404), "correct its model, URL or key in reward.judge.models")
+_TABLE = """
+PRAGMA journal_mode = WAL;
+PRAGMA synchronous = NORMAL;
+CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, score REAL)
+"""
 _JUDGE = re.compile(r"(?P<model>[^@\s]+)@(?P<url>https?://[^#\s]+)(?:#(?P<variable>\w+))?")
 
 
@@ -84,14 +90,16 @@ class Judge:
         }  # fmt: skip
         self._plain = set[str]()  # judges whose servers refuse a schema
         self._free, self._next = asyncio.Semaphore(options.concurrent), 0.0
+        self._asking = WeakValueDictionary[str, asyncio.Lock]()  # by the key of a verdict
         self.keep(":memory:")
 
     def keep(self, file: Path | str) -> None:
-        """Keep verdicts in `file` from now on, and use those that it has."""
+        """Keep verdicts in `file` from now on, and use those it has; UserError if damaged."""
         self._db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
-        self._db.execute("CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, score REAL)")
+        try:
+            self._db.executescript(_TABLE)
+        except sqlite3.DatabaseError as error:
+            raise UserError(f"{file} cannot be used ({error}); move it away") from error
 
     async def grade(self, question: str, answer: str, reference: str) -> dict[str, float]:
         """Return the mean score, 0 to 1, with seconds and tokens, by name for metrics.
@@ -116,19 +124,20 @@ class Judge:
     async def _verdict(self, name: str, text: str) -> tuple[float, float, float]:
         """Return a judge's score, 0 to 1, and its seconds and tokens, 0 if it was kept."""
         key = hashlib.sha256("\0".join((name, self._rubric, text)).encode()).hexdigest()
-        query = "SELECT score FROM verdicts WHERE key = ?"
-        if row := self._db.execute(query, (key,)).fetchone():
-            return row[0], 0.0, 0.0
-        start, used = time.monotonic(), 0.0
-        for _ in range(self._options.attempts):
-            async with self._free:
-                await self._wait()
-                answer = await self._ask(name, text)
-            used += answer.usage.total_tokens if answer.usage else 0
-            reply = (answer.choices[0].message.content or "") if answer.choices else ""
-            if (score := score_of(reply)) is not None:
-                self._db.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (key, score))
-                return score, time.monotonic() - start, used
+        async with self._asking.setdefault(key, asyncio.Lock()):  # equal ones come at once
+            query = "SELECT score FROM verdicts WHERE key = ?"
+            if row := self._db.execute(query, (key,)).fetchone():
+                return row[0], 0.0, 0.0
+            start, used = time.monotonic(), 0.0
+            for _ in range(self._options.attempts):
+                async with self._free:
+                    await self._wait()
+                    answer = await self._ask(name, text)
+                used += answer.usage.total_tokens if answer.usage else 0
+                reply = (answer.choices[0].message.content or "") if answer.choices else ""
+                if (score := score_of(reply)) is not None:
+                    self._db.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (key, score))
+                    return score, time.monotonic() - start, used
         raise JudgeError(
             f"judge {name} gave no verdict in {self._options.attempts} answers, the last "
             f"{reply[-80:]!r}; raise reward.judge.max_tokens, or choose another model"

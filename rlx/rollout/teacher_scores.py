@@ -116,8 +116,9 @@ class JudgeRewarded(Scored):
         question = task.row.get(self.question_key, trajectory.prompt)
         if not isinstance(question, str):
             question = "\n".join(f"{message['role']}: {message['content']}" for message in question)
-        answer = str(task.row.get("answer", ""))
-        info = await self.scorer.grade(question, trajectory.completion, answer)
+        answer = task.row.get("answer")
+        reference = "" if answer is None else str(answer)
+        info = await self.scorer.grade(question, trajectory.completion, reference)
         return _with_reward(trajectory, self.weight * info["reward/judge"], info)
 
 

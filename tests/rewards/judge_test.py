@@ -78,6 +78,22 @@ def test_no_verdict_is_paid_for_twice(tmp_path):
     assert first["reward/judge"] == again["reward/judge"] == resumed["reward/judge"]
 
 
+def test_equal_answers_at_once_get_one_verdict_that_is_paid_for_once():
+    scores = [json.dumps({"reason": "so", "score": n}) for n in (3, 9)]
+    server = ChatServer(*scores)
+    found = grade(server, "4", "4", "5", "4", concurrent=1)
+    assert len(server.asked) == 2
+    assert [each["reward/judge"] for each in found] == [0.3, 0.3, 0.9, 0.3]
+    assert [each["judge/tokens"] for each in found] == [60.0, 0.0, 60.0, 0.0]
+
+
+def test_a_damaged_file_of_verdicts_is_named(tmp_path):
+    (tmp_path / "judge.sqlite3").write_bytes(b"no database " * 999)
+    judge = Judge(JudgeOptions(("m@http://127.0.0.1:1/v1",)), {})
+    with pytest.raises(UserError, match=r"judge.sqlite3 cannot be used .*; move it away"):
+        judge.keep(tmp_path / "judge.sqlite3")
+
+
 def test_requests_that_fail_are_repeated():
     server = ChatServer((429, "slow down"), "no verdict", VERDICT)
     (found,) = grade(server, "4")

@@ -39,6 +39,14 @@ def test_the_weighted_score_is_added_to_every_reward(fake_workflow, fake_fleet):
     assert judge.closed
 
 
+def test_a_row_whose_answer_is_null_has_no_reference(fake_workflow, fake_fleet):
+    judge = Judge()
+    for row in ({"question": "2 + 2?", "answer": None}, {"question": "2 - 2?", "answer": 0}):
+        workflow = JudgeRewarded(fake_workflow(n=1), judge, 1.0)
+        asyncio.run(workflow.run(fake_fleet(), Task(row, 4, 7)))
+    assert [reference for _, _, reference in judge.asked] == ["", "0"]
+
+
 def test_messages_are_asked_as_text_and_turns_share_the_score(fake_workflow, fake_fleet):
     class Turns:
         async def run(self, fleet, task):
