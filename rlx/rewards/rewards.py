@@ -23,7 +23,7 @@ from rlx.sandbox.sandbox import ProgramLimits
 from rlx.workers.worker_process import worker_sandbox
 
 RewardFunction = Callable[..., Any]  # a float; the pool checks it
-_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_FENCE = re.compile(r"```([\w+#.-]*)[ \t]*\n(.*?)```", re.DOTALL)  # language, block
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _LIMITS = ProgramLimits(wall_seconds=3.0, cpu_seconds=3.0)
 
@@ -76,16 +76,18 @@ def exact(prompt: str, completion: str, *ids: Sequence[int], answer: Any, **row:
 async def code(prompt: str, completion: str, *ids: Sequence[int], answer: Any, **row: Any) -> float:
     """Return 1 when the completion's last fenced block of Python passes the tests, else 0.
 
-    The tests in `answer` are Python that is run after the program, in its names, and raises where
-    it is wrong, such as `assert add(1, 2) == 3`. A program that ends before them passes none. It
-    may still look for what they print at their end, or change what they call: tests in its own
-    process judge no adversary.
+    The tests in `answer`, a text or a list of them, are Python that is run after the program, in
+    its names, and raises where it is wrong, such as `assert add(1, 2) == 3`. A program that ends
+    before them passes none. It may still look for what they print at their end, or change what they
+    call: tests in its own process judge no adversary.
     """
-    if not (blocks := _FENCE.findall(completion)):
+    fenced = _FENCE.findall(completion)
+    if not (blocks := [text for kind, text in fenced if kind in ("", "py", "python", "python3")]):
         return 0.0
     mark = secrets.token_hex(8)
     sandbox = await asyncio.shield(_sandbox(asyncio.get_running_loop()))
-    outcome = await sandbox.run(f"{blocks[-1]}\n{answer}\nprint({mark!r})", _LIMITS)
+    tests = "\n".join([answer] if isinstance(answer, str) else answer)
+    outcome = await sandbox.run(f"{blocks[-1]}\n{tests}\nprint({mark!r})", _LIMITS)
     return float(outcome.status == "ok" and outcome.text.endswith(f"{mark}\n"))
 
 
@@ -167,13 +169,17 @@ def answer_key(names: Iterable[str], key: str = "answer") -> str:
 
 
 def check_rows(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Raise UserError for the first row to which reward `name` could never give 1."""
+    """Raise UserError for the first row to which `name` gives 1 never, or always (no tests)."""
     name = name.removesuffix("_unfinished")
-    if name not in ("gsm8k", "math"):
-        return
-    for index, row in enumerate(rows):
+    for index, row in enumerate(rows if name in REWARDS else ()):
         answer = row.get("answer")
         shown = repr(str(answer)[-60:])
+        tests = answer if isinstance(answer, list) else [answer]
+        if name == "code" and not (all(isinstance(t, str) for t in tests) and "".join(tests).strip()):
+            problem = f"row {index + 1} has no tests, a text or a list of them: {shown}"
+            raise UserError(f"{problem}; mend the row, or set data.answer_key")
+        if name in ("arithmetic", "exact") and (answer is None or not str(answer).strip()):
+            raise UserError(f"row {index + 1} has no answer: {shown}; mend the row")
         if name == "gsm8k" and answers.final_number(str(answer)) is None:  # it would return 0
             remedy = "mend the row, or set reward.name=math for symbolic answers"
             raise UserError(f"row {index + 1}: the answer {shown} holds no number; {remedy}")

@@ -20,8 +20,8 @@ PROGRAMS = {
 }
 
 
-def graded(completions: list[str]) -> list[float]:
-    calls = [RewardCall("", text, [], [], {"answer": TESTS}) for text in completions]
+def graded(completions: list[str], tests: str | list[str] = TESTS) -> list[float]:
+    calls = [RewardCall("", text, [], [], {"answer": tests}) for text in completions]
     limits = WorkerLimits(sandbox=SandboxOptions(require="none"))
     with closing(RewardPool("code", timeout=300.0, limits=limits)) as pool:
         return pool.compute(calls).rewards
@@ -31,7 +31,11 @@ def test_a_program_is_worth_what_its_tests_say():
     fenced = [f"So:\n```python\ndef add(a, b):\n    {line}\n```" for line in PROGRAMS]
     loose = "def add(a, b): return a + b"
     two = f"{fenced[1]}\nNo:\n```py\n{loose}\n```"
+    data = '```json\n{"a": 1}\n```\n'
+    others = [f"{data}{fenced[0]}", f"{fenced[0]}\nIt prints:\n```text\n3\n```", f"{data}{loose}"]
     assert graded([*fenced, loose, two]) == [*PROGRAMS.values(), 0.0, 1.0]
+    assert graded(others) == [1.0, 1.0, 0.0]  # blocks of other languages
+    assert graded(fenced[:2], TESTS.split("\n")) == [1.0, 0.0]  # one by one, as MBPP has them
 
 
 def test_the_config_s_sandbox_is_the_worker_s():

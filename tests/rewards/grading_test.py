@@ -97,6 +97,15 @@ def test_rows_without_an_answer_are_found_before_the_run():
     for row in ({"answer": " "}, {"solution": "no box"}, {"answer": r"so \boxed{}"}):
         with pytest.raises(UserError, match="row 2 has no answer"):
             rewards.check_rows("math", [{"answer": "x"}, row])
+    for name in ("arithmetic", "exact"):
+        for answer in (None, " \n"):
+            with pytest.raises(UserError, match="row 2 has no answer"):
+                rewards.check_rows(name, [{"answer": 0}, {"answer": answer}])
+    rows = [{"answer": "assert f() == 1"}, {"answer": ["assert f() == 1", ""]}]
+    for answer in (None, "", " \n", [], [""], ["assert f() == 1", 2], {"f()": 1}, 3):
+        with pytest.raises(UserError, match="row 3 has no tests"):  # all programs would be right
+            rewards.check_rows("code", [*rows, {"answer": answer}])
+    rewards.check_rows("reasoning_gym", [{"answer": ""}])
 
 
 @settings(max_examples=300, deadline=None)
