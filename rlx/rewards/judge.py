@@ -93,6 +93,12 @@ class Judge:
         self._asking = WeakValueDictionary[str, asyncio.Lock]()  # by the key of a verdict
         self.keep(":memory:")
 
+    @property
+    def settings(self) -> list[str]:
+        """Return the models, and a digest of the rubric: verdicts of others differ."""
+        digest = hashlib.sha256(self._rubric.encode()).hexdigest()[:8]
+        return [*(entry["model"] for entry in self._models.values()), f"rubric {digest}"]
+
     def keep(self, file: Path | str) -> None:
         """Keep verdicts in `file` from now on, and use those it has; UserError if damaged."""
         self._db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)

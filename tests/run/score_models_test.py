@@ -240,7 +240,11 @@ def test_judges_grade_rows_without_answers(tmp_path):
 
     (row,) = asyncio.run(evaluate())
     assert (row["num_questions"], row["greedy_acc"], len(server.asked)) == (2, 0.5, 2)
-    config.reward.judge.models = ()
+    (rubric := tmp_path / "rubric.txt").write_text("Is it short?")
+    config.reward.judge.rubric = str(rubric)
+    with pytest.raises(UserError, match=r"with judge=\['m', 'rubric .*this one has \['m', 'rubric"):
+        score(config, models, sets, out, n_samples=0, pass_at=())
+    config.reward.judge.rubric, config.reward.judge.models = "", ()
     with pytest.raises(UserError, match="need each other"):
         score(config, models, sets, tmp_path / "other", n_samples=0, pass_at=())
 
