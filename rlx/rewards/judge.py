@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary
 
 from rlx.base import UserError, explained, packages_of
 from rlx.option import option
+from rlx.system.threads import run_all
 
 MOST = 10  # the best score
 _INSTRUCTIONS = f"""\
@@ -117,7 +118,7 @@ class Judge:
         # A completion that closes its own tag could go on as the instructions.
         parts = [(name, part.replace(f"</{name}", f"< /{name}")) for name, part in pairs if part]
         text = "\n".join(f"<{name}>\n{part}\n</{name}>" for name, part in parts)
-        verdicts = await asyncio.gather(*(self._verdict(name, text) for name in self._clients))
+        verdicts = await run_all(*(self._verdict(name, text) for name in self._clients))
         scores, seconds, tokens = zip(*verdicts, strict=True)
         mean = sum(scores) / len(scores)
         return {"reward/judge": mean, "judge/seconds": max(seconds), "judge/tokens": sum(tokens)}

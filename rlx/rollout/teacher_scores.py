@@ -4,7 +4,6 @@ workflow ─▶ trajectories ─▶ Fleet.score, all at once ─▶ reference_lo
                             Judge.grade ──────────────▶ reward + w·score
 """
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -16,6 +15,7 @@ from rlx.rollout import workflows
 from rlx.rollout.datasets import answered_tokens
 from rlx.rollout.workflow_checks import checked_group
 from rlx.rollout.workflows import Generator, Prompts, Task, Workflow
+from rlx.system.threads import run_all
 
 
 @dataclass(eq=False)
@@ -33,7 +33,7 @@ class Scored:
     async def run(self, fleet: Generator, task: Task) -> Group:
         """Return the workflow's group, scored; UserError if the scorer fails or refuses it."""
         group = await checked_group(self.workflow, fleet, task)
-        scored = await asyncio.gather(*(self._scored(t, task) for t in group.trajectories))
+        scored = await run_all(*(self._scored(t, task) for t in group.trajectories))
         return replace(group, trajectories=tuple(scored))
 
     async def aclose(self) -> None:

@@ -39,6 +39,27 @@ def test_the_weighted_score_is_added_to_every_reward(fake_workflow, fake_fleet):
     assert judge.closed
 
 
+def test_one_answer_without_a_score_ends_the_requests_for_the_others(fake_workflow, fake_fleet):
+    class Failing(Judge):
+        async def grade(self, question, answer, reference):
+            await super().grade(question, answer, reference)
+            try:
+                if len(self.asked) > 1:
+                    raise LookupError("no verdict")
+                await asyncio.sleep(60)
+            finally:
+                ended.append(answer)
+
+    async def run():
+        workflow = JudgeRewarded(fake_workflow(n=2), Failing(), 1.0)
+        with pytest.raises(LookupError, match="no verdict"):
+            await workflow.run(fake_fleet(), Task({"question": "2 + 2?"}, 4, 7))
+        return len(ended)
+
+    ended = []
+    assert asyncio.run(run()) == 2  # else a failed attempt asks on, and its retry too
+
+
 def test_a_row_whose_answer_is_null_has_no_reference(fake_workflow, fake_fleet):
     judge = Judge()
     for row in ({"question": "2 + 2?", "answer": None}, {"question": "2 - 2?", "answer": 0}):
