@@ -218,10 +218,9 @@ class Trajectory:
 
 
 def info_means(trajectories: Iterable[Trajectory]) -> dict[str, float]:
-    """Return the means of the trajectories' own scalars, over the runs that have them.
+    """Return the means of trajectories' own scalars, each over those runs that have it.
 
-    A run counts once, with the mean of its trajectories. A name with a section keeps it
-    (`reward/brevity`), the others are put under `info/`.
+    A name with a section keeps it (`reward/brevity`), the others are put under `info/`.
     """
     scalars: dict[str, dict[str, list[float]]] = {}
     for t in trajectories:

@@ -66,10 +66,7 @@ def delivered(interactions: Sequence[Interaction], value: float | Mapping[str, f
 
 
 def _chains(interactions: Sequence[Interaction], chosen: Sequence[int]) -> list[list[int]]:
-    """Return branches that contain each completion once; the first child continues its parent.
-
-    They are in the order of their ends, so that the last one has the run's last completion.
-    """
+    """Return branches with each completion once, as they end; first children continue parents."""
     chains: list[list[int]] = []
     for number in chosen:
         chain = next((c for c in chains if c[-1] == interactions[number].parent), None)

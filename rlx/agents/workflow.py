@@ -99,8 +99,7 @@ class AgentWorkflow:
                 temperature_fixed=task.sampling is None, priority=task.priority, fleet=fleet,
             )  # fmt: skip
             runs.append(self._run_once(front, data, f"{task.group_id}.{i}", session))
-        results = await run_all(*runs)
-        return Group(task.group_id, tuple(t for run in results for t in run), task.row)
+        return Group(task.group_id, tuple(t for run in await run_all(*runs) for t in run), task.row)
 
     async def aclose(self) -> None:
         """End the processes and the gateway; called on the loop that `run` was on."""
@@ -149,11 +148,11 @@ class AgentWorkflow:
                     raise AgentError(NO_COMPLETION)
                 if wrong := returns.mistake(value, ids):
                     raise AgentError(wrong)
-                # An evaluation counts each completion once.
-                export = self._options.export if session.temperature_fixed else "tree"
                 return trajectories.of_run(
-                    session.interactions, value, run_id, agent=self.agent, export=export,
+                    session.interactions, value, run_id, agent=self.agent,
                     turn_discount=self._options.turn_discount, seconds=time.monotonic() - began,
+                    # An evaluation counts each completion once.
+                    export=self._options.export if session.temperature_fixed else "tree",
                 )  # fmt: skip
             except Evicted:
                 continue

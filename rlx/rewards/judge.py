@@ -45,11 +45,6 @@ _FORMAT = {
 }  # fmt: skip
 _REFUSALS = dict.fromkeys((400, 422), "look at its server's log")  # HTTP status → remedy
 _REFUSALS |= dict.fromkeys((401, 403, 404), "correct its model, URL or key in reward.judge.models")
-_TABLE = """
-PRAGMA journal_mode = WAL;
-PRAGMA synchronous = NORMAL;
-CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, score REAL)
-"""
 _JUDGE = re.compile(r"(?P<model>[^@\s]+)@(?P<url>https?://[^#\s]+)(?:#(?P<variable>\w+))?")
 
 
@@ -82,6 +77,9 @@ class Judge:
         self._options, self._openai = options, openai
         self._rubric = _INSTRUCTIONS + (_read(options.rubric) if options.rubric else _RUBRIC)
         self._models = {name: model_entry(name) for name in options.models}
+        digest = hashlib.sha256(self._rubric.encode()).hexdigest()[:8]
+        # Verdicts of other judges differ.
+        self.settings = [*(m["model"] for m in self._models.values()), f"rubric {digest}"]
         self._clients = {
             name: openai.AsyncOpenAI(
                 base_url=entry["url"], api_key=_key(entry["variable"], name, environment),
@@ -94,17 +92,12 @@ class Judge:
         self._asking = WeakValueDictionary[str, asyncio.Lock]()  # by the key of a verdict
         self.keep(":memory:")
 
-    @property
-    def settings(self) -> list[str]:
-        """Return the models, and a digest of the rubric: verdicts of others differ."""
-        digest = hashlib.sha256(self._rubric.encode()).hexdigest()[:8]
-        return [*(entry["model"] for entry in self._models.values()), f"rubric {digest}"]
-
     def keep(self, file: Path | str) -> None:
         """Keep verdicts in `file` from now on, and use those it has; UserError if damaged."""
         self._db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
+        table = "CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, score REAL)"
         try:
-            self._db.executescript(_TABLE)
+            self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; {table}")
         except sqlite3.DatabaseError as error:
             raise UserError(f"{file} cannot be used ({error}); move it away") from error
 

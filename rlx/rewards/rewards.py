@@ -24,6 +24,7 @@ from rlx.workers.worker_process import worker_sandbox
 
 RewardFunction = Callable[..., Any]  # a float; the pool checks it
 _FENCE = re.compile(r"```([\w+#.-]*)[ \t]*\n(.*?)```", re.DOTALL)  # language, block
+_PYTHON = ("", "py", "python", "python3")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _LIMITS = ProgramLimits(wall_seconds=3.0, cpu_seconds=3.0)
 
@@ -81,8 +82,7 @@ async def code(prompt: str, completion: str, *ids: Sequence[int], answer: Any, *
     before them passes none. It may still look for what they print at their end, or change what they
     call: tests in its own process judge no adversary.
     """
-    fenced = _FENCE.findall(completion)
-    if not (blocks := [text for kind, text in fenced if kind in ("", "py", "python", "python3")]):
+    if not (blocks := [text for kind, text in _FENCE.findall(completion) if kind in _PYTHON]):
         return 0.0
     mark = secrets.token_hex(8)
     sandbox = await asyncio.shield(_sandbox(asyncio.get_running_loop()))
@@ -175,7 +175,9 @@ def check_rows(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         answer = row.get("answer")
         shown = repr(str(answer)[-60:])
         tests = answer if isinstance(answer, list) else [answer]
-        if name == "code" and not (all(isinstance(t, str) for t in tests) and "".join(tests).strip()):
+        if name == "code" and not (
+            all(isinstance(t, str) for t in tests) and "".join(tests).strip()
+        ):
             problem = f"row {index + 1} has no tests, a text or a list of them: {shown}"
             raise UserError(f"{problem}; mend the row, or set data.answer_key")
         if name in ("arithmetic", "exact") and (answer is None or not str(answer).strip()):

@@ -438,11 +438,11 @@ class Executor:
         runs: dict[str, list[float]] = {}
         for t in group.trajectories:
             runs.setdefault(t.run_id, []).extend(t.turn_rewards or (t.reward,))
-        rewards = {reward for returns in runs.values() for reward in returns}
         # Discounted returns differ between turns; they teach nothing if they do so in each run.
-        same = len(runs) > 1 and len({tuple(dict.fromkeys(each)) for each in runs.values()}) == 1
-        equal, highest = len(rewards) == 1 or same, max(rewards)
-        rejected = self._drop_equal_rewards and equal
+        returns = {tuple(dict.fromkeys(each)) for each in runs.values()}
+        rewards = {reward for each in returns for reward in each}
+        equal = len(rewards) == 1 or len(returns) == 1 < len(runs)
+        rejected, highest = self._drop_equal_rewards and equal, max(rewards)
         with self._changed:
             self._leave(ticket, finished=True)
             self._first_records.pop(ticket.group_id, None)

@@ -17,6 +17,8 @@ from rlx.rollout.workflow_checks import checked_group
 from rlx.rollout.workflows import Generator, Prompts, Task, Workflow
 from rlx.system.threads import run_all
 
+_ONLINE = "online"  # name of the workflow, and agent, of sessions; their rows are stand-ins
+
 
 @dataclass(eq=False)
 class Scored:
@@ -85,6 +87,11 @@ class ModelRewarded(Scored):
     end: int = 0  # with `prompts`, the token that ends a complete answer
     who = "the reward model"
 
+    def __post_init__(self) -> None:
+        if self.prompts and self.name == _ONLINE:
+            problem = "reward.model has another tokenizer or chat template than the policy"
+            raise UserError(f"{problem}, and sessions have no rows to render; give it the policy's")
+
     async def _scored(self, trajectory: Trajectory, task: Task) -> Trajectory:
         if trajectory.oldest_version < 0:  # a row's own answer, for SFT or a pair
             return trajectory
@@ -113,7 +120,8 @@ class JudgeRewarded(Scored):
     async def _scored(self, trajectory: Trajectory, task: Task) -> Trajectory:
         if trajectory.oldest_version < 0:  # a row's own answer, for SFT or a pair
             return trajectory
-        question = task.row.get(self.question_key, trajectory.prompt)
+        key = "" if trajectory.agent == _ONLINE else self.question_key
+        question = task.row.get(key, trajectory.prompt)
         if not isinstance(question, str):
             question = "\n".join(f"{message['role']}: {message['content']}" for message in question)
         answer = task.row.get("answer")

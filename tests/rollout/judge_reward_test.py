@@ -68,6 +68,21 @@ def test_a_row_whose_answer_is_null_has_no_reference(fake_workflow, fake_fleet):
     assert [reference for _, _, reference in judge.asked] == ["", "0"]
 
 
+def test_a_session_s_own_prompt_is_its_question(fake_workflow, fake_fleet):
+    class Sessions:
+        """A session of an application, and a held-out question, of the run's one row."""
+
+        async def run(self, fleet, task):
+            group = await fake_workflow(n=2).run(fleet, task)
+            asked, held_out = group.trajectories
+            asked = dataclasses.replace(asked, agent="online", prompt="Who are you?")
+            return dataclasses.replace(group, trajectories=(asked, held_out))
+
+    judge, row = Judge(), {"question": "What is 12 + 30?"}
+    asyncio.run(JudgeRewarded(Sessions(), judge, 1.0).run(fake_fleet(), Task(row, 4, 7)))
+    assert [question for question, _, _ in judge.asked] == ["Who are you?", "What is 12 + 30?"]
+
+
 def test_messages_are_asked_as_text_and_turns_share_the_score(fake_workflow, fake_fleet):
     class Turns:
         async def run(self, fleet, task):

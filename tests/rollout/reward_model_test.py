@@ -127,3 +127,15 @@ def test_another_template_renders_prompt_and_completion_whole(
 def test_a_reward_model_that_fails_is_named(fake_workflow, fake_fleet, judge, message):
     with pytest.raises(UserError, match=message):
         run(ModelRewarded(fake_workflow(n=1), judge, 1.0), fake_fleet())
+
+
+def test_a_model_with_prompts_of_its_own_cannot_read_sessions(tokenizer):
+    class Online:
+        name = "online"
+
+        async def run(self, fleet, task):
+            raise NotImplementedError
+
+    assert ModelRewarded(Online(), None, 1.0).name == "online"
+    with pytest.raises(UserError, match=r"another tokenizer.*sessions have no rows"):
+        ModelRewarded(Online(), None, 1.0, Prompts(tokenizer))
