@@ -17,7 +17,9 @@ from rlx.rollout.workflow_checks import checked_group
 from rlx.rollout.workflows import Generator, Prompts, Task, Workflow
 from rlx.system.threads import run_all
 
-_ONLINE = "online"  # name of the workflow, and agent, of sessions; their rows are stand-ins
+_ONLINE = "online"  # name of the workflow, and agent, of sessions
+# Agents whose rows do not hold what the model was asked.
+_WITHOUT_QUESTION = (_ONLINE, "OpenEnvAgent", "TextArenaAgent")
 
 
 @dataclass(eq=False)
@@ -120,7 +122,7 @@ class JudgeRewarded(Scored):
     async def _scored(self, trajectory: Trajectory, task: Task) -> Trajectory:
         if trajectory.oldest_version < 0:  # a row's own answer, for SFT or a pair
             return trajectory
-        key = "" if trajectory.agent == _ONLINE else self.question_key
+        key = "" if trajectory.agent in _WITHOUT_QUESTION else self.question_key
         question = task.row.get(key, trajectory.prompt)
         if not isinstance(question, str):
             question = "\n".join(f"{message['role']}: {message['content']}" for message in question)

@@ -6,6 +6,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from rlx.agents.online_workflow import OnlineWorkflow
+from rlx.environments.openenv_tasks import OpenEnvAgent
+from rlx.environments.textarena_tasks import TextArenaAgent
 from rlx.rollout.teacher_scores import JudgeRewarded
 from rlx.rollout.workflows import Task
 
@@ -68,14 +71,17 @@ def test_a_row_whose_answer_is_null_has_no_reference(fake_workflow, fake_fleet):
     assert [reference for _, _, reference in judge.asked] == ["", "0"]
 
 
-def test_a_session_s_own_prompt_is_its_question(fake_workflow, fake_fleet):
+@pytest.mark.parametrize(
+    "agent", [OnlineWorkflow.name, OpenEnvAgent.__name__, TextArenaAgent.__name__]
+)
+def test_where_a_row_is_a_stand_in_the_prompt_is_the_question(agent, fake_workflow, fake_fleet):
     class Sessions:
         """A session of an application, and a held-out question, of the run's one row."""
 
         async def run(self, fleet, task):
             group = await fake_workflow(n=2).run(fleet, task)
             asked, held_out = group.trajectories
-            asked = dataclasses.replace(asked, agent="online", prompt="Who are you?")
+            asked = dataclasses.replace(asked, agent=agent, prompt="Who are you?")
             return dataclasses.replace(group, trajectories=(asked, held_out))
 
     judge, row = Judge(), {"question": "What is 12 + 30?"}
