@@ -102,13 +102,13 @@ def of_run(
     """Return the trajectories of one run, in the order of their last completions."""
     chosen = delivered(interactions, value)
     info = {
+        **getattr(value, "parts", {}),
         "run_reward": outcome(interactions, value),
         "interactions": float(len(chosen)),
         "lost_answers": float(len(interactions) - len(chosen)),
         "tool_calls": float(sum(i.tool_calls for i in interactions)),
         "latency/run": seconds,
         "latency/call": sum(i.seconds for i in interactions) / len(interactions),
-        **getattr(value, "parts", {}),
     }
     returns = turn_returns(interactions, value, turn_discount)
     depths: list[int] = []

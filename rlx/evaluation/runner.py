@@ -211,13 +211,12 @@ class Evaluator:
         done, late = wait(futures, timeout)
         if late:
             raise TimeoutError(f"{len(done)} of {count} rows are done after {timeout:g} s")
-        try:
-            groups = [future.result() for future in futures]
-        except Skipped as skipped:
-            raise skipped.reason  # noqa: B904 - its own cause is the failure
         for _ in futures:
             self._waiting.popleft()
-        return groups
+        try:
+            return [future.result() for future in futures]
+        except Skipped as skipped:
+            raise skipped.reason  # noqa: B904 - its own cause is the failure
 
     def rollout_batch(
         self, rows: Sequence[Mapping[str, Any]], *, n: int | None = None,

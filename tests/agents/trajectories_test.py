@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlx.agents import trajectories
 from rlx.agents.sessions import Interaction, Sessions
-from rlx.base import Group
+from rlx.base import Group, RewardParts
 from rlx.fleet.requests import Sampling
 from rlx.fleet.sample import Completion
 from rlx.train import packing
@@ -92,6 +92,12 @@ def test_rewards_by_completion_land_on_their_own_tokens():
     assert trajectories.outcome(TALK, value) == 1.0
     assert trajectories.outcome(TALK, {"c0": 0.5}) == 0.5
     assert first.info["run_reward"] == 1.0
+
+
+def test_no_part_of_a_reward_takes_the_place_of_the_reward():
+    value = RewardParts(0.5, {"run_reward": 9.0, "reward/style": 0.25})
+    for row in trajectories.of_run(TALK, value, "7.1"):
+        assert (row.run_reward, row.info["reward/style"]) == (0.5, 0.25)
 
 
 def test_a_number_can_be_shared_out_by_completion_too():

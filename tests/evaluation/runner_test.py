@@ -145,6 +145,18 @@ def test_one_row_that_fails_leaves_the_others_and_many_end_it(make, fake_workflo
     assert RolloutError in kinds
 
 
+def test_a_failed_row_is_reported_once_and_others_can_be_asked(make, fake_workflow):
+    def misbehave(group_id, attempt):
+        if group_id == 2:
+            raise ValueError("no luck at all")
+
+    evaluator = make(workflow=fake_workflow(misbehave=misbehave), patience=Patience(pause=0.0))
+    with pytest.raises(Skipped, match="no luck at all"):
+        evaluator.rollout_batch(ROWS[:4], timeout=30)
+    assert evaluator.wait() == []
+    assert len(evaluator.rollout_batch(ROWS[:4], timeout=30)) == 4
+
+
 def test_an_outage_is_reported_with_its_end(make, fake_workflow):
     def misbehave(group_id, attempt):
         if attempt < 2:
