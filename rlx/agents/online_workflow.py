@@ -188,8 +188,10 @@ class OnlineWorkflow:
                 elif state.ended:
                     ready.append(state)
             last = max((state.touched for state in ready), default=now)
-            several = len(ready) == len(slot.sessions) > 1
-            if len(ready) == self.n or (several and now - last > self.options.idle_seconds):
+            over = len(ready) == len(slot.sessions) and now - last > self.options.idle_seconds
+            if over and len(ready) == 1 < self.n:  # else it would keep its slot for ever
+                online.take(slot.sessions.pop(), ready[0].taken or "dropped", _SINGLE)
+            elif over or len(ready) == self.n:
                 del self._slots[slot.group_id]
                 if not slot.full.done():  # not cancelled
                     slot.full.set_result([state.id for state in ready])
@@ -207,7 +209,7 @@ class OnlineWorkflow:
         return ""
 
 
-_NO_REWARD = "it has no reward"
+_NO_REWARD, _SINGLE = "it has no reward", "no other session of its task came"
 _AT_ONCE_SECONDS = 0.1  # slots closer together were admitted by the same step
 _RECENT = 64  # slots that the expected wait is computed from
 

@@ -59,6 +59,47 @@ def test_sessions_of_one_task_make_a_group(agents, tmp_path):
     assert rewards == [[0.0, 2.0], [1.0, 3.0]]
 
 
+def test_a_session_that_stays_the_only_one_of_its_task_keeps_no_place(agents, tmp_path):
+    lines = []
+
+    async def main():
+        listen = SimpleNamespace(host="127.0.0.1", port=0, tls_cert="", tls_key="")
+        workflow = OnlineWorkflow(
+            OnlineOptions(ADMIN, idle_seconds=1.0), AgentOptions(), listen, agents.tokenizer(),
+            agents.sampling, 2, held_out=None,
+        )  # fmt: skip
+        workflow.context = RunContext(tmp_path, 0, lambda: 0, lambda: 0, 0, lines.append)
+        async with agents.fleet(agents.engine()) as (fleet, _), aiohttp.ClientSession() as http:
+            group = asyncio.create_task(workflow.run(fleet, Task({}, 7, 0, version=0)))
+            async with asyncio.timeout(60):
+                while not lines:
+                    await asyncio.sleep(0.01)
+            s = Site(lines[0].removeprefix("sessions at "), http)
+
+            async def rated(task):
+                name, key = await s.made(task_id=task)
+                await s.ask(key)
+                await s.call("POST", "/rewards", key, {"reward": 1.0})
+                await s.call("POST", "/session/end", key)
+                return name
+
+            single = await rated("a")
+            first = (await s.call("POST", "/sessions", body={"task_id": "b"}))[0]
+            async with asyncio.timeout(10):
+                while not workflow._gateway.online.states[single].taken:
+                    await asyncio.sleep(0.01)
+            pair = [await rated("b") for _ in range(2)]
+            found = await group
+            states = [workflow._gateway.online.states[name] for name in (single, *pair)]
+        await workflow.aclose()
+        return first, found, states
+
+    first, found, states = agents.run(main(), 120)
+    assert (first, len(found.trajectories)) == (429, 2)
+    assert [state.taken for state in states] == ["dropped", "trained", "trained"]
+    assert states[0].why == "no other session of its task came"
+
+
 def test_a_run_that_was_killed_trains_again_on_what_its_users_said(agents, tmp_path):
     engine = agents.engine()
 
