@@ -6,6 +6,7 @@ The functions here return 0.0 or 1.0 on any text and bound their own work. An an
 long to compare gets 0, and no worker is killed.
 """
 
+import ast
 import asyncio
 import inspect
 import re
@@ -174,12 +175,9 @@ def check_rows(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
     for index, row in enumerate(rows if name in REWARDS else ()):
         answer = row.get("answer")
         shown = repr(str(answer)[-60:])
-        tests = answer if isinstance(answer, list) else [answer]
-        if name == "code" and not (
-            all(isinstance(t, str) for t in tests) and "".join(tests).strip()
-        ):
-            problem = f"row {index + 1} has no tests, a text or a list of them: {shown}"
-            raise UserError(f"{problem}; mend the row, or set data.answer_key")
+        if name == "code" and not _may_fail(answer):
+            problem = f"row {index + 1} has no tests that a program could fail: {shown}"
+            raise UserError(f"{problem}; write `assert f(1) == 2`, or set data.answer_key")
         if name in ("arithmetic", "exact") and (answer is None or not str(answer).strip()):
             raise UserError(f"row {index + 1} has no answer: {shown}; mend the row")
         if name == "gsm8k" and answers.final_number(str(answer)) is None:  # it would return 0
@@ -188,6 +186,17 @@ def check_rows(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         if name == "math" and not answers.reference(answer, row.get("solution")):
             problem = f"answer={shown} is empty and solution holds no \\boxed{{…}}"
             raise UserError(f"row {index + 1} has no answer: {problem}; mend the row")
+
+
+def _may_fail(tests: Any) -> bool:
+    """Return whether tests are Python that checks or calls something, not only defines it."""
+    try:
+        body = ast.parse("\n".join(tests if isinstance(tests, list) else [tests])).body
+    except (SyntaxError, TypeError, ValueError):
+        return False
+    steps = [node for node in body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    kinds = ast.Assert | ast.Call | ast.Raise
+    return any(isinstance(node, kinds) for step in steps for node in ast.walk(step))
 
 
 def float_answers(names: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> str:

@@ -101,10 +101,29 @@ def test_rows_without_an_answer_are_found_before_the_run():
         for answer in (None, " \n"):
             with pytest.raises(UserError, match="row 2 has no answer"):
                 rewards.check_rows(name, [{"answer": 0}, {"answer": answer}])
-    rows = [{"answer": "assert f() == 1"}, {"answer": ["assert f() == 1", ""]}]
-    for answer in (None, "", " \n", [], [""], ["assert f() == 1", 2], {"f()": 1}, 3):
-        with pytest.raises(UserError, match="row 3 has no tests"):  # all programs would be right
-            rewards.check_rows("code", [*rows, {"answer": answer}])
+    right = (
+        "assert f() == 1",
+        ["import math", "assert f() == 1"],
+        "def g(f): f()\ng(f)",
+        "ok = g(f)",
+    )
+    definition = "LARGEST = 3\ndef check(f):\n    assert f() == 1"  # as HumanEval has it, uncalled
+    wrong = (
+        None,
+        "",
+        " \n",
+        [],
+        [""],
+        ["assert f() == 1", 2],
+        {"f()": 1},
+        3,
+        "f == 1",
+        "f(",
+        definition,
+    )
+    for answer in wrong:  # all programs would be right, or none
+        with pytest.raises(UserError, match="row 5 has no tests that a program could fail"):
+            rewards.check_rows("code", [{"answer": tests} for tests in (*right, answer)])
     rewards.check_rows("reasoning_gym", [{"answer": ""}])
 
 
