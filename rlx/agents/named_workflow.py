@@ -9,6 +9,7 @@ from typing import Any
 from rlx.agents import loading
 from rlx.agents.agent_options import DEFAULTS, AgentOptions
 from rlx.agents.workflow import AgentWorkflow
+from rlx.base import UserError
 from rlx.cli import user_code
 from rlx.fleet.requests import Sampling
 from rlx.rewards.reward_pool import RewardPool
@@ -49,6 +50,9 @@ class NamedWorkflow:
             shared = (tokenizer, self.sampling, self.n)
             keywords: Any = {"kwargs": self.kwargs, "images": self.prompts.images}
             return AgentWorkflow(self.name, *shared, **keywords, options=agents)
+        if cls is MultiTurn and not reward_pool.weights:  # it would call every answer wrong
+            problem = f"rollout.workflow={self.name} asks again before models and judges grade"
+            raise UserError(f"{problem}; name a function that says what is right in reward.terms")
         values = {**vars(self), "tokenizer": tokenizer, "reward_pool": reward_pool}
         takes = inspect.signature(cls).parameters
         args = {key: values[key] for key in _GIVEN if key in takes}

@@ -90,9 +90,9 @@ class RewardPool:
         limits: WorkerLimits = NO_LIMITS,  # of each worker
         start: StartWorker = start_worker,  # starts one, here or elsewhere
     ):
-        self._weights = {reward: 1.0} if isinstance(reward, str) else dict(reward)
+        self.weights = {reward: 1.0} if isinstance(reward, str) else dict(reward)
         self._timeout = timeout
-        first = {"names": list(self._weights)}
+        first = {"names": list(self.weights)}
         kind = WorkerKind("rlx.rewards.reward_worker", first, limits, start)
         self._pool = WorkerPool(kind, workers, exclusive=True, patience=0.0)
         self._loop, self._starting = LoopThread("rewards"), threading.Lock()
@@ -100,7 +100,7 @@ class RewardPool:
 
     def start(self) -> None:
         """Start the workers and return at once, so that the first rewards find them ready."""
-        if self._weights:
+        if self.weights:
             self._submit(self._pool.start())
 
     async def grade(self, calls: Sequence[RewardCall]) -> Graded:
@@ -132,11 +132,11 @@ class RewardPool:
     async def _grade(self, calls: Sequence[RewardCall]) -> Graded:
         totals = [0.0] * len(calls)
         infos: list[dict[str, float]] = [{} for _ in calls]
-        if not self._weights or not calls:
+        if not self.weights or not calls:
             return Graded(totals, infos)
         data, starts = base64.b64encode(pickle.dumps(calls)).decode(), []
         async with self._pool.worker() as worker:
-            for name, weight in self._weights.items():
+            for name, weight in self.weights.items():
                 pid, start, values = await self._values(worker, name, calls, data)
                 starts.append(start)
                 for i, value in enumerate(values):

@@ -12,6 +12,8 @@ from rlx.agents.workflow import AgentWorkflow, with_messages
 from rlx.base import UserError
 from rlx.evaluation import sample_files
 from rlx.fleet.requests import Sampling
+from rlx.rewards.reward_pool import RewardPool
+from rlx.rollout.episode import MultiTurn
 from rlx.rollout.workflows import RLVR, Prompts
 from rlx.system.jsonl import read_jsonl
 from tests.fixtures.commands import without_torch
@@ -86,6 +88,13 @@ def test_a_workflow_of_rlx_gets_what_its_constructor_names(agents, tmp_path):
         build("rlvr", samplign=1)
     with pytest.raises(UserError, match=r"rollout.workflow 'rvlr'; did you mean 'rlvr'"):
         named_workflow.uses_rewards("rvlr", "rollout.workflow")
+
+
+def test_tries_need_a_reward_that_does_not_come_after_the_last_one(agents):
+    named = NamedWorkflow("multi_turn", {}, Prompts(agents.tokenizer()), Sampling(), 3)
+    with pytest.raises(UserError, match="before models and judges grade; name a function"):
+        named.build(RewardPool({}))  # as with reward.name=judge
+    assert isinstance(named.build(RewardPool("exact")), MultiTurn)
 
 
 def test_flags_go_before_the_config_s_workflow():
