@@ -125,8 +125,7 @@ class MessageReply(Reply):
         }  # fmt: skip
 
     def _usage(self, choice: Choice | None) -> dict[str, int]:
-        tokens = choice.tokens if choice else 0
-        return {"input_tokens": self.prompt_tokens, "output_tokens": tokens}
+        return {"input_tokens": self.prompt_tokens, "output_tokens": choice.tokens if choice else 0}
 
 
 def _block(index: int, what: str, **fields: Any) -> Event:

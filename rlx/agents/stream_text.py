@@ -58,8 +58,7 @@ class StreamText:
             if at >= 0:
                 until = min(until, at) if end in self._ends else until
                 continue
-            lengths = range(len(end) - 1, -1, -1)
-            length = next(n for n in lengths if self._text.endswith(end[:n]))
+            length = next(n for n in range(len(end))[::-1] if self._text.endswith(end[:n]))
             until = min(until, len(self._text) - length)
         return until
 

@@ -211,14 +211,12 @@ class Algorithm:
     @property
     def kl_in_reward(self) -> bool:
         """Whether KL is a penalty in the reward."""
-        places = {"none": False, "reward": True, "loss": False}
-        return choose("kl_placement", self.kl_placement, places)
+        return self.kl_placement == "reward"
 
     @property
     def kl_in_loss(self) -> bool:
         """Whether KL is a term of the loss."""
-        places = {"none": False, "reward": False, "loss": True}
-        return choose("kl_placement", self.kl_placement, places)
+        return self.kl_placement == "loss"
 
     @property
     def needs_anchor(self) -> bool:
