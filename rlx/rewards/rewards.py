@@ -79,8 +79,8 @@ def exact(prompt: str, completion: str, *ids: Sequence[int], answer: Any, **row:
 async def code(prompt: str, completion: str, *ids: Sequence[int], answer: Any, **row: Any) -> float:
     """Return 1 when the completion's last fenced block of Python passes the tests, else 0.
 
-    The tests in `answer`, a text or a list of them, are Python that is run after the program, in
-    its names, and raises where it is wrong, such as `assert add(1, 2) == 3`. A program that ends
+    The tests are `answer`, a text or a list of them. They are Python that is run after the program,
+    in its names, and raises where it is wrong, such as `assert add(1, 2) == 3`. A program that ends
     before them passes none. It may still look for what they print at their end, or change what they
     call: tests in its own process judge no adversary.
     """
