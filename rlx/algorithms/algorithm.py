@@ -211,12 +211,14 @@ class Algorithm:
     @property
     def kl_in_reward(self) -> bool:
         """Whether KL is a penalty in the reward."""
-        return self.kl_placement == "reward"
+        places = {"none": False, "reward": True, "loss": False}
+        return choose("kl_placement", self.kl_placement, places)
 
     @property
     def kl_in_loss(self) -> bool:
         """Whether KL is a term of the loss."""
-        return self.kl_placement == "loss"
+        places = {"none": False, "reward": False, "loss": True}
+        return choose("kl_placement", self.kl_placement, places)
 
     @property
     def needs_anchor(self) -> bool:
