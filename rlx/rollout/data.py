@@ -178,6 +178,9 @@ def _csv(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:
     csv.field_size_limit(sys.maxsize)  # of all readers; it was 128 KiB
     table = csv.DictReader(text, strict=True)
     try:
+        names = table.fieldnames or ()
+        if twice := [name for name in names if name and [*names].count(name) > 1]:
+            raise UserError(f"{path}: the header has {twice[0]!r} twice; rename one column")
         for row in table:
             where = f"{path}:{table.line_num}"
             if None in row or None in row.values():

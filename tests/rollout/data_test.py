@@ -244,6 +244,7 @@ def test_messages_are_questions_where_columns_can_hold_them(write, suffix):
             "x.csv:3: the row has more or fewer fields than the header",
         ),
         ("x.csv", 'question,answer\na,1\n"b" c,2\n', "x.csv:3 is not CSV: "),
+        ("x.csv", "question,answer,answer\na,1,2\n", "x.csv: the header has 'answer' twice"),
         (
             "x.csv",
             b"question,answer\n\xff,1\n",
