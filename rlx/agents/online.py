@@ -123,8 +123,7 @@ class OnlineSessions:
                 raise UserError(f"{problem}; restore a backup, or move it away") from error
             stack.pop_all()
         # Seconds since 1970, monotonic even if the system clock is set back.
-        times = (state.touched for state in self.states.values())
-        epoch = max(time.time(), *times, 0.0) - clock()
+        epoch = max(time.time(), *(state.touched for state in self.states.values()), 0.0) - clock()
         self._clock = lambda: epoch + clock()
         for name, state in self.states.items():  # downtime counts neither as idle nor as late
             if not state.ended or (state.reward is None and not state.taken):

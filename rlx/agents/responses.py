@@ -221,5 +221,4 @@ def _tool(tool: Any, name: str) -> dict[str, Any]:
     if not isinstance(tool, dict) or kind != "function":
         raise ApiError(400, f"tools of type {kind!r} are not supported; give functions", name)
     fields = ("name", "description", "parameters")
-    function = {k: tool[k] for k in fields if tool.get(k) is not None}
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": {k: tool[k] for k in fields if tool.get(k) is not None}}

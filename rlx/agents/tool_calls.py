@@ -191,8 +191,7 @@ def argument_value(text: str, kinds: Set[str]) -> Any:
     if isinstance(value, float) and "number" not in kinds and value.is_integer():
         value = int(value)
     scalar = isinstance(value, str | int | float) and "string" in kinds
-    wrong = kinds and _KINDS[type(value)] not in kinds
-    return text if scalar or wrong else value
+    return text if scalar or (kinds and _KINDS[type(value)] not in kinds) else value
 
 
 def _kinds(schema: Any) -> set[str]:

@@ -181,8 +181,7 @@ def standardise(
     elif std != "none":
         centred, n = _centre(x, peers[std], weight)
         variance = _mean(centred**2, n, peers[std], weight) * (n / lib.clip(n - 1, 1, None))
-        sigma = lib.where(n > 1, lib.sqrt(variance), 1.0)
-        out = out / (sigma + EPS)
+        out = out / (lib.where(n > 1, lib.sqrt(variance), 1.0) + EPS)
     return lib.where(valid, out, 0.0)
 
 

@@ -124,5 +124,4 @@ def _by_pair(x_BT: Array, mask: Array, segments: Array, odd: int) -> Array:
     # The second pass corrects the first one's rounding, because differences of pairs are small.
     count = total(ops.float32(side))
     mean = total(x_BT) / ops.lib.clip(count, 1.0, None)
-    near = ops.take(mean, index, 0.0).reshape(x_BT.shape)
-    return mean * count + total(x_BT - near)
+    return mean * count + total(x_BT - ops.take(mean, index, 0.0).reshape(x_BT.shape))

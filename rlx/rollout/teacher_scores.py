@@ -17,9 +17,8 @@ from rlx.rollout.workflow_checks import checked_group
 from rlx.rollout.workflows import Generator, Prompts, Task, Workflow
 from rlx.system.threads import run_all
 
-_ONLINE = "online"  # name of the workflow, and agent, of sessions
-# Agents whose rows do not hold what the model was asked.
-_WITHOUT_QUESTION = (_ONLINE, "OpenEnvAgent", "TextArenaAgent")
+# Agents, and names of their workflows, whose rows do not hold what the model was asked.
+_WITHOUT_QUESTION = ("online", "OpenEnvAgent", "TextArenaAgent")
 
 
 @dataclass(eq=False)
@@ -90,9 +89,11 @@ class ModelRewarded(Scored):
     who = "the reward model"
 
     def __post_init__(self) -> None:
-        if self.prompts and self.name == _ONLINE:
-            problem = "reward.model has another tokenizer or chat template than the policy"
-            raise UserError(f"{problem}, and sessions have no rows to render; give it the policy's")
+        if self.prompts and self.name.partition(" ")[0] in _WITHOUT_QUESTION:
+            problem = (
+                "reward.model has another tokenizer or chat template than the policy, and rows"
+            )
+            raise UserError(f"{problem} of {self.name} hold no question; give it the policy's")
 
     async def _scored(self, trajectory: Trajectory, task: Task) -> Trajectory:
         if trajectory.oldest_version < 0:  # a row's own answer, for SFT or a pair

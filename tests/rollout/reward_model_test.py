@@ -129,13 +129,14 @@ def test_a_reward_model_that_fails_is_named(fake_workflow, fake_fleet, judge, me
         run(ModelRewarded(fake_workflow(n=1), judge, 1.0), fake_fleet())
 
 
-def test_a_model_with_prompts_of_its_own_cannot_read_sessions(tokenizer):
+@pytest.mark.parametrize("name", ["online", "TextArenaAgent (textarena_tasks.py, line 36)"])
+def test_a_model_with_prompts_of_its_own_cannot_read_rows_without_questions(name, tokenizer):
     class Online:
-        name = "online"
-
         async def run(self, fleet, task):
             raise NotImplementedError
 
-    assert ModelRewarded(Online(), None, 1.0).name == "online"
-    with pytest.raises(UserError, match=r"another tokenizer.*sessions have no rows"):
-        ModelRewarded(Online(), None, 1.0, Prompts(tokenizer))
+    workflow = Online()
+    workflow.name = name
+    assert ModelRewarded(workflow, None, 1.0).name == name
+    with pytest.raises(UserError, match=r"another tokenizer.* hold no question"):
+        ModelRewarded(workflow, None, 1.0, Prompts(tokenizer))
