@@ -118,7 +118,7 @@ def _by_prefix(run: Run) -> Iterator[Chart]:
     keys = sorted({name for record in run.metrics for name in record})
     for prefix, title, about, least in (
         ("reward/", "Rewards", "mean of each in a batch, before its weight", 2),
-        ("info/", "The workflow's own", "means over the batch's trajectories", 1),
+        ("info/", "The workflow's own", "means over the batch's samples", 1),
         ("latency/", "Latency of agents", "mean seconds of a run, and of a call that it makes", 1),
     ):
         names = [name for name in keys if name.startswith(prefix)][:8]  # colors
