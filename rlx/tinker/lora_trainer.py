@@ -103,17 +103,19 @@ class LoraTrainer(ABC):
         return results
 
     def step(self, state: LoraState, options: Mapping[str, float]) -> float:
-        """Make an update of a finite gradient, and forget it; return its norm; or UserError."""
+        """Make a finite update of a finite gradient, and forget it; return its norm; or UserError."""
         grads, most = state.grads, options.get("grad_clip_norm", 0.0)
         norm = float(sum((g * g).sum() for g in grads.values())) ** 0.5
         state.grads = {k: x * 0 for k, x in state.adapters.items()}
         if not np.isfinite(norm):
             raise UserError("the gradient is not finite, nothing changed; lower learning_rate")
         scale = most / norm if 0 < most < norm else 1.0
-        state.updates += 1
-        o = {**ADAM, **options, "scale": scale, "t": float(state.updates)}
+        o = {**ADAM, **options, "scale": scale, "t": state.updates + 1.0}
         new = self.adamw(o, state.adapters, grads, state.mu, state.nu)
+        if not np.isfinite(float(sum(x.sum() for part in new for x in part.values()))):
+            raise UserError("the update is not finite, nothing changed; correct adam_params")
         state.adapters, state.mu, state.nu = new
+        state.updates += 1
         return norm
 
     def save(self, state: LoraState, path: Path, base: str, moments: bool) -> None:

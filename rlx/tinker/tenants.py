@@ -91,8 +91,9 @@ class Tenant:
         return session
 
     def end(self, session: str) -> None:
-        """Forget all of a session except its checkpoints with names."""
-        self._heard.pop(session, None)
+        """Forget all of an open session except its checkpoints with names."""
+        if not self._heard.pop(session, None):  # of others' files a pattern could be part
+            return
         parts: tuple[dict[str, Any], ...] = self.models, self.samplers, self.futures
         for part in parts:
             for name in [name for name in part if name.startswith(f"{session}:")]:

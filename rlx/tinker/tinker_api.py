@@ -296,6 +296,7 @@ class TinkerApi:
         chunks, spec = args["prompt"]["chunks"], args["sampling_params"]
         prompt = [token for chunk in chunks for token in chunk.get("tokens", ())]
         room, stop = self.trainer.config.max_position - len(prompt), spec.get("stop")
+        most = room if spec.get("max_tokens") is None else min(spec["max_tokens"], room)
         refused = [name for name in _UNSUPPORTED if args.get(name)]
         refused += [f"a chunk of {c['type']}" for c in chunks if c["type"] != "encoded_text"]
         refused += ["stop=[], as the model's end always stops"] * (stop == [])
@@ -305,7 +306,7 @@ class TinkerApi:
         stops, top = [stop] if isinstance(stop, str) else stop or [], args["topk_sample_logprobs"]
         sampling = Sampling(
             temperature=spec["temperature"], top_p=spec["top_p"], top_k=max(spec["top_k"], 0),
-            max_new_tokens=min(spec.get("max_tokens") or room, room), seed=spec.get("seed"),
+            max_new_tokens=most, seed=spec.get("seed"),
             stop=tuple(s for s in stops if isinstance(s, str)), top_logprobs=top,
             stop_token_ids=tuple(s for s in stops if not isinstance(s, str)),
         )  # fmt: skip

@@ -361,6 +361,7 @@ def test_mistakes_in_requests_fail_their_futures_and_the_model_goes_on(service):
     for options, why in [
         ({"max_tokens": 2, "stop": []}, r"stop=\[\]"),
         ({"max_tokens": 2, "top_p": 7.0}, "top_p"),
+        ({"max_tokens": 0}, "max_new_tokens=0"),  # it was taken for no limit
     ]:
         with pytest.raises(tinker.RequestFailedError, match=why):
             sampler.sample(prompt, 1, types.SamplingParams(**options)).result(60)

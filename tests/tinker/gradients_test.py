@@ -194,6 +194,19 @@ def test_a_gradient_that_is_not_finite_changes_nothing(trainer):
     assert (trainer.step(state, {}), state.updates) == (0.0, 1)
 
 
+@pytest.mark.parametrize("options", [{"learning_rate": float("nan")}, {"eps": 0.0}])
+def test_an_update_that_is_not_finite_changes_nothing(trainer, options):
+    """With eps=0 it is 0 / 0, where the gradient of the first step is 0."""
+    state = trainer.fresh(LoraConfig(2, 32.0), 1)
+    before = state.adapters
+    rows = pack(some_data(trainer.config.vocab_size, "cross_entropy"), "cross_entropy", {},
+                trainer.config, 64)  # fmt: skip
+    trainer.run(state, "cross_entropy", rows, True)
+    with pytest.raises(UserError, match="update is not finite"):
+        trainer.step(state, options)
+    assert (state.adapters is before, state.updates) == (True, 0)
+
+
 def test_a_saved_state_comes_back_exactly(trainer, tmp_path):
     data = some_data(trainer.config.vocab_size, "cross_entropy")
     rows, state = pack(data, "cross_entropy", {}, trainer.config, 64), adapters(trainer)

@@ -47,6 +47,20 @@ def test_a_new_session_ends_those_of_every_client_that_has_gone(tmp_path, monkey
     assert list(other.models) == [f"{kept}:train:0"]
 
 
+@pytest.mark.parametrize("session", ["*", "../*/*"])
+def test_the_end_of_a_session_that_is_a_pattern_removes_nothing(tmp_path, session):
+    """A client could remove the unnamed weights of all others: a path's %2F is a slash."""
+    one, other = Tenant(tmp_path / "one"), Tenant(tmp_path / "other")
+    kept = [
+        tmp_path / name / f"{tenant.open()}:train:0" / tenants.UNNAMED / "5"
+        for name, tenant in (("one", one), ("other", other))
+    ]
+    for path in kept:
+        path.mkdir(parents=True)
+    one.end(session)
+    assert all(path.exists() for path in kept)
+
+
 def test_a_run_s_last_request_is_the_latest_not_the_last_by_name(tmp_path):
     pytest.importorskip("aiohttp")
     from rlx.tinker.tinker_api import TinkerApi
