@@ -25,7 +25,9 @@ def main() -> None:
     seconds = command.number(0, float)
     p.add_argument("--idle-seconds", type=seconds, default=3600, help="of silence ends a session")
     a = serving.parse(p, "dtype")
-    by_admin = OnlineOptions.from_flags(a)
+    if not (by_admin := OnlineOptions.from_flags(a)):
+        why = "is for sessions by HTTP, and there is no --admin-key"
+        serving.refuse_given(p, a, ("sessions", "idle_seconds"), why)
     guards = serving.guards(a, bool(by_admin))
     from rlx.run.tokenizer_files import Served
 

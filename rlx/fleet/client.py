@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -511,10 +510,10 @@ class Fleet:
             if relay := member.relays(weights):
                 groups.setdefault(relay[0], []).append((member, relay[1]))
         route_by_member, hurries, fanout = dict[Member, Route](), [], self._limits.relay_fanout
-        for (tls, *_), pairs in groups.items():
+        for pairs in groups.values():
             if 0 < fanout < len(pairs):
-                ca = Path(tls.ca).read_bytes() if tls else b""
-                plan = routes([server for _, server in pairs], fanout, weights.identity, ca)
+                servers, ca = [server for _, server in pairs], pairs[0][0].ca
+                plan = routes(servers, fanout, weights.identity, ca)
                 route_by_member |= zip((member for member, _ in pairs), plan, strict=True)
                 hurries.append(asyncio.create_task(hurry(plan)))
         try:

@@ -109,6 +109,7 @@ class Member:
         self._limits, self._wanted, self._changed, self._say = limits, wanted, changed, say
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._kv, self._tls, self._sleep = kv, tls, sleep
+        self.ca = b""  # of its certificate, for servers that send weights to it
         self._level: int | None = None  # its level of sleep, 0 if awake, None if unknown
         self._silent, self._restart = silent, restart
         self._mute = ""  # instance that sent no token
@@ -375,7 +376,8 @@ class Member:
         was_live = False
         try:
             channel = transport.channel(self.address, self._tls)
-        except UserError as error:  # its files may be replaced just now
+            self.ca = Path(self._tls.ca).read_bytes() if self._tls else b""
+        except (UserError, OSError) as error:  # its files may be replaced just now
             self.reason = str(error)
             return False
         self._stub = rpc.RolloutStub(channel)
@@ -511,8 +513,7 @@ class Member:
             return None
         to = self._as_receiver(self.status.version, self.status.weights_crc32)
         route = Route(to, weights.identity)
-        ca = Path(self._tls.ca).read_bytes() if self._tls else b""
-        route.relay = pb.PublishRelay(below=[to], fanout=1, ca=ca, kept=True)
+        route.relay = pb.PublishRelay(below=[to], fanout=1, ca=self.ca, kept=True)
         peer.passing += 1
         try:
             (result,) = (await peer._call(weights, None, route, None)).relayed

@@ -6,7 +6,7 @@ import os
 import signal
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -49,13 +49,19 @@ def parse(p: command.Parser, *names: str) -> Namespace:
     `names` are further flags of servers to start, which running servers have decided.
     """
     a = p.parse_args()
-    for name in ("engine", "slots", "max_model_len", *names):
-        if a.servers and getattr(a, name) != p.get_default(name):
-            flag = f"--{name.replace('_', '-')}={getattr(a, name)}"
-            raise UserError(f"{flag} is for a server to start, and --servers run already; drop it")
-    if a.tls and not a.servers:
-        raise UserError(f"--tls={a.tls} is for --servers, and there are none; drop it")
+    if a.servers:
+        why = "is for a server to start, and --servers run already"
+        refuse_given(p, a, ("engine", "slots", "max_model_len", *names), why)
+    else:
+        refuse_given(p, a, ("tls",), "is for --servers, and there are none")
     return a
+
+
+def refuse_given(p: command.Parser, a: Namespace, names: Sequence[str], why: str) -> None:
+    """Raise UserError, which says `why`, if a flag of `names` is not at its default."""
+    for name in names:
+        if getattr(a, name) != p.get_default(name):
+            raise UserError(f"--{name.replace('_', '-')}={getattr(a, name)} {why}; drop it")
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from rlx.base import UserError
+from rlx.engines import options
 from rlx.engines import server as server_module
 from rlx.engines.server import Server
 from rlx.fleet import publish, wire
@@ -348,6 +349,19 @@ def test_port_in_use(tools):
             Server(lambda: None, port=65536)
 
     tools.run(main())
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [("--hang-seconds=5", "it ends vLLM; use --engine=vllm"),
+     ("--drain-seconds=5", "without --join; give both"),
+     ("--drain-seconds=nan", "nan is not a number from 0"),
+     ("--hang-seconds=-1", "-1 is not a number from 0"),
+     ("--max-queue=0", "0 is not a whole number from 1")],
+)  # fmt: skip
+def test_flags_that_do_nothing_or_are_out_of_range_are_refused(flag, words):
+    with pytest.raises(UserError, match=words):
+        options.server_options(options.parser().parse_args(["--model=any", flag]))
 
 
 def test_engine_that_breaks_has_a_status(tools):

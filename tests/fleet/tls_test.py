@@ -198,6 +198,30 @@ def test_servers_send_weights_to_each_other_by_the_same_rules(
     tools.run(main())
 
 
+@pytest.mark.parametrize("method", ["stream", "delta"])
+def test_files_that_are_being_replaced_do_not_end_a_publish(tools, pem, tmp_path, method):
+    """Relays, and the file for a server that comes back, name the CA that was read at the start."""
+    ca = shutil.copy(pem("", "ours").ca, tmp_path / "ca.pem")
+
+    async def main():
+        options = {"tls": pem("ours", "ours"), "token": "sesame", "stage_dir": str(tmp_path)}
+        tls = dataclasses.replace(pem("ours", "ours"), ca=str(ca))
+        async with tools.server(**options) as (_, one), tools.server(**options) as (_, two):
+            addresses = [f"127.0.0.1:{server.port}" for server in (one, two)]
+            fleet = Fleet(addresses, token="sesame", tls=tls, publish_dir=str(tmp_path),
+                          limits=dataclasses.replace(tools.limits, relay_fanout=1))  # fmt: skip
+            try:
+                await fleet.connect()
+                ca.unlink()
+                for version in (1, 2):
+                    report = await fleet.publish(version, tools.weights(0.5 * version), method)
+                    assert len(report.acks) == 2
+            finally:
+                await fleet.close()
+
+    tools.run(main())
+
+
 def test_files_that_are_being_replaced_are_read_again(tools, pem, tmp_path):
     """A server that was lost in that moment was never tried again."""
     ca = tmp_path / "ca.pem"
