@@ -454,6 +454,7 @@ def test_connect_tells_at_once_for_whom_it_waits(tools):
         ("a..b:8001", "'a..b' is not a valid host name"),
         ("127.0.0.1", "give host:port"),
         ("127.0.0.1:99999", "give host:port"),
+        ("127.0.0.1:\N{SUPERSCRIPT TWO}", "give host:port"),
     ],
 )
 def test_an_address_that_never_can_answer_is_not_waited_for(address, words, tools):
