@@ -43,7 +43,8 @@ class ModelEngine:
         self._spans: deque[tuple[str, int, int]] = deque(maxlen=MAX_SPANS)
         self._failure: BaseException | None = None
         self._paused = False
-        self._version = self._generated = 0
+        # Caches are kept by load: other weights may come under a version that was here before.
+        self._version = self._loads = self._generated = 0
         self._decode_text: Decode | None = None
 
     async def add_image(self, name: str, data: bytes) -> None:

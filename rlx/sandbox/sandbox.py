@@ -33,6 +33,7 @@ Status = Literal["ok", "error", "timeout", "cpu", "memory", "output", "lost"]
 _ROOM = Path(__file__).parent
 _START_SECONDS = 120.0  # for a zygote's imports on a loaded machine
 _PATIENCE_SECONDS = 60.0  # for an answer after a program's time limit
+_END_SECONDS = 1.0  # a killed process closes its sockets before it has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ DEFAULT_LIMITS = ProgramLimits()
 
 
 class SandboxLost(ConnectionError):
-    """No host of a sandbox can be reached now."""
+    """A sandbox cannot run programs now, which says nothing about them: the attempt fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Outcome:
     """The result of one call."""
 
     # "ok": exit status 0; "error": another status, or a signal; "timeout", "cpu", "memory" or
-    # "output": a limit; "lost": the sandbox could not run it, or was killed.
+    # "output": a limit; "lost", which `run` raises: the sandbox could not run it, or was killed.
     status: Status
     text: str  # standard output; says how much was cut
     error: str  # last line of standard error, such as `ValueError: no`; "" if ok
@@ -112,16 +113,23 @@ class Sandbox:
         self._stop()
 
     async def run(self, code: str, limits: ProgramLimits = DEFAULT_LIMITS) -> Outcome:
-        """Run `code` as a program in an empty directory; cancelling this ends the program."""
+        """Run `code` as a program in an empty directory, or raise SandboxLost after two tries.
+
+        Cancelling this ends the program.
+        """
         async with self._turns:
-            outcome = await self._ask(code, limits)
-            if outcome.status != "lost" or self._process.poll() is None:
-                return outcome
-            async with self._starting:  # the zygote was killed
-                if self._process.poll() is not None:
-                    self._stop()
-                    await self._start()
-            return await self._ask(code, limits)
+            process, outcome = self._process, await self._ask(code, limits)
+            if outcome.status == "lost":
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    await in_thread(process.wait, _END_SECONDS)
+                async with self._starting:
+                    if self._process is process and process.poll() is not None:
+                        self._stop()
+                        await self._start()
+                outcome = await self._ask(code, limits)
+        if outcome.status == "lost":
+            raise SandboxLost(f"the sandbox could not run a program: {outcome.error}")
+        return outcome
 
     async def _ask(self, code: str, limits: ProgramLimits) -> Outcome:
         ours, theirs = socket.socketpair()
@@ -129,7 +137,7 @@ class Sandbox:
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         reply = b""
         try:
-            with contextlib.suppress(ConnectionError, TimeoutError):
+            with contextlib.suppress(OSError):  # its process was killed, or is starting
                 with theirs:
                     socket.send_fds(self._control, [b"call"], [theirs.fileno()])
                 writer.write(request)
@@ -138,9 +146,9 @@ class Sandbox:
                     reply = await reader.read()
         finally:
             writer.close()
-        if not reply:
-            return Outcome("lost", "", "the sandbox's own process was killed", 0.0)
-        return Outcome(**json.loads(reply))
+        with contextlib.suppress(ValueError):  # for a reply that is empty or cut
+            return Outcome(**json.loads(reply))
+        return Outcome("lost", "", "its own process was killed", 0.0)
 
     async def _start(self) -> None:
         """Start a zygote of the strongest level that works."""

@@ -139,7 +139,8 @@ class _Keeper:
         if code == -signal.SIGKILL and cpu > limits["cpu_seconds"] - _CPU_SLACK:
             return "cpu", f"ended: {limits['cpu_seconds']:g} s of CPU"
         if code < 0:
-            return "error", f"ended by {signal.Signals(-code).name}"
+            names = {each.value: each.name for each in signal.Signals}  # few real-time ones
+            return "error", f"ended by {names.get(-code, f'signal {-code}')}"
         kind = "memory" if words.startswith("MemoryError") else "error"
         return (kind, words or f"exit status {code}") if code else ("ok", "")
 

@@ -491,6 +491,17 @@ def test_aborted_requests_say_so_and_keep_their_tokens(changing, model, changed)
 
 
 @pytest.mark.usefixtures("original")
+def test_a_prefix_of_other_weights_with_the_same_version_is_never_reused(changing, model, changed):
+    """rlx.evaluate publishes each of its models as version 0, and asks the same questions."""
+    prompt, path = prompt_of(13, 96), changed()
+    changing.ask(prompt, max_new_tokens=2)  # its prefix is cached
+    changing.do(changing.load(path, 0, pb.KEEP))
+    (sample,) = changing.ask(prompt, max_new_tokens=8).values()
+    assert set(sample.versions) == {0}
+    assert_scored(with_weights(model, path), prompt, sample)
+
+
+@pytest.mark.usefixtures("original")
 def test_a_prefix_of_old_weights_is_never_reused(changing, model, changed):
     """Neither by a request that comes after the update, nor by one that was waiting for it."""
     prompt, path, out = prompt_of(14, 96), changed(), {}

@@ -20,7 +20,7 @@ from rlx.engines.jax.jax_engine import JaxEngine
 from rlx.fleet.requests import Request, Sampling
 from rlx.model import hf
 from tests.fixtures.model import logits_of_rows
-from tests.fixtures.served import prompt_of
+from tests.fixtures.served import assert_scored, prompt_of, with_weights
 
 MAX_LEN = 96
 
@@ -219,6 +219,27 @@ def test_a_group_shares_its_prefill_even_when_slots_run_out(changing):
     out = changing.ask(prompt_of(9), n=30, seed=1, max_new_tokens=9)
     assert len(out) == 30
     assert calls == [1]
+
+
+def test_no_prompt_is_copied_from_other_weights_with_the_same_version(
+    changing, model, tiny_model_dir, tmp_path
+):
+    """Twelve of a group's samples begin before such weights come, and twelve after."""
+    engine, prompt, path = changing.engine, prompt_of(3, 40), tmp_path / "new.safetensors"
+    tensors = load_file(tiny_model_dir / "model.safetensors")
+    save_file({name: tensor * np.float32(0.7) for name, tensor in tensors.items()}, path)
+    tick = engine._tick
+
+    def tick_then_swap():
+        tick()
+        if engine._slots.running:
+            engine._tick = tick
+            engine._swap(engine._read(str(path)), 0, "keep")
+
+    engine._tick = tick_then_swap
+    out = changing.ask(prompt, n=24, seed=1, max_new_tokens=40)
+    for index in range(12, 24):
+        assert_scored(with_weights(model, path), prompt, out[index])
 
 
 def test_a_continued_completion_is_the_same_one(running):

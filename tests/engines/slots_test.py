@@ -41,7 +41,7 @@ def test_uniforms_are_uniform_and_a_function_of_key_and_position():
 def test_a_group_is_prefilled_once_and_late_samples_copy_a_sibling():
     slots = Slots(4, STEPS, MAX_LEN)
     slots.add(live_of(n=6))
-    starts = slots.admit(version=3)
+    starts = slots.admit(load=3)
     assert [(s.slot, s.sample.index, s.source) for s in starts] == [
         (0, 0, None), (1, 1, None), (2, 2, None), (3, 3, None),
     ]  # fmt: skip
@@ -53,9 +53,9 @@ def test_a_group_is_prefilled_once_and_late_samples_copy_a_sibling():
 def test_a_late_sample_does_not_copy_a_cache_of_older_weights():
     slots = Slots(2, STEPS, MAX_LEN)
     slots.add(live_of(n=3))
-    slots.admit(version=0)
+    slots.admit(load=0)
     slots.accept(np.full((2, STEPS), STOP), np.zeros((2, STEPS)), np.array([1, 0]), 0)
-    assert [s.source for s in slots.admit(version=1)] == [None]
+    assert [s.source for s in slots.admit(load=1)] == [None]
 
 
 def test_chunks_carry_tokens_versions_and_reasons():

@@ -295,7 +295,7 @@ class JaxEngine(ModelEngine):
 
     def _admit(self) -> None:
         start = self._clock()
-        starts = self._slots.admit(self._version)
+        starts = self._slots.admit(self._loads)
         copies = [(s.source, s.slot) for s in starts if s.source is not None]
         if copies:
             self._cache = self._programs.copy(self._cache, copies)
@@ -334,7 +334,7 @@ class JaxEngine(ModelEngine):
 
     def _swap(self, params: ServingParams, version: int, kv: str) -> int:
         start = self._clock()
-        self._params, self._version = params, version
+        self._params, self._version, self._loads = params, version, self._loads + 1
         self._scoring = None  # begins again
         if self._dirty:
             self._cache, self._dirty = self._programs.scrub(self._cache), False
@@ -352,7 +352,7 @@ class JaxEngine(ModelEngine):
         running = [(slot, s) for slot, s in enumerate(self._slots.samples) if s]
         self._prefill([[slot] for slot, _ in running])
         for _, sample in running:
-            sample.prompt_version = self._version
+            sample.prompt_load = self._loads
         jax.block_until_ready(self._cache)
 
     def _sleep(self, level: int) -> None:

@@ -73,7 +73,7 @@ class SlotSample:
     live: LiveRequest
     index: int
     tokens: list[int]  # prompt and completion so far; all except the last are in the cache
-    prompt_version: int  # of the weights that the prompt's keys and values were computed with
+    prompt_load: int  # which load brought the weights of the prompt's keys and values
     stop_text: StopText | None
     guide: Guide | None = None
 
@@ -171,16 +171,14 @@ class Slots:
             self.cancel(live)
         return lives
 
-    def admit(self, version: int) -> list[SlotStart]:
+    def admit(self, load: int) -> list[SlotStart]:
         """Give free slots to waiting samples.
 
         A sample copies its prompt's cache from a sample of the same request, if that was computed
         with the current weights.
         """
         starts: list[SlotStart] = []
-        sources = [
-            (i, s.live) for i, s in enumerate(self.samples) if s and s.prompt_version == version
-        ]
+        sources = [(i, s.live) for i, s in enumerate(self.samples) if s and s.prompt_load == load]
         for slot in [slot for slot, sample in enumerate(self.samples) if sample is None]:
             live = self._next()
             if live is None:
@@ -188,7 +186,7 @@ class Slots:
             index = live.request.first_index + live.request.n - live.waiting
             live.waiting -= 1
             source = next((other for other, owner in sources if owner is live), None)
-            starts.append(SlotStart(slot, self._start(slot, live, index, version), source))
+            starts.append(SlotStart(slot, self._start(slot, live, index, load), source))
         return starts
 
     def _next(self) -> LiveRequest | None:
@@ -199,12 +197,12 @@ class Slots:
             heapq.heappop(self._queue)
         return None
 
-    def _start(self, slot: int, live: LiveRequest, index: int, version: int) -> SlotSample:
+    def _start(self, slot: int, live: LiveRequest, index: int, load: int) -> SlotSample:
         request, sampling = live.request, live.request.sampling
         prompt = request.prompt_tokens.tolist()
         stop_text = live.stop_text() if live.stop_text else None
         guide = live.guide.begin(()) if live.guide else None
-        sample = SlotSample(live, index, prompt, version, stop_text, guide)
+        sample = SlotSample(live, index, prompt, load, stop_text, guide)
         self.samples[slot] = sample
         room = min(sampling.max_new_tokens - request.prefix_len, self.max_model_len - len(prompt))
         minimum = sampling.min_new_tokens - request.prefix_len

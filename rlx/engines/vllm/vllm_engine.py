@@ -238,7 +238,8 @@ class VllmEngine(ModelEngine):
             try:
                 await self._call_workers("rlx_exchange")
                 await self._await_core(self.llm.update_weight_version(str(version)))
-                self._version, self._asleep = version, min(self._asleep, 1)
+                self._version, self._loads = version, self._loads + 1
+                self._asleep = min(self._asleep, 1)
                 if kv == "abort":
                     samples = list(self._samples.values())
                     await self._abort(samples)
@@ -370,14 +371,14 @@ class VllmEngine(ModelEngine):
         return clone
 
     async def _admit(self, sample: "_Sample") -> None:
-        """Send `sample` to EngineCore under a new id; it shares prefixes of this version only."""
+        """Send `sample` to EngineCore under a new id; it shares prefixes of these weights only."""
         self._serial += 1
         request = sample.core_request = copy.copy(sample.core_request)
         request.request_id = f"rlx-{self._serial}"
-        request.cache_salt = str(self._version)
+        request.cache_salt = str(self._loads)
         if request.mm_features:  # an image's features depend on the weights, too
             request.mm_features = [
-                replace(image, identifier=f"{image.mm_hash}-{self._version}")
+                replace(image, identifier=f"{image.mm_hash}-{self._loads}")
                 for image in request.mm_features
             ]
         self._samples[request.request_id] = sample
