@@ -15,7 +15,7 @@ from rlx.base import UserError, install
 from rlx.cli.findings import Finding, advised
 from rlx.cli.text import size
 from rlx.model.compile_cache import cpu_flags
-from rlx.sandbox.sandbox import Outcome, Sandbox
+from rlx.sandbox.sandbox import Outcome, Sandbox, SandboxLost
 from rlx.system import available_memory
 from rlx.system.workdir_lock import existing
 
@@ -123,7 +123,7 @@ async def check_sandbox() -> Finding:
     try:
         async with Sandbox(workers=1, require="none") as sandbox:
             outcome = await sandbox.run("print(6 * 7)")
-    except UserError as error:
+    except (UserError, SandboxLost) as error:
         return Finding("machine", "sandbox", "problem", str(error), "repair it as described")
     return judge_sandbox(sandbox.level, sandbox.notes, outcome)
 

@@ -125,7 +125,8 @@ class Sandbox:
                 async with self._starting:
                     if self._process is process and process.poll() is not None:
                         self._stop()
-                        await self._start()
+                        with contextlib.suppress(UserError):  # the next call tries again
+                            await self._start()
                 outcome = await self._ask(code, limits)
         if outcome.status == "lost":
             raise SandboxLost(f"the sandbox could not run a program: {outcome.error}")

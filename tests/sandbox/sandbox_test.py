@@ -21,7 +21,7 @@ import pytest
 from rlx.base import UserError
 from rlx.sandbox import sandbox as sandbox_module
 from rlx.sandbox.layers import LEVELS
-from rlx.sandbox.sandbox import Outcome, ProgramLimits, Sandbox, SandboxOptions
+from rlx.sandbox.sandbox import Outcome, ProgramLimits, Sandbox, SandboxLost, SandboxOptions
 
 PATIENCE = 120.0
 TRY = """
@@ -111,6 +111,8 @@ def test_programs_run_as_programs_of_python_do(box):
     assert box.run("import sys; sys.exit('why')").error == "why"
     assert box.run("raise SystemExit").status == "ok"
     assert box.run("import os; os.abort()").status == "error"
+    if box.level != LEVELS[-1]:  # where init of its namespace gets no signal that it does not catch
+        assert box.run("import os; os.kill(os.getpid(), 40)").error == "ended by signal 40"
     code = "import threading\ndef f(): print(__name__)\nthreading.Thread(target=f).start()"
     assert box.run(code).text == "__main__\n"
     assert box.run("open('x', 'w').write('y'); print(open('x').read())").text == "y\n"
@@ -432,6 +434,43 @@ def test_a_killed_interpreter_is_started_again(box):
     box.sandbox._process.wait()
     assert box.run("print(1)").text == "1\n"
     assert box.sandbox.level == box.level
+
+
+def test_programs_of_a_killed_interpreter_are_run_again(box):
+    """Those that ran, and those that came before it had ended or another one had started."""
+
+    async def many() -> list[Outcome]:
+        code = "import time; time.sleep(0.05); print(1)"
+        runs = [asyncio.ensure_future(box.sandbox.run(code)) for _ in range(40)]
+        await asyncio.sleep(0.2)
+        box.sandbox._process.kill()
+        return await asyncio.gather(*runs)
+
+    assert [outcome.text for outcome in box._runner.run(many())] == ["1\n"] * 40
+
+
+def test_an_interpreter_that_could_not_be_started_again_is_tried_again(box, monkeypatch):
+    async def no_memory() -> None:
+        raise UserError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(box.sandbox, "_start", no_memory)
+        box.sandbox._process.kill()
+        for _ in range(2):
+            with pytest.raises(SandboxLost):  # a tool's UserError would be read by the model
+                box.run("print(1)")
+    assert box.run("print(1)").text == "1\n"
+
+
+def test_a_program_that_cannot_be_run_has_no_outcome(box, monkeypatch):
+    """A reward would take it for a wrong program, and a model would read of it."""
+
+    async def lost(*_: object) -> Outcome:
+        return Outcome("lost", "", "Cannot allocate memory", 0.0)
+
+    monkeypatch.setattr(box.sandbox, "_ask", lost)
+    with pytest.raises(SandboxLost, match="could not run a program: Cannot allocate memory"):
+        box.run("print(1)")
 
 
 def test_many_at_once_wait_for_their_turn(box):
