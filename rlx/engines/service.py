@@ -11,6 +11,7 @@ A bad request gets an error status and never reaches the engine.
 
 import asyncio
 import errno
+import math
 import os
 import secrets
 import stat
@@ -35,14 +36,13 @@ from rlx.fleet import adapter, delta, relay, wire
 from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet import rollout_pb2_grpc as rpc
 from rlx.fleet.publish import WeightFile, Weights, check_room, checksum, sweep
-from rlx.fleet.requests import Chunk, EngineStatus
+from rlx.fleet.requests import Chunk, EngineStatus, Timeouts
 from rlx.fleet.tls import Tls
 from rlx.fleet.wire import RequestError
 from rlx.observe import traces
 from rlx.system import image_store
 
 STALL_SECONDS = 30.0  # between messages of a publish
-PUBLISH_SECONDS = 3600.0
 PAUSE_SECONDS = 60.0  # default lease of a pause
 MAX_PAUSE_SECONDS = 3600.0
 MAX_PATH = 4096  # bytes of a published path
@@ -171,7 +171,8 @@ class RolloutService(rpc.RolloutServicer):
             self._last_call = time.monotonic()
 
     async def Publish(self, request_iterator, context):
-        requests = _timely(aiter(request_iterator), self.stall_seconds)
+        left = context.time_remaining() or 0.0
+        requests = _timely(aiter(request_iterator), self.stall_seconds, left)
         async with (
             _refusing(context, _Code.FAILED_PRECONDITION),
             aclosing(relay.Incoming(requests, context, self.tls)) as incoming,
@@ -444,22 +445,27 @@ async def _in_batches(
 
 
 async def _timely(
-    requests: AsyncIterator[pb.PublishRequest], stall_seconds: float
+    requests: AsyncIterator[pb.PublishRequest], stall_seconds: float, left: float
 ) -> AsyncIterator[pb.PublishRequest]:
-    """Yield `requests`; raise RequestError if one or all of them take too long."""
-    end = time.monotonic() + PUBLISH_SECONDS
+    """Yield `requests`; raise RequestError if one, or all by their size, take too long.
+
+    `left` are the seconds that the caller gives to all, 0: it does not say.
+    """
+    start, most = time.monotonic(), math.inf
     while True:
-        seconds = min(stall_seconds, end - time.monotonic())
+        seconds = min(stall_seconds, start + most - time.monotonic())
         try:
             async with asyncio.timeout(seconds):
                 request = await anext(requests, None)
         except TimeoutError:
             message = f"nothing came for {seconds:g} s"
             if seconds < stall_seconds:
-                message = f"it took more than {PUBLISH_SECONDS:g} s"
+                message = f"it took more than {most:g} s"
             raise RequestError(_Code.DEADLINE_EXCEEDED, f"publish given up: {message}") from None
         if request is None:
             return
+        if request.WhichOneof("part") == "header":
+            most = max(left, Timeouts().publish_seconds(request.header.num_bytes))
         yield request
 
 

@@ -217,7 +217,8 @@ class Member:
     async def sleep_or_wake(self) -> None:
         """Let the server sleep, or wake, as it should; one that does not is lost."""
         while (level := self._sleep()) not in (None, self._level):
-            how = {"timeout": self._limits.publish_seconds(0), "metadata": self._metadata}
+            size = weights.work_bytes if (weights := self._wanted()) else 0
+            how = {"timeout": self._limits.publish_seconds(size), "metadata": self._metadata}
             try:
                 if level:
                     pause = pb.PauseRequest(freed=level)  # type: ignore[arg-type]

@@ -242,6 +242,32 @@ def test_no_prompt_is_copied_from_other_weights_with_the_same_version(
         assert_scored(with_weights(model, path), prompt, out[index])
 
 
+def test_a_server_wakes_before_it_has_computed_its_caches_again(changing, monkeypatch):
+    """Waking has a deadline, and long prompts on a CPU take longer."""
+    engine, go = changing.engine, threading.Event()
+    again = engine._recompute
+
+    def slow():
+        go.wait(60)
+        again()
+
+    monkeypatch.setattr(engine, "_recompute", slow)
+
+    async def scenario():
+        task = asyncio.create_task(changing.collect(prompt_of(1), n=4, seed=1, max_new_tokens=60))
+        while not engine.status().running:
+            await asyncio.sleep(0.001)
+        await engine.pause(1)
+        try:
+            await asyncio.wait_for(engine.resume(), 30)
+            assert not task.done()
+        finally:
+            go.set()
+        return await task
+
+    assert {sample.stop for sample in changing.do(scenario()).values()} <= {"stop", "length"}
+
+
 def test_a_continued_completion_is_the_same_one(running):
     prompt = prompt_of(10)
     whole = running.ask(prompt, n=3, seed=4, max_new_tokens=24, min_new_tokens=24)

@@ -1,6 +1,7 @@
 """Servers that a fleet lets sleep and wakes, also those that are lost meanwhile."""
 
 import asyncio
+import dataclasses
 import time
 
 import pytest
@@ -101,6 +102,28 @@ def test_a_server_that_lost_its_weights_gets_them_before_it_wakes(tools, sleepin
             assert (await answers(fleet, 10))[0]
             assert engine.notes == [(2, 1), (0, 1)]
             assert [version for _, version, _ in engine.loads] == [1, 1]
+
+    tools.run(main())
+
+
+def test_waking_has_time_for_the_size_of_the_weights(tools, sleeping, monkeypatch):
+    monkeypatch.setattr("rlx.fleet.requests._SLOWEST", 10.0)  # bytes/s
+    limits = dataclasses.replace(tools.limits, publish_timeout_seconds=0.2)
+
+    async def main():
+        async with sleeping(1, limits=limits) as (fleet, (engine,), _):
+            await fleet.publish(1, tools.weights(0.5))
+            await fleet.set_sleep(1)
+            wake = engine.resume
+
+            async def resume():
+                await asyncio.sleep(1.0)
+                await wake()
+
+            engine.resume = resume
+            await fleet.set_sleep(0)
+            assert len(fleet.live) == 1
+            assert engine.notes == [(1, 1), (0, 1)]
 
     tools.run(main())
 

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -135,7 +136,7 @@ class JaxEngine(ModelEngine):
     async def resume(self) -> None:
         if self._params is None:
             raise ValueError(NO_WEIGHTS)
-        await self._ask(self._wake, fatal=True)
+        await self._ask(partial(setattr, self, "_paused", False))
 
     async def load(self, path: str, version: int, kv: str = "keep") -> int:
         start = self._clock()
@@ -154,7 +155,7 @@ class JaxEngine(ModelEngine):
     async def close(self) -> None:
         """See Engine.close; waits for the current decode call."""
         if self._thread and (self._thread.is_alive() or self._failure):
-            self._inbox.put(lambda: setattr(self, "_closing", True))
+            self._inbox.put(partial(setattr, self, "_closing", True))
             await asyncio.to_thread(self._thread.join)
             await asyncio.to_thread(self._programs.close)
             # Servers end without `atexit`.
@@ -258,6 +259,11 @@ class JaxEngine(ModelEngine):
 
     def _tick(self) -> None:
         """Admit waiting samples, make a decode call, deliver its tokens."""
+        if self._cache is None:  # it slept; not in `resume`, which has a deadline
+            start = self._clock()
+            self._cache = self._programs.new_cache()
+            self._recompute()
+            self._spans.append(("prefill", start, self._clock()))
         if self._slots.queued:
             self._admit()
         if not self._slots.running:
@@ -341,7 +347,7 @@ class JaxEngine(ModelEngine):
         if kv == "abort":
             for live in self._slots.clear():
                 self._call_loop(live.sink.put_nowait, [])
-        elif kv == "recompute" and self._cache is not None:  # else `_wake` does
+        elif kv == "recompute" and self._cache is not None:  # else `_tick` does
             self._recompute()
         end = self._clock()
         self._spans.append(("swap weights", start, end))
@@ -363,14 +369,6 @@ class JaxEngine(ModelEngine):
             jax.block_until_ready(self._cache)  # what is in use would be freed later
             self._cache, self._dirty = None, False
             self._scoring = None  # begins again
-
-    def _wake(self) -> None:
-        if self._cache is None:
-            start = self._clock()
-            self._cache = self._programs.new_cache()
-            self._recompute()
-            self._spans.append(("prefill", start, self._clock()))
-        self._paused = False
 
     def _call_loop(self, function: Callable, *args: Any) -> None:
         try:
