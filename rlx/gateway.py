@@ -26,8 +26,7 @@ def main() -> None:
     p.add_argument("--idle-seconds", type=seconds, default=3600, help="of silence ends a session")
     a = serving.parse(p, "dtype")
     if not (by_admin := OnlineOptions.from_flags(a)):
-        why = "is for sessions by HTTP, and there is no --admin-key"
-        serving.refuse_given(p, a, ("sessions", "idle_seconds"), why)
+        serving.refuse_given(p, a, ("sessions", "idle_seconds"), "needs --admin-key")
     guards = serving.guards(a, bool(by_admin))
     from rlx.run.tokenizer_files import Served
 

@@ -14,7 +14,7 @@ from rlx.cli import command
 from rlx.engines.engine import SLEEPS, EngineOptions
 from rlx.fleet import tls, wire
 
-_SHARED_MEMORY, _HANG_SECONDS, _DRAIN_SECONDS = "/dev/shm", 60.0, 30.0
+_SHARED_MEMORY, _HANG, _DRAIN = "/dev/shm", 60.0, 30.0
 
 
 def _engine(module: str, name: str, options: str, args: argparse.Namespace) -> Any:
@@ -41,10 +41,10 @@ def parser(engines: Mapping[str, Callable] = ENGINES) -> argparse.ArgumentParser
     p.add_argument("--model", required=True, help="HF directory")
     p.add_argument("--engine", default=next(iter(engines)), choices=sorted(engines))
     p.add_options(EngineOptions)
-    p.add_argument("--max-queue", type=command.number(1), default=16384, help="most samples at one time")
+    p.add_argument("--max-queue", type=command.number(1), default=16384, help="samples at one time")
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--hang-seconds", type=seconds, default=_HANG_SECONDS, help="silence that ends vLLM")
+    p.add_argument("--hang-seconds", type=seconds, default=_HANG, help="silence that ends vLLM")
     p.add_argument("--host", default="127.0.0.1", help="any but loopback needs a token and TLS")
     p.add_argument("--port", type=int, default=0, help="0: any")
     p.add_argument("--token", default="", help="bearer token; better in $RLX_FLEET_TOKEN")
@@ -57,7 +57,7 @@ def parser(engines: Mapping[str, Callable] = ENGINES) -> argparse.ArgumentParser
     p.add_argument("--weight-root", action="append", help="directory to read weights from")
     p.add_argument("--stage-dir", default=_SHARED_MEMORY, help="directory for streamed weights")
     p.add_argument("--join", default="", help="directory of address files, see docs/fleet.md")
-    p.add_argument("--drain-seconds", type=seconds, default=_DRAIN_SECONDS, help="with --join: for calls")
+    p.add_argument("--drain-seconds", type=seconds, default=_DRAIN, help="with --join, for calls")
     p.add_argument("--early", action="store_true", help="read all flags later, from stdin")
     p.add_argument("--parent-pid", type=int, default=0, help="end when this process ends")
     return p
@@ -82,10 +82,9 @@ def server_options(args: argparse.Namespace) -> dict[str, Any]:
         (args.engine_args and args.engine != "vllm",
          f"--engine-args={args.engine_args} and --engine={args.engine}: these are arguments of "
          "vLLM; use --engine=vllm, or drop the flag"),
-        (args.hang_seconds != _HANG_SECONDS and args.engine != "vllm",
-         f"--hang-seconds={args.hang_seconds:g} and --engine={args.engine}: it ends vLLM; use "
-         "--engine=vllm, or drop the flag"),
-        (args.drain_seconds != _DRAIN_SECONDS and not args.join,
+        (args.hang_seconds != _HANG and args.engine != "vllm",
+         f"--hang-seconds={args.hang_seconds:g} is for vLLM; use --engine=vllm, or drop the flag"),
+        (args.drain_seconds != _DRAIN and not args.join,
          f"--drain-seconds={args.drain_seconds:g} without --join; give both, or drop the flag"),
     ))  # fmt: skip
     local, token = tls.is_loopback(args.host), wire.take_token(os.environ)

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -50,6 +50,8 @@ _DRAIN_SECONDS = 5.0
 _HOLD_SECONDS = 0.1  # tokens wait for others, as a message costs far more than its tokens
 _UNWATCHED = 5  # × _HOLD_SECONDS for unwatched requests; a dead server's are sampled again
 _Code = grpc.StatusCode
+# A failed engine has the status of a server that died.
+_CODES = {MissingImage: _Code.FAILED_PRECONDITION, EngineStopped: _Code.UNAVAILABLE}
 
 
 @dataclass(eq=False)
@@ -447,10 +449,7 @@ async def _in_batches(
 async def _timely(
     requests: AsyncIterator[pb.PublishRequest], stall_seconds: float, left: float
 ) -> AsyncIterator[pb.PublishRequest]:
-    """Yield `requests`; raise RequestError if one, or all by their size, take too long.
-
-    `left` are the seconds that the caller gives to all, 0: it does not say.
-    """
+    """Yield `requests`; RequestError if one, or all by their size and `left` seconds, is late."""
     start, most = time.monotonic(), math.inf
     while True:
         seconds = min(stall_seconds, start + most - time.monotonic())
@@ -541,16 +540,6 @@ async def _refusing(context, bad: grpc.StatusCode = _Code.INVALID_ARGUMENT) -> A
     """Answer errors of a call with a status, which is `bad` for a mistake of the caller."""
     try:
         yield
-    except RequestError as error:
-        await _refuse(context, error.code, error)
-    except MissingImage as error:
-        await _refuse(context, _Code.FAILED_PRECONDITION, error)
-    except (ValueError, UserError) as error:
-        await _refuse(context, bad, error)
-    except EngineStopped as error:  # to a client, as if the server had died
-        await _refuse(context, _Code.UNAVAILABLE, error)
-
-
-async def _refuse(context, code: grpc.StatusCode, error: Exception) -> NoReturn:
-    await context.abort(code, " ".join(str(error).split())[:2000])
-    raise AssertionError("abort returned")
+    except (RequestError, MissingImage, EngineStopped, ValueError, UserError) as error:
+        code = error.code if isinstance(error, RequestError) else _CODES.get(type(error), bad)
+        await context.abort(code, " ".join(str(error).split())[:2000])

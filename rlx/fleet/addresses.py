@@ -46,7 +46,7 @@ def read_addresses(texts: Sequence[str]) -> tuple[str, ...]:
 async def require_name(address: str) -> None:
     """Raise UserError if `address` is not host:port or the host name does not exist."""
     host, port = split_address(address)
-    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise UserError(f"{address!r} is not the address of a server; give host:port")
     try:
         await in_thread(socket.getaddrinfo, host, int(port))

@@ -579,19 +579,12 @@ class Member:
         if by_path or offer or (relay and relay.kept):
             return
         parts = chunks(delta.path if delta else weights.path, wire.PUBLISH_CHUNK_BYTES)
-        summed = _with_checksums(parts, bool(relay and relay.below))
-        while part := await in_thread(next, summed, None):
-            offset, data, crc32 = part
+        crc = 0 if relay and relay.below else None  # of all bytes up to the end of a chunk
+        while part := await in_thread(next, parts, None):
+            offset, data = part
+            crc = crc if crc is None else await in_thread(zlib.crc32, data, crc)
             self._sent += len(data)
-            yield pb.PublishRequest(chunk=pb.PublishChunk(offset=offset, data=data, crc32=crc32))
-
-
-def _with_checksums(parts: Iterator, needed: bool) -> Iterator[tuple[int, bytes, int | None]]:
-    """Yield the parts of a file, each with the checksum of all bytes up to its end if `needed`."""
-    crc = 0
-    for offset, data in parts:
-        crc = zlib.crc32(data, crc) if needed else 0
-        yield offset, data, crc if needed else None
+            yield pb.PublishRequest(chunk=pb.PublishChunk(offset=offset, data=data, crc32=crc))
 
 
 def _cancelled_by_caller() -> bool:

@@ -122,9 +122,8 @@ class WeightFile:
             self.path = ""
 
 
-def sweep(directory: str | os.PathLike) -> int:
-    """Remove weight files of killed processes; return how many."""
-    removed = 0
+def sweep(directory: str | os.PathLike) -> None:
+    """Remove weight files of killed processes."""
     for path in Path(directory).glob(f"{_PREFIX}*{_SUFFIX}"):
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -133,8 +132,6 @@ def sweep(directory: str | os.PathLike) -> int:
         with open(descriptor, "rb"), contextlib.suppress(OSError):
             if try_lock(descriptor):
                 path.unlink(missing_ok=True)
-                removed += 1
-    return removed
 
 
 @dataclass(frozen=True, eq=False)

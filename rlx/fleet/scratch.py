@@ -27,7 +27,7 @@ with open(sys.argv[1] + "/lock", "r+") as lock:
 """
 
 
-class Scratch:
+class Scratch(contextlib.AbstractContextManager):
     """A new directory in `parent` that other users can neither list, read nor change."""
 
     def __init__(self, parent: str | os.PathLike):
@@ -50,9 +50,6 @@ class Scratch:
             with contextlib.suppress(subprocess.TimeoutExpired):  # another process holds the lock
                 self._remover.wait(_REMOVE_SECONDS)
             shutil.rmtree(self.directory, ignore_errors=True)  # the remover may have been killed
-
-    def __enter__(self) -> "Scratch":
-        return self
 
     def __exit__(self, *_) -> None:
         self.close()

@@ -113,10 +113,7 @@ class Sandbox:
         self._stop()
 
     async def run(self, code: str, limits: ProgramLimits = DEFAULT_LIMITS) -> Outcome:
-        """Run `code` as a program in an empty directory, or raise SandboxLost after two tries.
-
-        Cancelling this ends the program.
-        """
+        """Run `code` in an empty directory, or raise SandboxLost; cancelling this ends it."""
         async with self._turns:
             process, outcome = self._process, await self._ask(code, limits)
             if outcome.status == "lost":

@@ -103,7 +103,7 @@ class LoraTrainer(ABC):
         return results
 
     def step(self, state: LoraState, options: Mapping[str, float]) -> float:
-        """Make a finite update of a finite gradient, and forget it; return its norm; or UserError."""
+        """Make a finite update, and forget the gradient; return its norm; or UserError."""
         grads, most = state.grads, options.get("grad_clip_norm", 0.0)
         norm = float(sum((g * g).sum() for g in grads.values())) ** 0.5
         state.grads = {k: x * 0 for k, x in state.adapters.items()}

@@ -35,10 +35,6 @@ _Progress = Callable[..., None]
 _Message = Mapping[str, Any]
 
 
-def _ignore(*values: Any) -> None:
-    """Do nothing with the progress of a job."""
-
-
 class WorkerError(RuntimeError):
     """A worker process ended; the message says how."""
 
@@ -66,7 +62,7 @@ class WorkerProcess:
         self.ended = False  # whether it takes no more jobs
         self._kind, self._blocked = kind, ""
         self._hello: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._jobs: dict[str, tuple[asyncio.Future, _Progress]] = {"": (self._hello, _ignore)}
+        self._jobs: dict[str, tuple[asyncio.Future, _Progress]] = {"": (self._hello, lambda: None)}
         self._reason: Exception | None = None  # why it was killed
         self._process: WorkerHandle | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -80,7 +76,7 @@ class WorkerProcess:
             raise UserError(str(message["wrong"]))
         return message["ready"]
 
-    async def run_job(self, job: _Message, progress: _Progress = _ignore) -> _Message:
+    async def run_job(self, job: _Message, progress: _Progress = lambda *_: None) -> _Message:
         """Return a job's last message, or raise WorkerError, Evicted; `progress` gets others."""
         if self.ended:
             raise Evicted("the worker process has ended")

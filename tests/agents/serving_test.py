@@ -75,8 +75,8 @@ def test_the_command_answers_in_front_of_running_servers_and_ends_by_a_signal(ag
      (("--servers=127.0.0.1:1", "--max-model-len=9"), "--max-model-len=9 is for"),
      (("--servers=127.0.0.1:1", "--dtype=bfloat16"), "--dtype=bfloat16 is for"),
      (("--tls=ca.pem",), "--tls=ca.pem is for --servers"),
-     (("--sessions=x",), "--sessions=x is for sessions by HTTP, and there is no --admin-key"),
-     (("--idle-seconds=5",), "--idle-seconds=5.0 is for sessions by HTTP")],
+     (("--sessions=x",), "--sessions=x needs --admin-key; drop it"),
+     (("--idle-seconds=5",), "--idle-seconds=5.0 needs --admin-key")],
 )  # fmt: skip
 def test_beyond_loopback_there_are_keys_and_tls(tmp_path, flags, words):
     for name, text in (("KEYS", "sk-one"), ("EMPTY", "\n")):

@@ -353,7 +353,7 @@ def test_port_in_use(tools):
 
 @pytest.mark.parametrize(
     ("flag", "words"),
-    [("--hang-seconds=5", "it ends vLLM; use --engine=vllm"),
+    [("--hang-seconds=5", "is for vLLM; use --engine=vllm"),
      ("--drain-seconds=5", "without --join; give both"),
      ("--drain-seconds=nan", "nan is not a number from 0"),
      ("--hang-seconds=-1", "-1 is not a number from 0"),
