@@ -226,13 +226,14 @@ class TinkerApi:
         return {"sampling_session_id": sampler}
 
     def _load(self, tenant: Tenant, args: _Json) -> _Json:
-        where, record = tenant.checkpoint(args.get("path"))
-        updates = record["updates"] if args.get("optimizer") else 0
-        if updates and where.parent.name != "weights":
+        path, moments = args.get("path"), bool(args.get("optimizer"))
+        where, record = tenant.checkpoint(path)
+        if moments and record["updates"] and where.parent.name != "weights":
             raise ApiError(400, "a sampler's weights have no optimizer; load a saved state")
 
         def work(tenant: Tenant, args: _Json, model: TrainedModel) -> None:
-            model.state = self.trainer.load(where, updates)
+            where, record = tenant.checkpoint(path)  # a request before this one may replace it
+            model.state = self.trainer.load(where, record["updates"] * moments)
 
         if args.get("session_id"):
             return self._new_model(tenant, args, record, work)

@@ -1,6 +1,9 @@
 """Checkpoints on disk: names that are taken, free again, or malformed."""
 
+import asyncio
 import time
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,6 +48,35 @@ def test_a_new_session_ends_those_of_every_client_that_has_gone(tmp_path, monkey
     api._open(other, {})
     assert not one.models
     assert list(other.models) == [f"{kept}:train:0"]
+
+
+def test_a_load_reads_what_the_request_before_it_saved(tmp_path):
+    """It took the number of updates from the checkpoint of before, for moments of the new one."""
+    tinker_api = pytest.importorskip("rlx.tinker.tinker_api")
+
+    class Trainer:
+        def save(self, *_, **__):
+            pass
+
+        def load(self, where, updates):
+            return SimpleNamespace(updates=updates)
+
+    async def main():
+        api = tinker_api.TinkerApi(Trainer(), None, ("base",), "", (), tmp_path, 1)
+        tenant = Tenant(tmp_path / "one")
+        run = f"{tenant.open()}:train:0"
+        model = tenants.TrainedModel(run, {}, SimpleNamespace(updates=1))
+        tenant.models[run], path = model, f"tinker://{run}/weights/last"
+        save = partial(api._submit, partial(api._save, "weights"), tenant)
+        named = {"model_id": run, "path": "last", "overwrite": True}
+        await tenant.futures[save({**named, "seq_id": 0})["request_id"]]
+        model.state.updates = 6
+        save({**named, "seq_id": 1})
+        load = {"model_id": run, "seq_id": 2, "path": path, "optimizer": True}
+        await tenant.futures[api._load(tenant, load)["request_id"]]
+        assert model.state.updates == 6
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("session", ["*", "../*/*"])
