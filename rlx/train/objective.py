@@ -116,7 +116,7 @@ def _trained_mask(flat: Batch, algorithm: Algorithm) -> Array:
     if algorithm.kind.scores:  # the score of an answer is at its last token
         return mask & ~next_trained(mask, ids)[1]
     if algorithm.overlong_filter:
-        return mask & ~ops_of(mask).take(flat["truncated"], ids, False)
+        return mask & ~ops_of(mask).take(flat["cut"], ids, False)
     return mask
 
 

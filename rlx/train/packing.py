@@ -178,6 +178,7 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
         "run_ids": per_sequence(run_of[owners], np.int32, len(runs)),
         "agent_ids": per_sequence(agents[owners], np.int32, 0),
         "truncated": per_sequence(cut & (np.diff(owners, append=-1) != 0), bool, False),
+        "cut": per_sequence(cut, bool, False),  # of a truncated trajectory, every turn
         "valid": per_sequence(True, bool, False),
     }
     masks, images = joined_masks(trajectories), tuple(t.images for t in trajectories)

@@ -102,6 +102,7 @@ class Cases:
             "rewards": self.per_sequence([r.reward for r in batch], np.float32),
             "group_ids": self.per_sequence([r.group for r in batch], np.int32, 5000),
             "truncated": self.per_sequence([r.truncated for r in batch], bool),
+            "cut": self.per_sequence([r.truncated for r in batch], bool),
             "valid": self.per_sequence([True] * len(batch), bool),
             "agent_ids": self.per_sequence([r.agent for r in batch], np.int32),
             "turn_ids": self.join([r.turns for r in batch], np.int32),

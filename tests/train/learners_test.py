@@ -399,6 +399,19 @@ def test_an_all_truncated_batch_is_filtered_and_changes_nothing(trainers, params
     assert all(np.isfinite(v) for v in metrics.values() if not isinstance(v, dict))
 
 
+@pytest.mark.parametrize("rewards", [(0.5, 0.5), (0.25, 0.5)])
+def test_a_cut_trajectory_is_filtered_whole_whatever_its_turns_are_worth(
+    rewards, trainers, params, make_groups
+):
+    trainer, (group,) = trainers(**FILTERED), make_groups(0, num_groups=1, n=3)
+    first, *others = group.trajectories
+    turns = (np.arange(len(first.tokens)) > np.flatnonzero(first.loss_mask)[0]).astype(np.int32)
+    own = {"turn_ids": turns, "turn_rewards": rewards if len(set(rewards)) > 1 else ()}
+    cut = dataclasses.replace(first, stop_reason="length", reward=rewards[0], **own)
+    _, metrics = trainer.update(trainer.init(params), [Group(0, (cut, *others))])
+    assert metrics["n_left_out"] == first.num_trained
+
+
 def test_groups_of_one_and_of_equal_rewards_change_nothing(trainers, params, make_groups):
     trainer = trainers(**FILTERED)
     ones = make_groups(1, num_groups=3, n=1)
