@@ -349,7 +349,7 @@ def test_programs_agree_within_a_bound_up_to_other_tokens():
     assert not programs._near(one._replace(logprobs=one.logprobs * np.nan), other)
 
 
-INSERTED = """
+WRITES = """
 import time
 import jax, numpy as np
 from rlx.engines.jax import kv_cache
@@ -357,23 +357,27 @@ from rlx.model.directory import load_config, resolve
 
 config = load_config(resolve("rlx:arithmetic"))
 pairs = np.stack([np.zeros(8, np.int32), np.arange(8, dtype=np.int32)], axis=1)
-for rows in (1, 2):
-    insert, seconds = jax.jit(kv_cache.insert, donate_argnums=0), []
-    cache = kv_cache.init_cache(config, 64, 192, "bfloat16")
-    prompts = kv_cache.init_cache(config, rows, 192, "bfloat16")
-    for _ in range(20):
-        start = time.perf_counter()
-        cache = jax.block_until_ready(insert(cache, prompts, pairs, np.int32(8)))
-        seconds.append(time.perf_counter() - start)
-    print(min(seconds))
+for dtype in ("bfloat16", "float32"):
+    for function, new, *rest in (
+        (kv_cache.insert, kv_cache.init_cache(config, 1, 192, dtype), pairs, np.int32(8)),
+        (kv_cache.append, kv_cache.init_recent(config, 64, 8, dtype), np.full(64, 45, np.int32)),
+    ):
+        cache, seconds = kv_cache.init_cache(config, 64, 192, dtype), []
+        write = jax.jit(function, donate_argnums=0)
+        for _ in range(20):
+            start = time.perf_counter()
+            cache = jax.block_until_ready(write(cache, new, *rest))
+            seconds.append(time.perf_counter() - start)
+        print(min(seconds))
 """
 
 
-def test_one_prompt_is_written_as_fast_as_a_row_of_two():
-    """In place; else the prefill of a group takes longer than the computation of its prompt."""
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA writes bfloat16 slowly there")
+def test_bfloat16_is_written_about_as_fast_as_float32():
     variables = {k: v for k, v in os.environ.items() if k != "JAX_DISABLE_MOST_OPTIMIZATIONS"}
     done = subprocess.run(
-        [sys.executable, "-c", INSERTED], env=variables, capture_output=True, text=True, check=True
+        [sys.executable, "-c", WRITES], env=variables, capture_output=True, text=True, check=True
     )
-    one, two = map(float, done.stdout.split())
-    assert one < 10 * two  # 80 times in JAX 0.12, where the row is a constant of the loop
+    insert, append, wide_insert, wide_append = map(float, done.stdout.split())
+    assert insert < 5 * wide_insert  # as bits it was 80 times as slow,
+    assert append < 5 * wide_append  # and 12 times
