@@ -105,7 +105,7 @@ def plan(recorded: Recorded, first: int = 0, last: int = 0, generation: bool = F
     checkpoints = [path for path in paths if checkpoint.verify(path) is None]
     origins = {0: None, **{checkpoint.step_of(path): path for path in checkpoints}}
     begins = [step for step in origins if step < last and set(range(step + 1, last + 1)) <= steps]
-    begins = [step for step in begins if step < first] if first else begins[:1]
+    begins = [step for step in begins if step < first <= last] if first else begins[:1]
     if generation and begins:  # begin before the versions of these steps' samples, if possible
         oldest = max(0, first - 1 - recorded.config(last).rollout.max_staleness)
         begins = [step for step in begins if step <= oldest] or [min(begins)]

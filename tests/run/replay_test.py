@@ -8,6 +8,7 @@ import subprocess
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -130,6 +131,16 @@ def test_a_run_without_a_journal_and_steps_that_are_not_there_are_one_line(tmp_p
         pass
     with pytest.raises(UserError, match=r"there is no .*nowhere; give"):
         replay_run.open_run(tmp_path / "nowhere").__enter__()
+
+
+@pytest.mark.parametrize(("first", "last"), [(6, 0), (4, 3)])
+def test_steps_that_none_compares_are_refused(tmp_path, first, last):
+    """They were reported as bitwise those of the run: all 0 of them."""
+    batches = SimpleNamespace(groups={step: [] for step in range(5)})
+    run = SimpleNamespace(metrics=dict.fromkeys(range(1, 6)), batches=batches, workdir=tmp_path)
+    assert replay_run.plan(run, 3, 4)[1:] == (0, 3, 4)
+    with pytest.raises(UserError, match=f"cannot replay steps {first} to {last or 5}: the journal"):
+        replay_run.plan(run, first, last)
 
 
 def test_settings_come_back_from_json():
