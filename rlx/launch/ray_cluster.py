@@ -96,6 +96,7 @@ class Running:
     group: Any
     reply: Any = None  # Ray's reference of the actor's next answer
     started: bool = False  # whether its command has been started
+    ready: bool = False  # whether it, a server, has taken calls
     code: int | None = None  # exit code; None while it runs
     lost: str = ""  # why its end is unknown
     lines: list[str] = field(default_factory=list)  # written between the last two looks
@@ -203,6 +204,7 @@ class RayCluster:
                 one.process, one.started = answer, True
             else:
                 one.code, one.lines = answer
+                one.ready |= any(line.startswith('{"port"') for line in one.lines)
                 one.last_lines = [*one.last_lines, *one.lines][-_LAST_LINES:]
             one.reply = one.keeper.look.remote()
 

@@ -6,10 +6,11 @@ attempt   plan ─▶ secrets, addresses ─▶ trainers and servers run
 """
 
 import secrets
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 
 from ml_collections import ConfigDict
 
@@ -85,9 +86,9 @@ class _RayRun:
 
     def interrupt(self) -> None:
         """Ask the trainer to finish its step; end at once if it has not started."""
-        Thread(target=self._stop.set).start()  # the interrupted code may hold the event's lock
+        self._stop.set()
         if not self._running:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)  # as the second one would
 
     def _start_when_it_fits(self) -> None:
         """Start the processes; wait for more nodes if there are too few."""
@@ -155,8 +156,8 @@ class _RayRun:
             if not one.over:
                 continue
             restarts = self._restarts[one.name] = self._restarts.get(one.name, 0) + 1
-            ready = any(line.startswith('{"port"') for line in one.last_lines)
-            if (one.code is not None and not ready) or restarts > self._config.fleet.max_restarts:
+            failed = one.code is not None and not one.ready  # to start
+            if failed or restarts > self._config.fleet.max_restarts:
                 raise UserError(f"{one.name} on {one.process.host} {one.ending}")
             say(f"{one.name} on {one.process.host} {one.ending}; starting another")
             self._cluster.end([one])

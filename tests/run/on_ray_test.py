@@ -19,10 +19,16 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
 
+from rlx.config import default
+from rlx.launch.processes import Process
+from rlx.launch.ray_cluster import RayCluster, Running
+from rlx.run.on_ray import _RayRun
+from rlx.system.signals import interrupts
 from tests.fixtures.commands import FLOAT32, RLX_MAIN, ended
 from tests.run.main_test import processes_of, records, wait_for
 from tests.run.run_grid_test import FAST
@@ -380,6 +386,32 @@ def test_a_cluster_that_is_not_there_is_said_at_once(start, tmp_path):
     wanted = "error: RAY_ADDRESS=127.0.0.1:1: no head of a Ray cluster listens there"
     assert last_line(tmp_path / "log").startswith(wanted)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_server_that_wrote_many_lines_is_replaced(tmp_path):
+    """Its ready line was looked for among its last 200, so its death ended the run."""
+    left = [['{"port": 1, "pid": 2}'], [f"request {n}" for n in range(300)], ["bye"]]
+    ray = MagicMock()
+    ray.wait.side_effect = lambda refs, **_: (refs, [])
+    ray.get.side_effect = lambda _: (None if left[1:] else -9, left.pop(0))
+    ray.get_runtime_context.return_value.gcs_address = "a:1"
+    cluster = RayCluster(ray)
+    one = Running(Process("server", 0, "a", (), 1, (), {}), MagicMock(), None, reply="ref")
+    while not one.over:
+        cluster.look([one], 0.0)
+    run = _RayRun(cluster, default(), tmp_path, [])
+    run._running, run._hosts, run._environment, again = [one], ("a",), {}, MagicMock()
+    cluster.again = lambda *_: again
+    run._replace_ended()
+    assert run._running == [again]
+
+
+def test_ctrl_c_before_the_start_ends_the_command(tmp_path):
+    run, start = _RayRun(MagicMock(), default(), tmp_path, []), time.monotonic()
+    with pytest.raises(KeyboardInterrupt), interrupts(run.interrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        while time.monotonic() < start + 10:
+            time.sleep(0.01)
 
 
 def test_ray_that_is_not_installed_is_said_in_one_line(tmp_path):
