@@ -191,9 +191,11 @@ def turns_of(masks: Sequence[np.ndarray]) -> tuple[list[float], list[float], flo
 def probe(config: ConfigDict, workdir: Path) -> None:
     """Measure this machine by a short run of `config` in `workdir`; UserError if it is too slow."""
     config = config.copy_and_resolve_references()
-    quiet = {"eval.num_questions": 0, "gate.enabled": False, "observe.writers": ()}
-    here = {"total_steps": _PROBE_STEPS, "scheduler.type": "local", **quiet}
-    config.update_from_flattened_dict(here)
+    config.update_from_flattened_dict({
+        "total_steps": _PROBE_STEPS, "scheduler.type": "local", "eval.num_questions": 0,
+        "gate.enabled": False, "observe.writers": (), "observe.metrics_port": 0,
+        "observe.traces": "", "checkpoint.copy_to": "",  # which has the last probe's
+    })  # fmt: skip
     workdir.mkdir()
     command = [sys.executable, "-m", "rlx.main", as_flag(config, workdir.parent)]
     say(f"measuring this machine: {_PROBE_STEPS} steps, at most {_PROBE_SECONDS:g} s", sys.stderr)

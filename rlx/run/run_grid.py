@@ -55,8 +55,8 @@ def grid(axes: Sequence[str], count: int = 0) -> dict[str, list[str]]:
         choices.append([f"{key}={value}" for value in _COMMA.split(values)])
     pairs = [*itertools.product(*choices)]
     by_name = {re.sub(r"[^\w.+=,-]+", "_", ",".join(pair)): pair for pair in pairs}
-    if len(by_name) < len(pairs):
-        raise UserError(f"{' '.join(axes)} has a value twice; leave one out")
+    if len(by_name) < len(pairs) or len({axis.partition("=")[0] for axis in axes}) < len(axes):
+        raise UserError(f"{' '.join(axes)} has a key or a value twice; give each once")
     chosen = sorted(random.Random(0).sample(range(len(pairs)), min(count, len(pairs))))
     names = [*by_name]
     picks = [names[i] for i in chosen] or names

@@ -2,16 +2,18 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from rlx.base import Group, Trajectory
+from rlx.base import Group, Trajectory, UserError, leaves
 from rlx.config import default
 from rlx.journal.journal import Journal
 from rlx.launch import allocation
+from rlx.run import plan_run
 from rlx.run.room_options import as_json
 from rlx.system.jsonl import append_jsonl
 
@@ -209,6 +211,21 @@ def test_a_run_without_a_recorded_step_is_one_line(model, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert re.fullmatch(r"error: .*/run has no record of a step; .*\n", done.stderr)
+
+
+def test_a_probe_leaves_nothing_elsewhere_and_begins_there_with_nothing(tmp_path, monkeypatch):
+    """The second one went on with the copy of the first one's last checkpoint."""
+    config, started = default(), []
+    elsewhere = {"checkpoint.copy_to": "s3://b/p", "observe.metrics_port": 9100,
+                 "observe.traces": "http://localhost:4318"}  # fmt: skip
+    config.update_from_flattened_dict({"model.path": "rlx:arithmetic", **elsewhere})
+    done = subprocess.CompletedProcess([], 1, "", "error: stop here")
+    monkeypatch.setattr(plan_run.subprocess, "run", lambda c, **_: started.append(c) or done)
+    with pytest.raises(UserError, match="--gpu=this: stop here"):
+        plan_run.probe(config, tmp_path / "run")
+    values = dict(leaves(runpy.run_path(started[0][3].partition("=")[2])["get_config"]()))
+    assert [values[key] for key in elsewhere] == ["", 0, ""]
+    assert config.checkpoint.copy_to == "s3://b/p"
 
 
 def test_a_run_on_cpus_predicts_other_settings(model, tmp_path):

@@ -53,10 +53,14 @@ def test_a_grid_has_every_combination_and_names_that_are_directories():
     assert len(run_grid.grid(["seed=0,1"], 9)) == 2
 
 
-@pytest.mark.parametrize("axis", ["seed", "seed=", "--seed=1,2", "seed=1,1", "model.path=a/b,a b"])
+@pytest.mark.parametrize(
+    "axis",
+    ["seed", "seed=", "--seed=1,2", "seed=1,1", "model.path=a/b,a b", "seed=0,1 seed=2,3"],
+)
 def test_what_is_no_axis_is_refused(axis):
+    axes = [axis] if "/" in axis else axis.split()
     with pytest.raises(UserError, match=re.escape(axis)):
-        run_grid.grid([axis])
+        run_grid.grid(axes)
 
 
 def test_runs_at_a_time_share_cores_and_gpus(monkeypatch):
