@@ -232,7 +232,8 @@ def named_models(sources: Sequence[str]) -> dict[str, Path]:
     if len(paths) < len(sources):
         raise UserError(f"--models={','.join(sources)} names a model twice; name each once")
     for depth in range(1, 64):
-        names = {"-".join(Path(s.replace(":", "/")).parts[-depth:]): p for s, p in paths.items()}
+        ends = ("-".join(Path(s.replace(":", "/")).parts[-depth:]).strip("/.") for s in paths)
+        names = {end or "model": path for end, path in zip(ends, paths.values(), strict=True)}
         if len(names) == len(paths):
-            return {name.strip("-/") or "model": path for name, path in names.items()}
+            return names
     raise AssertionError("distinct paths have distinct names")

@@ -130,12 +130,17 @@ def test_a_question_that_failed_is_wrong_without_a_length_and_asked_again(tmp_pa
     assert sample_files.pending(path, 2, 2) == []
 
 
-def test_models_are_named_by_what_tells_them_apart(tmp_path):
+def test_models_are_named_by_what_tells_them_apart(tmp_path, monkeypatch):
     for path in ("a/hf", "b/hf"):
         (tmp_path / path).mkdir(parents=True)
     names = named_models([str(tmp_path / "a/hf"), str(tmp_path / "b/hf"), "rlx:arithmetic"])
     assert list(names)[:2] == ["a-hf", "b-hf"]
     assert named_models(["rlx:arithmetic"]).keys() == {"arithmetic"}
+    monkeypatch.chdir(tmp_path)
+    copy = str(tmp_path).lstrip("/")  # of the same path below this directory
+    Path(copy).mkdir(parents=True)
+    assert len(named_models([str(tmp_path), copy])) == 2, "one was left out in silence"
+    assert named_models([".."]).keys() == {"model"}, "its samples would lie above --output"
     with pytest.raises(UserError, match="twice"):
         named_models(["rlx:arithmetic", "rlx:arithmetic"])
 
