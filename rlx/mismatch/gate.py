@@ -153,8 +153,8 @@ def _sentence(record: Mapping[str, Any]) -> str:
     servers = len(record["servers"])
     return (
         f"gate: {record['tokens']} tokens of {servers} server{'s' * (servers != 1)}, version "
-        f"{record['step']}, same log-probabilities in engine and trainer: |Δ| mean "
-        f"{record['mean_delta']:.1e}, max {record['max_delta']:.1e}"
+        f"{record['step']}: engine and trainer agree, |Δ| mean {record['mean_delta']:.1e}, max "
+        f"{record['max_delta']:.1e}"  # less than 110 columns, at which terminals may cut it
     )
 
 

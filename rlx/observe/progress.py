@@ -55,7 +55,7 @@ class Progress:
         self._title, self._clock, self._lock = plain(title), clock, threading.RLock()
         self._history: list[Mapping[str, Any]] = []
         self._evals: list[Mapping[str, Any]] = []
-        self._updated = clock()
+        self._updated, self.begin = clock(), dict[str, Any]()  # of a resumed run, its last step
         self._phase = ("starting", self._updated)
         unicode = (self._console.encoding or "").lower().startswith("utf")
         self._panel = self._console.is_terminal and unicode and not self._console.is_dumb_terminal
@@ -140,7 +140,7 @@ class Progress:
         return max(0.0, left * typical - min(self.age(), typical))  # a run may hang, or have ended
 
     def _elapsed(self) -> float:
-        last = self._history[-1].get("elapsed_seconds") if self._history else None
+        last = (self._history or [self.begin])[-1].get("elapsed_seconds")
         running = self._phase[0] not in _PHASE_STYLES
         return (last or 0.0) + (self.age() if running or not last else 0.0)
 
@@ -207,7 +207,7 @@ class Progress:
         )  # fmt: skip
 
     def _head(self) -> list[Any]:
-        last = self._history[-1] if self._history else {}
+        last = (self._history or [self.begin])[-1]
         step = last.get("step", 0)
         bar = Table.grid(padding=(0, 1, 0, 0), expand=True)
         bar.add_column(no_wrap=True)

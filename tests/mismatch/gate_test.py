@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from rlx.mismatch.gate import _sentence
 from tests.fixtures.commands import RLX_MAIN
 
 MODEL = Path("rlx/assets/arithmetic")
@@ -114,6 +115,12 @@ def test_a_run_stops_before_its_first_step_when_one_server_computes_something_el
     assert not (tmp_path / "checkpoints").exists(), "a mended command begins anew"
 
 
+def test_the_line_of_a_passed_check_fits_a_terminal_that_would_cut_a_number():
+    record = {"tokens": 12345, "servers": dict.fromkeys(range(64)), "step": 1000,
+              "mean_delta": 1.2e-6, "max_delta": 1.2e-5}  # fmt: skip
+    assert len(_sentence(record)) < 110
+
+
 @pytest.mark.slow
 def test_a_server_that_forgets_an_update_stops_the_run_and_costs_no_step(serve, tmp_path):
     address = serve(MODEL, "-c", FORGETFUL)
@@ -122,7 +129,7 @@ def test_a_server_that_forgets_an_update_stops_the_run_and_costs_no_step(serve, 
          "--config.gate.every_steps=2", "--config.total_steps=9"]
     )  # fmt: skip
     assert status == 2, out + errors
-    assert "version 0, same log-probabilities in engine and trainer" in out
+    assert "version 0: engine and trainer agree, |Δ| mean" in out
     line = errors.strip().splitlines()[-1]
     assert "disagree on version 2" in line
     assert "stale weights: the engine still has the run's first weights" in line

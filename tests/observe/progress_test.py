@@ -175,6 +175,18 @@ def test_the_clock_of_the_rest_runs_between_steps(record):
     assert progress._remaining() == 7 * 4.0, "a run that hangs, or has ended, has its steps to make"
 
 
+def test_a_resumed_run_begins_where_it_was(record):
+    clock, console = Clock(), terminal()
+    progress = Progress(20, console, clock=clock)
+    progress.begin = {"step": 15, "version": 15, "epoch": 2, "elapsed_seconds": 3600.0}
+    clock.now += 60
+    text = "\n".join(panel(progress, console))
+    for part in ("step 15/20", "75%", "epoch 2 · version 15", "elapsed 1:01:00"):
+        assert part in text
+    progress.update(record(16) | {"elapsed_seconds": 3670.0})
+    assert "elapsed 1:01:10" in "\n".join(panel(progress, console))
+
+
 def test_a_terminal_without_unicode_gets_plain_lines(record):
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="replace")
     console = Console(file=file, force_terminal=True, width=80, color_system=None, _environ={})

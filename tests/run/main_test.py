@@ -150,7 +150,7 @@ def test_a_finished_run_has_passed_the_gate_and_shows_what_it_cost(finished_run)
         assert record["probe_seconds"] > 0 < record["score_seconds"]
     lines = [line for line in out.splitlines() if line.startswith("gate: ")]
     assert len(lines) == 2
-    assert "tokens of 1 server, version 0, same log-probabilities in engine and trainer" in lines[0]
+    assert "tokens of 1 server, version 0: engine and trainer agree" in lines[0]
     seconds = [record["seconds"] for record in records(workdir / "metrics.jsonl")]
     assert ["gate" in each for each in seconds] == [True, False, True]
     trace = json.loads((workdir / "timeline.json").read_text())["traceEvents"]
