@@ -323,9 +323,8 @@ def _open_records(
     positions = restored.host.get("positions", {}) if restored else {}
     begin = Position(step=step, seconds=initial.seconds)
     parts.initial, parts.last = from_host(positions, begin)
-    parts.progress.begin = {
-        "step": step, "version": step, "epoch": parts.initial.epoch, "elapsed_seconds": begin.seconds
-    }  # fmt: skip
+    earlier = {"epoch": parts.initial.epoch, "elapsed_seconds": begin.seconds}
+    parts.progress.begin = {"step": step, "version": step, **earlier}
     options = inputs.options
     parts.held_out = HeldOut(
         rows=inputs.eval_rows, groups=inputs.held_out, sets=inputs.eval_sets,

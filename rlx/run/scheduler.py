@@ -70,7 +70,6 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
     """
     if config.scheduler.type == "local":
         return _launch_here(config, workdir)
-    os.environ.pop(PARENT, None)  # of a sweep, on this host only
     module: Any = import_module(SCHEDULERS[config.scheduler.type])
     args = [flag for flag in flags if not re.match("--dry[-_]run(=|$)", flag)]
     return module.launch(config, workdir, args, dry_run)

@@ -17,6 +17,8 @@ from rlx.base import UserError
 from rlx.config import check, default
 from rlx.launch import slurm
 from rlx.run import scheduler, slurm_run
+from rlx.run.trainers import PARENT
+from tests.fixtures.commands import ended
 from tests.run.kill_test import COMMAND
 from tests.run.main_test import processes_of, records, wait_for
 
@@ -170,6 +172,34 @@ def test_a_local_run_goes_on_by_itself_when_its_trainer_is_killed(tmp_path):
     assert "resuming from the last checkpoint (retry 1 of 1)" in out
     assert sorted({record["step"] for record in records(run / "metrics.jsonl")}) == [1, 2, 3, 4]
     assert not processes_of(run)
+
+
+@pytest.mark.slow
+def test_a_local_run_with_retries_ends_with_the_sweep_that_started_it(tmp_path):
+    """Else it trained on, and the same sweep found its directory in use."""
+    flags = ("--config.scheduler.retries=1", "--config.total_steps=1000")
+    run = [*COMMAND, f"--workdir={tmp_path}", *flags]
+    sweep = f"""
+import os, subprocess, time
+process = subprocess.Popen({run!r}, env={{**os.environ, {PARENT!r}: str(os.getpid())}})
+print(process.pid, flush=True)
+time.sleep(600)
+"""
+    env = {**os.environ, "RLX_TEST_RUN": str(tmp_path), "PYTHONPATH": f".:{ROOT}/tests/rewards"}
+    parent = subprocess.Popen([sys.executable, "-c", sweep], stdout=subprocess.PIPE, env=env)
+    processes = [psutil.Process(int(parent.stdout.readline()))]
+    try:
+        wait_for((tmp_path / "running.json").exists)
+        processes += processes[0].children()
+    finally:
+        parent.kill()
+        parent.wait()
+        late = [process for process in processes if not ended(process, 10)]
+        for process in late:
+            process.kill()
+        parent.stdout.close()
+    assert len(processes) == 2
+    assert not late
 
 
 def test_a_local_run_that_cannot_begin_is_not_begun_again(tmp_path):
