@@ -24,7 +24,7 @@ def main() -> int:
     p.add_argument("--count", type=command.number(1), default=16, help="prompts at most")
     p.add_argument("--max-new-tokens", type=command.number(1), default=64)
     p.add_argument("--temperature", type=command.number(0, float), default=1.0)
-    p.add_argument("--top-p", type=command.number(0, float, 1), default=1.0)
+    p.add_argument("--top-p", type=command.number(1e-6, float, 1), default=1.0)
     p.add_argument("--top-k", type=command.number(0), default=0, help="0: off")
     p.add_argument("--dtype", default="float32", choices=DTYPES, help="engine's")
     p.add_argument("--trainer-dtype", default="float32", choices=DTYPES, help="rlx's and HF's")

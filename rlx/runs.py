@@ -22,7 +22,8 @@ def main() -> None:
 
     usual = default().to_dict()
     runs = {place: run_table.find([place]) for place in arguments.place}
-    rows = [run_table.summary(path, usual) for paths in runs.values() for path in paths]
+    every = dict.fromkeys(path for paths in runs.values() for path in paths)
+    rows = [run_table.summary(path, usual) for path in every]
     rows = run_table.sorted_rows(rows, arguments.sort)
     empty = [f"no run under {place}" for place, paths in runs.items() if not paths]
     lines = [*(run_table.table(rows) if rows else []), *empty]

@@ -27,7 +27,7 @@ def say(text: object, file: TextIO | None = None) -> None:
     print(plain(str(text)), file=file, flush=True)
 
 
-def number(least: int, kind: type = int, most: float = 1e9) -> Callable[[str], Any]:
+def number(least: float, kind: type = int, most: float = 1e9) -> Callable[[str], Any]:
     """Return the `type` of a flag whose number is in [least, most]."""
 
     def checked(text: str) -> Any:
@@ -35,7 +35,7 @@ def number(least: int, kind: type = int, most: float = 1e9) -> Callable[[str], A
             if least <= (value := kind(text)) <= most:
                 return value
         what = "whole number" if kind is int else "number"
-        raise argparse.ArgumentTypeError(f"{text} is not a {what} from {least} to {most:g}")
+        raise argparse.ArgumentTypeError(f"{text} is not a {what} from {least:g} to {most:g}")
 
     return checked
 

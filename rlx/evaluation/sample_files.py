@@ -39,10 +39,10 @@ class QuestionOptions:
     images: RowImages = field(default_factory=lambda: RowImages(ImageStore(), "images"))
 
     def __post_init__(self) -> None:
-        limits = (("temperature", 100), ("top_p", 1), ("n_samples", 1 << 16))
-        refuse((not 0 <= (value := getattr(self, name)) <= most,
-                f"--{name}={value:g} is not from 0 to {most}; give a number in that range")
-               for name, most in limits)  # fmt: skip
+        limits = (("temperature", 0, 100), ("top_p", 1e-6, 1), ("n_samples", 0, 1 << 16))
+        refuse((not least <= (value := getattr(self, name)) <= most,
+                f"--{name}={value:g} is not from {least:g} to {most}; give a number in that range")
+               for name, least, most in limits)  # fmt: skip
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ A pool sees a socket and a process, as with local workers. Ray's calls carry the
 is open to others. A worker ends with its actor, which ends with this process or its node.
 """
 
+import math
 import os
 import signal
 import socket
@@ -33,6 +34,8 @@ def starter(key: str, config: Any) -> StartWorker:  # key: reward | agents
     try:
         pairs = (part.split(":") for part in section.resources.split(","))
         amounts = {kind.strip(): float(amount) for kind, amount in pairs}
+        if not all(0 <= amount < math.inf for amount in amounts.values()):
+            raise ValueError
     except ValueError:
         raise UserError(f"{setting}: give Ray resources, such as CPU:1 or CPU:2,big:1") from None
     ray = ray_cluster.join()

@@ -37,7 +37,7 @@ def find(places: Iterable[Path]) -> list[Path]:
             if _MARKS.intersection(files):
                 paths.append(Path(path))
                 names.clear()
-    return paths
+    return [*dict.fromkeys(paths)]
 
 
 def summary(path: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:

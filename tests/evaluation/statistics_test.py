@@ -108,8 +108,10 @@ def test_an_interval_of_lengths_is_students():
 
 def test_a_row_has_the_tables_columns_in_their_order():
     for name in ("temperature", "top_p", "n_samples"):
-        with pytest.raises(UserError, match=f"--{name}=-1 is not from 0 to"):
+        with pytest.raises(UserError, match=f"--{name}=-1 is not from (0|1e-06) to"):
             QuestionOptions(**{name: -1})
+    with pytest.raises(UserError, match="--top_p=0 is not from 1e-06 to 1"):  # no server takes it
+        QuestionOptions(top_p=0)
     with pytest.raises(UserError, match="--temperature=nan is not from 0 to 100"):
         QuestionOptions(temperature=float("nan"))
     names = QuestionOptions(pass_at=(8, 16), maj_at=(16,)).columns

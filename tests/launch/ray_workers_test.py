@@ -13,7 +13,7 @@ def test_without_resources_workers_are_on_this_machine():
     assert ray_workers.starter("reward", default()) is start_worker
 
 
-@pytest.mark.parametrize("resources", ["CPU", "CPU:one", "CPU:1:2"])
+@pytest.mark.parametrize("resources", ["CPU", "CPU:one", "CPU:1:2", "CPU:-1", "GPU:nan"])
 def test_resources_that_ray_cannot_count_are_refused(resources):
     config = default()
     config.reward.resources = resources

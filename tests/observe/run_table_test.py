@@ -219,3 +219,10 @@ def test_a_status_has_progress_parts_and_messages_of_a_living_run(run):
 def test_a_status_without_a_run_is_refused(tmp_path):
     with pytest.raises(UserError, match="holds no run; give its WORKDIR"):
         next(status(tmp_path, 0.0))
+
+
+def test_a_run_that_is_named_twice_is_one(tmp_path):
+    """It counted twice in the mean of seeds."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "console.log").touch()
+    assert rows.find([tmp_path, tmp_path / "a"]) == [tmp_path / "a"]
