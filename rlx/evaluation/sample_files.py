@@ -7,6 +7,7 @@ OUT/results.json, table.txt    the table; results.json has intervals of 95 %
 """
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,10 +152,18 @@ def settings(
             if before.get(key) != value:
                 problem = f"{out} holds an evaluation with {key}={before.get(key)!r}"
                 raise UserError(f"{problem}, this one has {value!r}; give another --output")
-    for key, entries in (("models", models), ("datasets", datasets)):
+    weights = {name: _written(Path(path)) for name, path in models.items()}
+    for key, entries in (("models", models), ("datasets", datasets), ("weights", weights)):
         values[key] = before.get(key, {})
         for name, value in entries.items():
             if values[key].setdefault(name, value) != value:
                 problem = f"{out} holds {name} of {values[key][name]}, this one is {value}"
                 raise UserError(f"{problem}; give another --output")
     return values
+
+
+def _written(model: Path) -> str:
+    """Return when an HF directory's weights, or a checkpoint, were written; a copy's may differ."""
+    files = (*model.glob("*.safetensors"), *model.glob("manifest.json"))
+    newest = time.gmtime(max((file.stat().st_mtime for file in files), default=0.0))
+    return f"weights written {time.asctime(newest)} UTC"

@@ -94,6 +94,7 @@ def score_models(
             "system_prompt": config.data.system_prompt, "seed": config.seed,
             "chat_template": template or None, "guide": options.sampling.guide or None,
             "stop": [*options.sampling.stop] or None, "judge": judge and judge[0].settings,
+            "dtype": options.servers["dtype"].replace("float32", "") or None,
         }  # fmt: skip
         paths = {name: str(path.absolute()) for name, path in models.items()}
         sources = {b.name: [b.source, len(rows), b.reward] for b, rows in sets}
@@ -218,7 +219,8 @@ class _Model:
         async def connect() -> Fleet:
             try:
                 await fleet.connect()
-                if isinstance(servers, RunningServers):  # which may have other weights
+                # Others than ours may have other weights.
+                if isinstance(servers, RunningServers) or self.config.fleet.join:
                     await fleet.publish(0, self.directory, "stream")
             except BaseException:
                 await fleet.close()

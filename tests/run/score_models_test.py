@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -223,6 +224,13 @@ def test_running_servers_are_given_the_model(tmp_path, monkeypatch):
         with config.unlocked():
             config.fleet.addresses = tuple(servers.wait())
         assert answers(tmp_path / "given") == wanted
+    place = tmp_path / "servers"
+    with LocalServers(base, workdir=tmp_path, join=place, **RunOptions.of(config).servers) as two:
+        monkeypatch.setenv("RLX_FLEET_TOKEN", two.token)
+        with config.unlocked():
+            config.fleet.addresses, config.fleet.join = (), str(place)
+        two.wait()
+        assert answers(tmp_path / "joined") == wanted, "a server that joined has other weights"
 
 
 @pytest.mark.slow
@@ -353,6 +361,7 @@ def test_runs_that_begin_together_get_directories_of_their_own(tmp_path, monkeyp
         ("data.chat_template", "a.jinja", "chat_template='a.jinja', this one has None"),
         ("sampling.guide", "{}", "guide='{}', this one has None"),
         ("sampling.stop", ("x",), r"stop=\['x'\], this one has None"),
+        ("model.publish_dtype", "bfloat16", "dtype='bfloat16', this one has None"),
         ("reward.name", "math", r"'math'\], this one is \['own.jsonl', 0, 'gsm8k'\]"),
     ],
 )
@@ -369,6 +378,25 @@ def test_samples_of_another_prompt_end_or_grader_are_not_continued(tmp_path, key
     begin(config)
     with pytest.raises(UserError, match=told):
         begin(rlx_config.default())
+
+
+def test_samples_of_other_weights_at_the_same_place_are_not_continued(tmp_path):
+    """A run's hf/ is written again by each checkpoint."""
+    weights, out = tmp_path / "hf" / "model.safetensors", tmp_path / "out"
+    weights.parent.mkdir()
+    weights.write_bytes(b"")
+    os.utime(weights, (0, 1_000_000_000))
+    args = QuestionOptions(), {"hf": str(weights.parent)}, {}, {}, out
+    append_jsonl(out / "hf" / "x.jsonl", {"index": 0, "sample": 0})
+    before = sample_files.settings(*args)
+    (out / "settings.json").write_text(json.dumps(before))
+    assert sample_files.settings(*args) == before
+    os.utime(weights, (0, 1_100_000_000))
+    with pytest.raises(UserError, match="holds hf of weights written Sun Sep  9 01:46:40 2001 UTC"):
+        sample_files.settings(*args)
+    del before["weights"]  # of an earlier release
+    (out / "settings.json").write_text(json.dumps(before))
+    assert "2004" in sample_files.settings(*args)["weights"]["hf"]
 
 
 def test_a_guide_and_stops_of_the_config_hold(tmp_path):
