@@ -38,13 +38,12 @@ def main(argv: Sequence[str], serve: Sequence[str] = ("-m", "rlx.serve")) -> int
     if not a.model:
         raise UserError("--model is missing; give the HF directory to serve")
     machines = remote_servers.Machines.of(a.hosts, a.ssh, a.python, os.environ)
-    ports = range(a.port, a.port + max(1, a.servers)) if a.port else ()
-    checks, reports = machines.check(shared, ports)
+    first = (a.port, a.metrics_port)
+    checks, reports = machines.check(shared, first, a.servers)
     command.say(remote_servers.table(checks))
     if findings.status(checks):
         return 1
     served = (*serve, f"--model={a.model}", *argv[cut + 1 :])
-    first = (a.port, a.metrics_port)
     servers = remote_servers.servers(machines, shared, reports, a.servers, first, served)
     remote_servers.up(machines, shared, servers)
     command.say(remote_servers.status(shared)[0])

@@ -72,7 +72,7 @@ class Machines:
     def _ask(self, host: str, action: str, request: Mapping[str, Any]) -> Any:
         answer = f"{action}(**json.loads({json.dumps(request)!r}))"
         source = Path(host_agent.__file__).read_text()
-        program = f"{source}\nimport json\nprint(json.dumps({answer}))"
+        program = f"{source}\nprint(json.dumps({answer}))"
         options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", host, "--"]
         if self.ssh == "srun":
             options = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}"]
@@ -94,7 +94,9 @@ class Machines:
                 remedy = f"give the hosts' Python by --python (now {self.python})"
             return UserError(f"{last_line}; {remedy}")
 
-    def check(self, shared: Path, ports: Sequence[int] = ()) -> tuple[list[Finding], dict]:
+    def check(
+        self, shared: Path, ports: Sequence[int] = (), servers: int = 0
+    ) -> tuple[list[Finding], dict]:
         """Compare all hosts with this one; return the checks, and host → result of `look`."""
         mark = secrets.token_hex(8)
         with explained(f"cannot write to --shared={shared}", "give another directory"):
@@ -104,7 +106,8 @@ class Machines:
                                    "shared": str(shared.absolute())}  # fmt: skip
         start, here = time.time(), host_agent.look(**request, ports=[])
         try:
-            reports = self.ask("look", {h: {**request, "ports": [*ports]} for h in self.hosts})
+            there = {**request, "ports": [*ports], "servers": servers}
+            reports = self.ask("look", dict.fromkeys(self.hosts, there))
         finally:
             (shared / ".rlx-mark").unlink(missing_ok=True)
         span = (start, time.time())
@@ -195,17 +198,17 @@ def up(machines: Machines, shared: Path, processes: Processes) -> None:
         raise UserError(f"{problem}; {remedy}")
     wanted_joined = _remove_dead_addresses(shared) + sum(map(len, processes.values()))
     stop, end = Event(), time.monotonic() + READY_SECONDS
-    with interrupts(stop.set):  # so that cluster.json lists every started process
-        answers = machines.ask("start", {host: {"commands": c} for host, c in processes.items()})
-        failed = {host: a for host, a in answers.items() if isinstance(a, UserError)}
-        _write(machines, shared, {
-            host: [{"name": process["name"], "log": process["log"], **began}
-                   for process, began in zip(processes[host], answer, strict=True)]
-            for host, answer in answers.items() if host not in failed
-        })  # fmt: skip
+    started = {h: [{k: one[k] for k in ("name", "log")} for one in c] for h, c in processes.items()}
+    _write(machines, shared, started)  # before: a host's answer may be lost
+    with interrupts(stop.set):
         try:
-            for host, error in failed.items():
-                raise UserError(f"{host}: {error}")
+            requests = {host: {"commands": commands} for host, commands in processes.items()}
+            for host, answer in machines.ask("start", requests).items():
+                if isinstance(answer, UserError):
+                    raise UserError(f"{host}: {answer}")
+                for one, began in zip(started[host], answer, strict=True):
+                    one |= began
+            _write(machines, shared, started)
             joined = -1
             while joined < wanted_joined:
                 if stop.wait(LOOK_SECONDS):
@@ -232,7 +235,7 @@ def status(shared: Path) -> tuple[str, bool]:
     """Return a line for each process and the command of a run there, and whether all run."""
     states = {True: "✓ runs", False: "✗ ended: {log}", None: "✗ its host does not answer"}
     rows = [
-        (host, process["name"], str(process["pid"]), states[runs].format(**process))
+        (host, process["name"], str(process.get("pid", "?")), states[runs].format(**process))
         for host, process, runs in _alive(*read(shared))
     ]
     shown = aligned([("host", "what", "process", "state"), *rows])
@@ -259,7 +262,7 @@ def down(shared: Path) -> int:
         _write(machines, shared, {host: started[host] for host in failed})
         host, answer = next(iter(failed.items()))
         why = answer if isinstance(answer, UserError) else f"{sum(answer)} cannot be killed"
-        raise UserError(f"{host}: {why}; its processes may still run, give the same command again")
+        raise UserError(f"{host}: {why}; its processes may still run, give rlx.cluster down again")
     _remove_dead_addresses(shared)
     (shared / STATE).unlink()
     return 0

@@ -4,6 +4,7 @@ This file is sent to the host's Python. Arguments and results are JSON; the last
 the result.
 """
 
+import json
 import os
 import platform
 import shutil
@@ -18,8 +19,13 @@ from pathlib import Path
 from typing import Any
 
 
-def look(path: str, packages: list[str], shared: str, mark: str, ports: list[int]) -> dict:
-    """Return versions, GPUs and the clock of this host, and problems ("": none)."""
+def look(
+    path: str, packages: list[str], shared: str, mark: str, ports: list[int], servers: int = 0
+) -> dict:
+    """Return versions, GPUs and the clock of this host, and problems ("": none).
+
+    Each of the servers, 0: one a GPU, needs a port from each of `ports` on that is not 0.
+    """
     sys.path.insert(0, path)  # directory that rlx runs from, if it exists
     versions = dict.fromkeys(["rlx", *packages], "")
     with suppress(ImportError):
@@ -41,11 +47,13 @@ def look(path: str, packages: list[str], shared: str, mark: str, ports: list[int
         probe.unlink()
     except OSError as error:
         wrong = str(error)
-    for port in ports:  # must be free
+    count = servers or len(gpus) or 1
+    for port in (first + i for first in ports if first for i in range(count)):
         try:
             socket.create_server(("", port)).close()
-        except OSError as error:
-            in_use = f"port {port}: {os.strerror(error.errno or 0)}"
+        except (OSError, OverflowError) as error:
+            number = getattr(error, "errno", 0)
+            in_use = f"port {port}: {os.strerror(number) if number else error}"
     return {
         "python": platform.python_version(), "versions": versions, "gpus": gpus,
         "gpus_wrong": broken, "clock": time.time(), "shared": wrong, "ports": in_use,
@@ -63,20 +71,30 @@ def start(commands: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         started.append({"pid": process.pid, "begun": start_ticks(process.pid)})
+        with suppress(OSError):  # for those who lose the answer
+            Path(f"{command['log']}.pid").write_text(json.dumps(started[-1]))
     return started
 
 
+def _begun(one: dict[str, Any]) -> dict[str, Any]:
+    """Return a process with pid and `begun`, those that `start` wrote if it lacks them."""
+    if "pid" not in one:
+        with suppress(OSError, ValueError):
+            return json.loads(Path(f"{one['log']}.pid").read_text())
+    return {"pid": 0, "begun": "", **one}
+
+
 def alive(processes: list[dict[str, Any]]) -> list[bool]:
-    """Return whether each process that `start` returned still runs."""
-    return [bool(one["begun"]) and start_ticks(one["pid"]) == one["begun"] for one in processes]
+    """Return whether each process that `start` began still runs."""
+    return [start_ticks(one["pid"]) == one["begun"] != "" for one in map(_begun, processes)]
 
 
 def stop(processes: list[dict[str, Any]], seconds: float) -> list[bool]:
     """End processes by SIGTERM, after `seconds` their groups by SIGKILL; return as `alive`."""
     # SIGTERM not to the group: a server needs its engine to drain.
     for number, patience in ((signal.SIGTERM, seconds), (signal.SIGKILL, 10.0)):
-        for one, runs in zip(processes, alive(processes), strict=True):
-            if runs:
+        for one in (one for one in map(_begun, processes) if alive([one])[0]):
+            with suppress(ProcessLookupError):
                 (os.kill if number == signal.SIGTERM else os.killpg)(one["pid"], number)
         deadline = time.monotonic() + patience
         while any(alive(processes)) and time.monotonic() < deadline:

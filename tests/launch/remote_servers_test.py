@@ -1,6 +1,7 @@
 """Machines with ssh and nothing else: three real sshd on loopback, with keys of their own."""
 
 import getpass
+import json
 import os
 import shutil
 import signal
@@ -224,6 +225,60 @@ def test_ctrl_c_while_servers_are_started_leaves_none_running(ssh, tmp_path, cap
     assert len(started) == 2
     assert all(ended(pid, 60) for pid in started)
     assert not (tmp_path / "shared" / remote_servers.STATE).exists()
+
+
+@pytest.fixture
+def local_ssh(tmp_path):
+    """An ssh that runs everything here, and dies after a start where the file `cut` is."""
+    script = tmp_path / "ssh"
+    script.write_text(f"""#!/bin/bash
+[ "$1" != -G ] || exec echo hostname 127.0.0.1
+while [ "$1" != -- ]; do shift; done
+shift
+[ ! -e {tmp_path}/away ] || exit 255
+program=$(cat)
+answer=$("${{@//\\'/}}" <<< "$program")
+[[ $program = *"(start("* && -e {tmp_path}/cut ]] && touch {tmp_path}/away && exit 255
+echo "$answer"
+""")
+    script.chmod(0o755)
+    return str(script)
+
+
+@pytest.mark.parametrize("unreachable", [True, False])
+def test_what_a_host_started_is_ended_though_its_answer_was_lost(
+    local_ssh, tmp_path, capsys, ending, unreachable
+):
+    """The host was forgotten: `down` left its servers running, and then knew of none."""
+    log, away = tmp_path / "shared" / "logs" / "a-0.log", tmp_path / "away"
+    (tmp_path / "cut").touch()
+    if not unreachable:
+        script = Path(local_ssh)
+        script.write_text(script.read_text().replace(f"touch {away} && ", ""))
+    code = "import time; time.sleep(600)"
+    with pytest.raises(UserError, match=r"a: status 255|rlx\.cluster down"):
+        command(local_ssh, tmp_path, capsys, "up", "--hosts=a", serve=("-c", code))
+    pid = json.loads(log.with_name("a-0.log.pid").read_text())["pid"]
+    if unreachable:
+        assert not ended(pid, 0.1)
+        away.unlink()
+        status, out = command(local_ssh, tmp_path, capsys, "status")
+        assert (status, "✓ runs" in out) == (0, True)
+        assert command(local_ssh, tmp_path, capsys, "down")[0] == 0
+    assert ended(pid, 10)
+    assert not (tmp_path / "shared" / remote_servers.STATE).exists()
+
+
+def test_the_ports_of_all_servers_and_their_metrics_are_looked_at(local_ssh, tmp_path, capsys):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        for flag in (f"--metrics-port={port}", f"--port={port - 1}"):
+            flags = ("--hosts=a", "--servers=2", flag)
+            status, out = command(local_ssh, tmp_path, capsys, "up", *flags)
+            assert status == 1
+            assert f"port {port}: Address already in use" in out
+    status, out = command(local_ssh, tmp_path, capsys, "up", *flags[:2], "--port=65535")
+    assert (status, "port 65536: " in out) == (1, True)
 
 
 def test_a_host_that_does_not_answer_is_not_said_to_have_ended_its_servers(tmp_path):

@@ -407,11 +407,15 @@ def test_a_server_that_wrote_many_lines_is_replaced(tmp_path):
 
 
 def test_ctrl_c_before_the_start_ends_the_command(tmp_path):
-    run, start = _RayRun(MagicMock(), default(), tmp_path, []), time.monotonic()
-    with pytest.raises(KeyboardInterrupt), interrupts(run.interrupt):
+    run, end = _RayRun(MagicMock(), default(), tmp_path, []), time.monotonic() + 10
+
+    def wait_for_nodes():
         os.kill(os.getpid(), signal.SIGINT)
-        while time.monotonic() < start + 10:
+        while time.monotonic() < end:
             time.sleep(0.01)
+
+    with interrupts(run.interrupt), pytest.raises(KeyboardInterrupt):
+        wait_for_nodes()
 
 
 def test_ray_that_is_not_installed_is_said_in_one_line(tmp_path):
