@@ -165,5 +165,5 @@ def settings(
 def _written(model: Path) -> str:
     """Return when an HF directory's weights, or a checkpoint, were written; a copy's may differ."""
     files = (*model.glob("*.safetensors"), *model.glob("manifest.json"))
-    newest = time.gmtime(max((file.stat().st_mtime for file in files), default=0.0))
-    return f"weights written {time.asctime(newest)} UTC"
+    newest = max((file.stat().st_mtime for file in files), default=0.0)
+    return f"weights written {time.asctime(time.gmtime(newest))} UTC"

@@ -106,8 +106,8 @@ class Machines:
                                    "shared": str(shared.absolute())}  # fmt: skip
         start, here = time.time(), host_agent.look(**request, ports=[])
         try:
-            there = {**request, "ports": [*ports], "servers": servers}
-            reports = self.ask("look", dict.fromkeys(self.hosts, there))
+            request |= {"ports": [*ports], "servers": servers}
+            reports = self.ask("look", dict.fromkeys(self.hosts, request))
         finally:
             (shared / ".rlx-mark").unlink(missing_ok=True)
         span = (start, time.time())

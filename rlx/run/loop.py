@@ -382,18 +382,20 @@ class _Loop:
         return self.executor.tune(self.seconds.get("wait", 0.0) / seconds, queued)
 
     def _drain_engine_spans(self, process: str, fleet: Fleet | NoFleet) -> float:
-        """Add the engines' spans since the last record to the timeline; return busy seconds."""
+        """Add the engines' spans since the last record to the timeline; return seconds of work."""
         try:
             spans = list(self.parts.loop.run(fleet.drain_spans(), SPAN_SECONDS).values())
         except TimeoutError:  # the watchdog reports a blocked event loop
             spans = []
+        busy = 0
         for index, server in enumerate(spans):
             for text, start, end in server:
                 # One name, so that viewers can sum its spans.
                 name, _, version = text.partition(" version ")
+                busy += (end - start) * (name in run_records.BUSY)
                 args = {"version": int(version)} if version else {}
                 self.timeline.add(f"{process} {index}", "engine", name, start, end, **args)
-        return run_records.busy_seconds(spans)
+        return busy / 1e9 / max(1, len(spans))
 
     def _measure(self) -> None:
         """Compute the loss on the held-out rows of a dataset, if an evaluation is due."""

@@ -129,7 +129,10 @@ def build(
 ) -> tuple[State, int]:  # the train state, which the first update donates, and its step
     """Build and start everything; `stack` ends it in reverse order. UserError if a part fails."""
     start, laps, cores = time.monotonic(), parts.laps, sorted(os.sched_getaffinity(0))
-    plan = _divide_cores(parts, stack, cores)
+    num_servers = sum(each.num_local for each in parts.inputs.options.scorers)
+    plan = _cpu_plan(parts.config, cores, num_servers + _num_policy_servers(parts.config))
+    os.sched_setaffinity(0, plan.trainer)  # before JAX makes its threads
+    stack.callback(os.sched_setaffinity, 0, cores)
     _decide(parts, hosts.count)
     laps["precision"] = time.monotonic_ns()
     _show_progress(parts, stack, killed)
@@ -150,16 +153,6 @@ def build(
     for (_, begin), (name, end) in itertools.pairwise(laps.items()):
         parts.timeline.add("trainer", "main", f"start: {name}", begin, end)
     return initial.state, initial.step
-
-
-def _divide_cores(parts: Parts, stack: ExitStack, cores: Sequence[int]) -> local.CpuPlan:
-    """Limit this process to the trainer's cores; return all cores, the policy's servers first."""
-    num_servers = _num_policy_servers(parts.config)
-    num_servers += sum(each.num_local for each in parts.inputs.options.scorers)
-    plan = _cpu_plan(parts.config, cores, num_servers)
-    os.sched_setaffinity(0, plan.trainer)  # before JAX makes its threads
-    stack.callback(os.sched_setaffinity, 0, cores)
-    return plan
 
 
 def _num_policy_servers(config: ConfigDict) -> int:

@@ -1,6 +1,6 @@
 """Turn groups and counters into a run's JSON-able records."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -69,9 +69,3 @@ def _transcript(step: int, group: Group, t: Trajectory) -> dict[str, Any]:
         "versions": t.versions[sampled].tolist(),
         "logprobs": [round(x, 4) for x in t.behaviour_logprobs[sampled].tolist()],
     }  # fmt: skip
-
-
-def busy_seconds(spans: Sequence[Iterable[tuple[str, int, int]]]) -> float:
-    """Return the mean seconds that servers spent computing tokens."""
-    busy = sum(end - start for server in spans for name, start, end in server if name in BUSY)
-    return busy / 1e9 / max(1, len(spans))

@@ -76,13 +76,13 @@ def serve_metrics(parts: Any) -> Iterator[None]:
 
     def write(entries: list[dict[str, Any]]) -> None:
         text, path = json.dumps(entries, indent=1).encode(), parts.workdir / "prometheus.json"
-        if not path.exists() or path.read_bytes() != text:
-            write_atomically(path, text)
+        with suppress(OSError, UserError):  # a full disk hides neither its metric nor a failure
+            if not path.exists() or path.read_bytes() != text:
+                write_atomically(path, text)
 
     class Gauges(Collector):
         def collect(self) -> Iterator[GaugeMetricFamily]:
-            with suppress(OSError, UserError):  # a full disk must not hide its metric
-                write(targets(parts))
+            write(targets(parts))
             for name, value in gauges(parts).items() if hasattr(parts, "executor") else ():
                 yield GaugeMetricFamily(f"rlx_{name}", "docs/metrics.md has its meaning.", value)
 

@@ -62,7 +62,8 @@ class WorkerProcess:
         self.ended = False  # whether it takes no more jobs
         self._kind, self._blocked = kind, ""
         self._hello: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._jobs: dict[str, tuple[asyncio.Future, _Progress]] = {"": (self._hello, lambda *_: None)}
+        self._jobs: dict[str, tuple[asyncio.Future, _Progress]] = {}
+        self._jobs[""] = self._hello, lambda *_: None
         self._reason: Exception | None = None  # why it was killed
         self._process: WorkerHandle | None = None
         self._writer: asyncio.StreamWriter | None = None

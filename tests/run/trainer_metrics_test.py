@@ -150,6 +150,19 @@ def test_before_the_run_is_built_the_trainer_is_listed_and_has_no_number(parts, 
         assert first["labels"]["role"] == "trainer"
 
 
+def test_a_full_disk_does_not_hide_the_failure_of_the_run(parts, monkeypatch):
+    def full(path, data):
+        raise UserError(f"cannot write {path}: no space left")
+
+    def run():
+        with serve_metrics(parts):
+            monkeypatch.setattr(trainer_metrics, "write_atomically", full)
+            raise UserError("loss is nan")
+
+    with pytest.raises(UserError, match="loss is nan"):
+        run()
+
+
 def test_a_taken_port_and_an_open_address_are_one_line(parts):
     own = parts.config.observe
     with (
