@@ -94,9 +94,7 @@ class Machines:
                 remedy = f"give the hosts' Python by --python (now {self.python})"
             return UserError(f"{last_line}; {remedy}")
 
-    def check(
-        self, shared: Path, ports: Sequence[int] = (), servers: int = 0
-    ) -> tuple[list[Finding], dict]:
+    def check(self, shared: Path, ports: Sequence[int] = (), servers: int = 0) -> tuple[list, dict]:
         """Compare all hosts with this one; return the checks, and host → result of `look`."""
         mark = secrets.token_hex(8)
         with explained(f"cannot write to --shared={shared}", "give another directory"):

@@ -351,7 +351,11 @@ class _Loop:
             busy["teacher_busy_seconds"] = self._drain_engine_spans("teacher", teachers)
         seconds = now - self.recorded_at
         if not self.config.rollout.max_concurrent_rollouts:  # auto
-            counters["max_concurrent_rollouts"] = self._tune_concurrency(seconds)
+            queued = -1  # unknown; questions of an evaluation wait at the servers as well
+            if isinstance(self.fleet, Fleet) and not self.held_out.under_way:
+                queued = self.fleet.drain_queue()
+            waited = self.seconds.get("wait", 0.0) / seconds
+            counters["max_concurrent_rollouts"] = self.executor.tune(waited, queued)
         record = run_records.step_record(
             step, metrics, seconds, generated - self.generated, self.data,
             epoch=groups[-1].group_id // self.rows, version=self.executor.version,
@@ -373,13 +377,6 @@ class _Loop:
         for span in self.parts.inputs.reward_pool.drain_spans():
             self.timeline.add("rewards", "worker", "reward", span.start_ns, span.end_ns)
         self._record_evaluations()
-
-    def _tune_concurrency(self, seconds: float) -> int:
-        """Let the number of live prompts follow a step of `seconds`; return it."""
-        queued = -1  # unknown; questions of an evaluation wait at the servers as well
-        if isinstance(self.fleet, Fleet) and not self.held_out.under_way:
-            queued = self.fleet.drain_queue()
-        return self.executor.tune(self.seconds.get("wait", 0.0) / seconds, queued)
 
     def _drain_engine_spans(self, process: str, fleet: Fleet | NoFleet) -> float:
         """Add the engines' spans since the last record to the timeline; return seconds of work."""

@@ -19,9 +19,7 @@ from pathlib import Path
 from typing import Any
 
 
-def look(
-    path: str, packages: list[str], shared: str, mark: str, ports: list[int], servers: int = 0
-) -> dict:
+def look(path: str, packages: list, shared: str, mark: str, ports: list, servers: int = 0) -> dict:
     """Return versions, GPUs and the clock of this host, and problems ("": none).
 
     Each of the servers, 0: one a GPU, needs a port from each of `ports` on that is not 0.
