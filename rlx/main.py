@@ -15,7 +15,6 @@ from rlx.config import check
 from rlx.doctor import failures
 from rlx.run import flags
 from rlx.run.allocate import apply_allocation
-from rlx.system.process_settings import end_with_parent
 from rlx.system.workdir_lock import chosen_workdir
 from rlx.train.hosts import Cluster
 
@@ -42,8 +41,6 @@ def main() -> int:
         check(config)  # before JAX, which takes a moment to import
         from rlx.run import loop, scheduler, trainers
 
-        if parent := os.environ.pop(trainers.PARENT, ""):  # on this host only
-            end_with_parent(int(parent))
         if not local or config.scheduler.retries > 0:
             return scheduler.launch(config, workdir, sys.argv[1:], values.dry_run)
         with trainers.spawn_local_ranks(config) as config:

@@ -157,6 +157,9 @@ class Call:
         """Return no metadata, as of a client without traces."""
         return ()
 
+    def time_remaining(self) -> float:
+        return max(0.0, self._timer.when() - self._loop.time())
+
     def _begin(self) -> None:
         link = self._channel.link
         if not link.service:

@@ -27,7 +27,8 @@ from rlx.model.ops import on_cpu
 
 _DIGEST = 16  # bytes before a file's content
 _TRACED = ("rlx.algorithms.", "rlx.model.", "rlx.train.")  # modules that make programs
-_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy")
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy")  # that make programs
+_OTHERS = ("orbax", "safetensors", "tokenizers", "torch")  # that these modules import as well
 
 
 class KeptPrograms:
@@ -147,7 +148,7 @@ def _patched() -> bool:
     """Return whether a function of rlx that programs are traced from was replaced by another."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith(_TRACED)]
     origins = {str(f.__module__).partition(".")[0] for m in modules for f in _callables(m)}
-    return not origins <= {"rlx", "orbax", "safetensors", *_LIBRARIES, *sys.stdlib_module_names}
+    return not origins <= {"rlx", *_LIBRARIES, *_OTHERS, *sys.stdlib_module_names}
 
 
 def _callables(module: ModuleType) -> Iterator[Any]:

@@ -22,7 +22,7 @@ from rlx.launch.run_secrets import CERTIFICATE, KEY
 from rlx.model.directory import resolve
 from rlx.run.inputs import INITIAL
 from rlx.run.room_options import RunOptions
-from rlx.run.trainers import PARENT
+from rlx.run.trainers import PARENT, end_with_spawner
 from rlx.system import exit_reason
 from rlx.system.jsonl import read_last
 from rlx.system.signals import interrupts
@@ -68,6 +68,7 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
     `config` is allocated and checked, all hosts see `workdir`, `flags` are the user's. `dry_run`
     only writes and shows what starts. UserError if the run fails; no process is left.
     """
+    end_with_spawner()  # a sweep
     if config.scheduler.type == "local":
         return _launch_here(config, workdir)
     module: Any = import_module(SCHEDULERS[config.scheduler.type])

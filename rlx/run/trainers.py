@@ -29,6 +29,7 @@ from rlx.doctor.memory import RunSizes
 from rlx.run.inputs import Inputs
 from rlx.run.room_options import RunOptions, as_json
 from rlx.system import exit_reason
+from rlx.system.process_settings import end_with_parent
 from rlx.system.signals import interrupts
 from rlx.train import conductor
 from rlx.train.contract import Update
@@ -95,6 +96,12 @@ def join_processes(config: ConfigDict, stop: Event) -> Iterator[Hosts]:
         library(config).leave()
 
 
+def end_with_spawner() -> None:
+    """End this process with the one on this host that spawned it, if one did."""
+    if parent := os.environ.pop(PARENT, ""):
+        end_with_parent(int(parent))
+
+
 @contextmanager
 def spawn_local_ranks(config: ConfigDict) -> Iterator[ConfigDict]:
     """Start the other local processes of trainer=torch unless the cluster is described already.
@@ -104,6 +111,7 @@ def spawn_local_ranks(config: ConfigDict) -> Iterator[ConfigDict]:
     # Not torchrun: it hides exit statuses, adds a traceback of 40 lines, and leaves its processes
     # behind when it is killed.
     c = config.cluster
+    end_with_spawner()
     described = c.coordinator or c.process >= 0 or Cluster.is_one_of_several(os.environ)
     if c.processes < 2 or described or config.trainer != "torch":
         yield config

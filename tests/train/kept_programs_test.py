@@ -1,6 +1,9 @@
 """Kept programs: loaded where nothing that they depend on has changed, and only there."""
 
+import contextlib
 import dataclasses
+import importlib
+import pkgutil
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +11,9 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+import rlx.algorithms
+import rlx.model
+import rlx.train
 from rlx.model import kept_programs, ops
 from rlx.model.kept_programs import KeptPrograms
 from rlx.train.train_options import TrainOptions
@@ -96,6 +102,14 @@ def test_equal_programs_of_other_arguments_stay_apart(folder):
     for number, function in enumerate([lambda a, b: a * 3, lambda a, b: b * 3]):
         program = KeptPrograms(folder, number).jit(function, name="pick")
         assert program(jnp.zeros(2), jnp.ones(2)).tolist() == [3.0 * number] * 2
+
+
+def test_rlx_itself_is_not_taken_for_a_replacement():
+    for package in (rlx.algorithms, rlx.model, rlx.train):
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            with contextlib.suppress(ImportError):  # of torch, where it is not installed
+                importlib.import_module(module.name)
+    assert not kept_programs._patched()
 
 
 def test_a_damaged_file_is_made_anew(folder, tmp_path):
