@@ -65,10 +65,10 @@ FUNCTION_LINES = 104  # of the longest function, with its docstring
 NAMELESS = {
     "asked", "begun", "found", "given", "gone", "had", "made", "own", "there", "took", "whole",
 }  # fmt: skip
-TOTAL_LINES = 51_382
+TOTAL_LINES = 51_383
 BUDGET = {  # room → lines of Python, generated files left out
     "": 13, "base": 281, "system": 1_319, "journal": 493, "option": 64, "algorithms": 1_913,
-    "cli": 776, "model": 4_578, "train": 3_509, "observe": 2_451, "fleet": 3_273, "engines": 4_718,
+    "cli": 776, "model": 4_579, "train": 3_509, "observe": 2_451, "fleet": 3_273, "engines": 4_718,
     "sandbox": 696, "workers": 392, "environments": 653, "plan": 804, "rewards": 1_659,
     "rollout": 3_620, "agents": 3_744,
     "launch": 1_832, "mismatch": 745, "evaluation": 806, "doctor": 1_094, "debugger": 440,

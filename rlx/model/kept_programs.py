@@ -83,8 +83,9 @@ class KeptPrograms:
             return program
         with _events() as events:
             compiled = lowered.compile()
-        # A program from JAX's own cache does not run if it is written and loaded again.
-        if not any(event.endswith("/cache_hits") for event in events):
+        # One that JAX had in its caches, on disk or in memory, may not run when it is loaded from
+        # here: only what it has compiled now, and written, is kept.
+        if any(event.endswith("/cache_misses") for event in events):
             with suppress(Exception):  # a program that has no such form, a full disk
                 _write(file, pickle.dumps(serialize_executable.serialize(compiled)))
                 _write(link, file.name.encode())
@@ -92,7 +93,7 @@ class KeptPrograms:
 
     def _file(self, *about: Any) -> Path:
         digest = _digest(f"{about} {self._machine}".encode())
-        return self._folder / f"{digest.hex()}-program"
+        return self._folder / f"{digest.hex()}-kept"
 
 
 def _shape(leaf: Any) -> tuple:

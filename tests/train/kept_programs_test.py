@@ -130,6 +130,20 @@ def test_what_jax_s_cache_had_is_not_written_again(folder, tmp_path):
     assert not list((tmp_path / "programs").iterdir())
 
 
+def tripled(x):
+    return x * 3
+
+
+def test_what_jax_has_in_memory_from_its_cache_is_not_written_either(folder, tmp_path):
+    x = jnp.ones(3)
+    for _ in range(2):
+        jax.clear_caches()
+        jax.jit(tripled)(x)
+    for _ in range(2):
+        assert KeptPrograms(folder).jit(tripled)(x).tolist() == [3.0] * 3
+    assert not list((tmp_path / "programs").iterdir())
+
+
 def test_without_a_folder_it_is_jax_s_own():
     assert use(None) == use(None) == ([0.0, 2.0, 4.0], 1)
     assert isinstance(KeptPrograms(None).jit(Doubled().double), type(jax.jit(Doubled().double)))
