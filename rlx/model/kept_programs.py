@@ -83,8 +83,8 @@ class KeptPrograms:
             return program
         with _events() as events:
             compiled = lowered.compile()
-        # One that JAX had in its caches, on disk or in memory, may not run when it is loaded from
-        # here: only what it has compiled now, and written, is kept.
+        # Only what JAX has compiled now, and written, is kept. One that it had in its caches, on
+        # disk or in memory, may not run when it is loaded from here.
         if any(event.endswith("/cache_misses") for event in events):
             with suppress(Exception):  # a program that has no such form, a full disk
                 _write(file, pickle.dumps(serialize_executable.serialize(compiled)))
