@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from rlx.base import Group
-from rlx.model import decoder, hf, kept_tokens
+from rlx.model import hf, kept_tokens
 from rlx.train.update import JaxUpdate
 from rlx_torch.update import TorchUpdate
+from tests.fixtures.model import logits_of_rows
 from tests.rlx_torch.update_test import groups, options, weights
 
 pytestmark = pytest.mark.torch
@@ -53,10 +54,7 @@ def batches(seed=3, every=True):
 
 def oracle(params, model, t, masks):
     """Log-probabilities and entropies of a trajectory, float64 from the decoder's logits."""
-    tokens = t.tokens[None]
-    batch = [tokens, np.arange(tokens.shape[1])[None], np.ones_like(tokens)]
-    x = decoder.hidden_states(params, model, *batch)
-    z = np.asarray(decoder.unembed(params, model, x), np.float64)[0, :-1] / TEMPERATURE
+    z = np.asarray(logits_of_rows(params, model, t.tokens[None]), np.float64)[0, :-1] / TEMPERATURE
     z = z if masks is None else np.where(masks[1:], z, -np.inf)
     log_p = z - np.log(np.exp(z - z.max(1, keepdims=True)).sum(1, keepdims=True))
     log_p -= z.max(1, keepdims=True)
