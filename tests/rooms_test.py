@@ -65,14 +65,14 @@ FUNCTION_LINES = 104  # of the longest function, with its docstring
 NAMELESS = {
     "asked", "begun", "found", "given", "gone", "had", "made", "own", "there", "took", "whole",
 }  # fmt: skip
-TOTAL_LINES = 51_383
+TOTAL_LINES = 51_399
 BUDGET = {  # room → lines of Python, generated files left out
-    "": 13, "base": 281, "system": 1_319, "journal": 493, "option": 64, "algorithms": 1_913,
-    "cli": 776, "model": 4_579, "train": 3_509, "observe": 2_451, "fleet": 3_273, "engines": 4_718,
-    "sandbox": 696, "workers": 392, "environments": 653, "plan": 804, "rewards": 1_659,
-    "rollout": 3_620, "agents": 3_744,
-    "launch": 1_832, "mismatch": 745, "evaluation": 806, "doctor": 1_094, "debugger": 440,
-    "config": 457, "areal": 622, "run": 6_766, "tinker": 1_168, "commands": 1_108,
+    "": 13, "base": 281, "system": 1_319, "journal": 493, "option": 64, "algorithms": 1_918,
+    "cli": 776, "model": 4_578, "train": 3_509, "observe": 2_451, "fleet": 3_276, "engines": 4_718,
+    "sandbox": 696, "workers": 392, "environments": 653, "plan": 804, "rewards": 1_660,
+    "rollout": 3_621, "agents": 3_748,
+    "launch": 1_832, "mismatch": 745, "evaluation": 808, "doctor": 1_094, "debugger": 440,
+    "config": 457, "areal": 622, "run": 6_767, "tinker": 1_168, "commands": 1_108,
     "rlx_torch": 2_010,
 }  # fmt: skip
 

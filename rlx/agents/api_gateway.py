@@ -376,7 +376,8 @@ class Gateway:
         return self.tokenizer.decode(shown, clean_up_tokenization_spaces=False)
 
     def _logprobs(self, p: PreparedRequest) -> Logprobs:
-        return Logprobs(self._decode, self._token_bytes, p.chat.sampling.top_logprobs, self._hidden)
+        most = p.chat.sampling.top_logprobs
+        return Logprobs(self._decode, self._token_bytes, most, self._hidden)
 
     async def _stream(
         self, request: web.Request, events: AsyncGenerator[list[Event], None]

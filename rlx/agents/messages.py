@@ -125,7 +125,8 @@ class MessageReply(Reply):
         }  # fmt: skip
 
     def _usage(self, choice: Choice | None) -> dict[str, int]:
-        return {"input_tokens": self.prompt_tokens, "output_tokens": choice.tokens if choice else 0}
+        tokens = choice.tokens if choice else 0
+        return {"input_tokens": self.prompt_tokens, "output_tokens": tokens}
 
 
 def _block(index: int, what: str, **fields: Any) -> Event:

@@ -66,7 +66,8 @@ async def _export(online: OnlineSessions, request: web.Request) -> web.Response:
     state = online.state(name)
     if state.slot < 0 or state.why:  # a training run takes its own sessions
         online.take(name, "exported", state.why)
-    return web.Response(body=await online.export(name), content_type="application/json")
+    body = await online.export(name)
+    return web.Response(body=body, content_type="application/json")
 
 
 async def _end(online: OnlineSessions, request: web.Request) -> web.Response:

@@ -58,7 +58,8 @@ class StreamText:
             if at >= 0:
                 until = min(until, at) if end in self._ends else until
                 continue
-            length = next(n for n in range(len(end))[::-1] if self._text.endswith(end[:n]))
+            lengths = range(len(end) - 1, -1, -1)
+            length = next(n for n in lengths if self._text.endswith(end[:n]))
             until = min(until, len(self._text) - length)
         return until
 

@@ -136,7 +136,8 @@ def shares(valid: Array, ids: Array | None) -> Array:
     counted = ops.float32(valid)
     if ids is None:
         return counted
-    return counted / ops.lib.clip(_total(counted, ops.dense_ranks(ids), counted), 1.0, None)
+    index = ops.dense_ranks(ids)
+    return counted / ops.lib.clip(_total(counted, index, counted), 1.0, None)
 
 
 def standardise(
@@ -266,9 +267,10 @@ def gae(
     after_end = ops.take(bootstrap_N, sequence_ids_F, 0.0)
     next_values = lib.where(has_next, values_F[following], after_end)
     delta = rewards_F + algorithm.gamma * next_values - values_F
+    decay = algorithm.gamma * algorithm.lam * has_next
     # A = b + a·A_next at trained tokens, A = A_next between them; a = 0 after a trajectory's last
     # one cuts the trajectories apart.
-    a = lib.where(loss_mask_F, algorithm.gamma * algorithm.lam * has_next, ops.float32(has_next))
+    a = lib.where(loss_mask_F, decay, ops.float32(has_next))
     b = lib.where(loss_mask_F, delta, 0.0)
     return lib.where(loss_mask_F, ops.recur(a, b), 0.0)
 
@@ -296,7 +298,8 @@ def next_trained(loss_mask_F: Array, sequence_ids_F: Array) -> tuple[Array, Arra
     """Return the index of each token's next trained one in its trajectory; whether it exists."""
     ops, size = ops_of(loss_mask_F), loss_mask_F.shape[0]
     index = ops.lib.where(loss_mask_F, ops.row_index(loss_mask_F)[:, 0], size)
-    following = ops.lib.concatenate([ops.least_from(index)[1:], ops.lib.full_like(index[:1], size)])
+    at_or_after = ops.least_from(index)
+    following = ops.lib.concatenate([at_or_after[1:], ops.lib.full_like(index[:1], size)])
     safe = ops.lib.clip(following, None, size - 1)
     return safe, (following < size) & (sequence_ids_F[safe] == sequence_ids_F)
 

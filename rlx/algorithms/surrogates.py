@@ -33,7 +33,8 @@ def clipped_surrogate(inputs: LossInputs, algorithm: Algorithm) -> LossAndStats:
     if inputs.clip_bound is not None:
         low = lib.clip(lib.exp(-inputs.clip_bound), None, low)
         high = lib.clip(lib.exp(inputs.clip_bound), high, None)
-    plain, bounded_loss = -ratio * advantage, -lib.clip(ratio, low, high) * advantage
+    bounded = lib.clip(ratio, low, high)
+    plain, bounded_loss = -ratio * advantage, -bounded * advantage
     loss, clipped = lib.maximum(plain, bounded_loss), bounded_loss > plain
     if algorithm.dual_clip:
         ceiling = -algorithm.dual_clip * advantage

@@ -40,7 +40,8 @@ def recur(a: Tensor, b: Tensor) -> Tensor:
     size = a.shape[0]
     if size == 1:
         return b
-    a, b = (pad(x, (0, -size % BLOCK)).view(-1, BLOCK).t().contiguous() for x in (a, b))
+    missing = -size % BLOCK
+    a, b = (pad(x, (0, missing)).view(-1, BLOCK).t().contiguous() for x in (a, b))
     products, sums = [a[-1]], [b[-1]]
     for step in reversed(range(BLOCK - 1)):
         products.append(a[step] * products[-1])

@@ -92,7 +92,8 @@ def per_question(
             out["sample_length"] = float(np.mean(lengths))
         out["sample_pass@1"] = pass_at_k(len(right), sum(right), 1)
         out |= {f"pass@{k}": pass_at_k(len(right), sum(right), k) for k in pass_at}
-        out |= {f"maj@{k}": maj_at_k([s["answer"] for s in samples], right, k) for k in maj_at}
+        answers = [s["answer"] for s in samples]
+        out |= {f"maj@{k}": maj_at_k(answers, right, k) for k in maj_at}
     return out
 
 
@@ -109,7 +110,8 @@ def row(dataset: str, questions: Sequence[Mapping], names: Sequence[str]) -> dic
 
 def text_table(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> str:
     """Return the rows as aligned text, those of several models grouped by data set."""
-    lead = ("model", "dataset") if len({row.get("model") for row in rows}) > 1 else ("dataset",)
+    several = len({row.get("model") for row in rows}) > 1
+    lead = ("model", "dataset") if several else ("dataset",)
     sets = list(dict.fromkeys(row["dataset"] for row in rows))
     lines = [[*lead, "num_questions", *names]]
     for table_row in sorted(rows, key=lambda row: sets.index(row["dataset"])):

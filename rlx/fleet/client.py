@@ -363,9 +363,7 @@ class Fleet:
             try:
                 weights = await asyncio.shield(staging)
             except asyncio.CancelledError:  # the thread continues; its file must be removed
-                staging.add_done_callback(
-                    lambda task: task.cancelled() or task.exception() or task.result().close()
-                )
+                staging.add_done_callback(_close_result)
                 raise
             previous, self._weights = self._weights, weights
             try:
@@ -598,3 +596,8 @@ async def _back_off(attempts: int, what: str, error: Exception) -> None:
 async def _wait(times: int) -> None:
     """Wait a random time, at most 0.1 s after the first failure and 2 s after the sixth."""
     await asyncio.sleep(random.uniform(0.5, 1.0) * min(0.05 * 2 ** min(times, 6), 2.0))
+
+
+def _close_result(staging: asyncio.Task) -> None:
+    if not staging.cancelled() and not staging.exception():
+        staging.result().close()

@@ -24,6 +24,7 @@ from jax.experimental import serialize_executable
 
 import rlx
 from rlx.model.ops import on_cpu
+from rlx.system.jsonl import write_atomically
 
 _DIGEST = 16  # bytes before a file's content
 _TRACED = ("rlx.algorithms.", "rlx.model.", "rlx.train.")  # modules that make programs
@@ -51,10 +52,10 @@ class KeptPrograms:
     def jit(self, function: Callable, name: str = "", **options: Any) -> Any:
         """Return jax.jit(function), whose arguments are arrays, with its compiled programs kept.
 
-        `name` tells it from others of this object; without one it is the function's.
+        `name` tells it from other functions of its name, or from those that have none.
         """
-        jitted, name = jax.jit(function, **options), name or function.__name__
-        programs = dict[Any, Callable]()
+        name += getattr(function, "__name__", "")
+        jitted, programs = jax.jit(function, **options), dict[Any, Callable]()
 
         def call(*arguments: Any) -> Any:
             leaves, tree = jax.tree.flatten(arguments)
@@ -106,9 +107,7 @@ def _digest(content: bytes) -> bytes:
 
 
 def _write(file: Path, content: bytes) -> None:
-    part = file.with_suffix(f".{os.getpid()}")
-    part.write_bytes(_digest(content) + content)
-    part.replace(file)
+    write_atomically(file, _digest(content) + content)
 
 
 def _read(file: Path) -> bytes:

@@ -102,7 +102,8 @@ def _together(runner: asyncio.Runner, jobs: Sequence[Callable]) -> _Outcomes:
     pending = {runner.get_loop().create_task(one(*each)) for each in enumerate(jobs)}
     try:
         while pending:
-            done, pending = runner.run(asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED))
+            wait = asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            done, pending = runner.run(wait)
             yield from (task.result() for task in done)
     finally:
         for task in pending:  # they end when the loop runs again

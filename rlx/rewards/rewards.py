@@ -12,7 +12,6 @@ import inspect
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import cache, partial
 from math import isfinite
 from typing import Any
@@ -191,12 +190,13 @@ def check_rows(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def _may_fail(tests: Any) -> bool:
     """Return whether tests are Python that checks or calls something, not only defines it."""
-    with suppress(SyntaxError, TypeError, ValueError):
+    try:
         body = ast.parse("\n".join(tests if isinstance(tests, list) else [tests])).body
-        steps = [node for node in body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
-        nodes = [node for step in steps for node in ast.walk(step)]
-        return any(isinstance(node, ast.Assert | ast.Call | ast.Raise) for node in nodes)
-    return False
+    except (SyntaxError, TypeError, ValueError):
+        return False
+    steps = [node for node in body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    kinds = ast.Assert | ast.Call | ast.Raise
+    return any(isinstance(node, kinds) for step in steps for node in ast.walk(step))
 
 
 def float_answers(names: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> str:

@@ -138,4 +138,5 @@ def _draw_step(rng: random.Random, value: int) -> tuple[str, int]:
     """Return an operator and an operand that keep the value in range; half have one digit."""
     operator = "-" if rng.randint(1, LARGEST_VALUE) <= value else "+"
     room = LARGEST_VALUE - value if operator == "+" else value
-    return operator, rng.randint(1, min(room, 9 if rng.random() < 0.5 else LARGEST_OPERAND))
+    largest = min(room, 9 if rng.random() < 0.5 else LARGEST_OPERAND)
+    return operator, rng.randint(1, largest)

@@ -88,13 +88,14 @@ def score_models(
     options, template = RunOptions.of(config), config.data.chat_template
     token = wire.take_token(os.environ)
     judge = judge_of(config) if any(b.reward == JUDGE for b, _ in sets) else None
+    dtype = options.servers["dtype"]
     with lock_workdir(out, "--output"):
         fields = {
             "max_gen_tokens": options.sampling.max_new_tokens,
             "system_prompt": config.data.system_prompt, "seed": config.seed,
             "chat_template": template or None, "guide": options.sampling.guide or None,
             "stop": [*options.sampling.stop] or None, "judge": judge and judge[0].settings,
-            "dtype": options.servers["dtype"].replace("float32", "") or None,
+            "dtype": dtype if dtype != "float32" else None,
         }  # fmt: skip
         paths = {name: str(path.absolute()) for name, path in models.items()}
         sources = {b.name: [b.source, len(rows), b.reward] for b, rows in sets}

@@ -75,7 +75,7 @@ def start(commands: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _begun(one: dict[str, Any]) -> dict[str, Any]:
-    """Return a process with pid and `begun`, those that `start` wrote if it lacks them."""
+    """Return a process with its pid and start; they are read from `start`'s file if missing."""
     with suppress(OSError, ValueError):
         one = one if "pid" in one else json.loads(Path(f"{one['log']}.pid").read_text())
     return {"pid": 0, "begun": "", **one}

@@ -115,7 +115,7 @@ class JaxUpdate(BatchUpdate):
         self.state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
         self.devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
         about = dataclasses.replace(options, seed=0, image_dir=""), self.model, self._mesh
-        self._compile(places, lambda name: KeptPrograms(programs, about, name).jit)
+        self._compile(places, KeptPrograms(programs, about).jit)
 
     def _obstacle(self, attention: str) -> str:
         """Return why attention of this kind computes no trees here; empty if it does."""
@@ -134,7 +134,7 @@ class JaxUpdate(BatchUpdate):
             return self._wrong_trees("cuDNN", error)
         return ""
 
-    def _compile(self, places: Any, keep: Callable[[str], Callable]) -> None:
+    def _compile(self, places: Any, jit: Callable) -> None:
         """Declare the arguments that each program donates and the shardings of its results."""
         policy, critic, everywhere = places, None, self._everywhere()
         # Committed to the device as restored arrays are: a resumed run finds the same programs.
@@ -147,11 +147,11 @@ class JaxUpdate(BatchUpdate):
         o = self._options
         faster = o.compile and o.compute_dtype == "bfloat16"
         compiled: Any = {"compiler_options": compiler_options() if faster else None}
-        self._programs = self.learner.compiled(policy, everywhere, keep("policy"), **compiled)
+        self._programs = self.learner.compiled(policy, everywhere, jit, **compiled)
+        of_critic = partial(jit, name="critic's ")
         self._critic_programs = self.critic_learner.compiled(
-            critic, everywhere, keep("critic"), **compiled
+            critic, everywhere, of_critic, **compiled
         )
-        jit = keep("")
         self._logprob_step = jit(self.logprob_step, **compiled)
         self._value_step = jit(self.value_step, **compiled)
         self._loss = jit(self.loss, **compiled)

@@ -437,7 +437,7 @@ def test_a_killed_interpreter_is_started_again(box):
 
 
 def test_programs_of_a_killed_interpreter_are_run_again(box):
-    """Those that ran, and those that came before it had ended or another one had started."""
+    """Programs that ran then, and programs that came before another interpreter had started."""
 
     async def many() -> list[Outcome]:
         code = "import time; time.sleep(0.05); print(1)"
