@@ -65,9 +65,9 @@ FUNCTION_LINES = 104  # of the longest function, with its docstring
 NAMELESS = {
     "asked", "begun", "found", "given", "gone", "had", "made", "own", "there", "took", "whole",
 }  # fmt: skip
-TOTAL_LINES = 51_399
+TOTAL_LINES = 51_401
 BUDGET = {  # room → lines of Python, generated files left out
-    "": 13, "base": 281, "system": 1_319, "journal": 493, "option": 64, "algorithms": 1_918,
+    "": 13, "base": 281, "system": 1_321, "journal": 493, "option": 64, "algorithms": 1_918,
     "cli": 776, "model": 4_578, "train": 3_509, "observe": 2_451, "fleet": 3_276, "engines": 4_718,
     "sandbox": 696, "workers": 392, "environments": 653, "plan": 804, "rewards": 1_660,
     "rollout": 3_621, "agents": 3_748,

@@ -208,9 +208,9 @@ class RayCluster:
                 one.last_lines = [*one.last_lines, *one.lines][-_LAST_LINES:]
             one.reply = one.keeper.look.remote()
 
-    def interrupt(self, running: Running) -> None:
-        """Send a process SIGINT, as Ctrl-C does."""
-        running.keeper.signal.remote(signal.SIGINT)
+    def signal(self, running: Running, number: int) -> None:
+        """Send a process a signal."""
+        running.keeper.signal.remote(number)
 
     def end(self, running: Sequence[Running]) -> None:
         """End processes with their children, and release their resources."""

@@ -38,7 +38,7 @@ def launch(config: ConfigDict, workdir: Path, flags: Sequence[str], dry_run: boo
         say(table(run.plan(weights=not dry_run)))
         if dry_run:
             return DONE
-        with interrupts(run.interrupt):
+        with interrupts(run.interrupt, forward=run.forward):
             outcome = retry(run.attempt, config, workdir)
     if outcome.failure:
         raise UserError(f"{outcome.failure}; logs are in {workdir.absolute() / 'logs'}")
@@ -56,6 +56,7 @@ class _RayRun:
         self._directory = self._workdir / "ray"  # shared by the hosts
         self._running: list[Running] = []
         self._restarts: dict[str, int] = {}  # by name of a server
+        self._signal = signal.SIGINT
         self._stop, self._lost = Event(), False  # whether the host of trainer 0 is gone
 
     def plan(self, weights: bool = True) -> tuple[Process, ...]:
@@ -83,6 +84,10 @@ class _RayRun:
         wrong = "; ".join(f"{one.name} {one.ending}" for one in trainers if one.code != DONE)
         by_itself = all(one.code is not None and one.code >= 0 for one in trainers)
         return Ended(FAILED, f"the run ended: {wrong}", by_itself)
+
+    def forward(self, number: int) -> None:
+        """Keep a signal for the trainer, whose deadline depends on it."""
+        self._signal = number
 
     def interrupt(self) -> None:
         """Ask the trainer to finish its step; end at once if it has not started."""
@@ -138,7 +143,7 @@ class _RayRun:
                 if not one.reply and (weights or not random):  # the trainer writes random weights
                     self._begin(one)
             if self._stop.is_set() and not interrupted:  # a signal handler must not call Ray
-                self._cluster.interrupt(trainers[0])
+                self._cluster.signal(trainers[0], self._signal)
                 interrupted = True
             self._cluster.look(self._running, _LOOK_SECONDS)
             for one in self._running:

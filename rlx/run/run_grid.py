@@ -123,10 +123,10 @@ def run_all(
 
     Ctrl-C, or its number of `steps`, lets a run save and end; a second Ctrl-C ends it at once.
     """
-    status, stop, until = 0, Event(), {**(steps or {})}
+    status, stop, until, signals = 0, Event(), {**(steps or {})}, list[int]()
     todo = deque(n for n in runs if n not in until or steps_in(workdir / n) < until[n])
     running: dict[subprocess.Popen[bytes], tuple[str, Slot]] = {}
-    with interrupts(stop.set):
+    with interrupts(stop.set, forward=signals.append):
         try:
             while running or (todo and status != INTERRUPTED):
                 while todo and free and not stop.is_set():
@@ -138,7 +138,7 @@ def run_all(
                 for process, (name, _) in running.items():
                     over = name in until and steps_in(workdir / name) >= until[name]
                     if over or stopped:
-                        process.send_signal(signal.SIGINT)
+                        process.send_signal(signals[0] if stopped else signal.SIGINT)
                     if over:
                         del until[name]
                 for process in [each for each in running if each.poll() is not None]:

@@ -84,17 +84,12 @@ def _launch_here(config: ConfigDict, workdir: Path) -> int:
         # In its own session, so that this process forwards Ctrl-C.
         environment, stop = {**os.environ, PARENT: str(os.getpid())}, Event()
         process = subprocess.Popen(command, env=environment, start_new_session=True)
-
-        def ask() -> None:
-            stop.set()
-            process.send_signal(signal.SIGINT)
-
         try:
-            with interrupts(ask):
+            with interrupts(stop.set, forward=process.send_signal):
                 try:
                     status = process.wait()
                 except KeyboardInterrupt:  # the second time
-                    ask()
+                    process.send_signal(signal.SIGINT)
                     status = process.wait()
         finally:
             process.kill()

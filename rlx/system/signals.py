@@ -43,6 +43,7 @@ def interrupts(
     inside: Callable[[], object] = lambda: None,  # call of users' code in the main thread, or None
     late: Callable[[], object] = lambda: None,  # in a thread, `seconds` after all but SIGINT
     seconds: float = threading.TIMEOUT_MAX,
+    forward: Callable[[int], object] = lambda number: None,  # in a thread, before `stop`
 ) -> Iterator[None]:
     """Call `stop` at the first signal, raise KeyboardInterrupt at the second; main thread only."""
     if threading.current_thread() is not threading.main_thread():
@@ -52,7 +53,8 @@ def interrupts(
     timer = threading.Timer(seconds, late)
     timer.daemon = True
 
-    def follow() -> None:
+    def follow(number: int) -> None:
+        forward(number)
         stop()
         before = None
         while not over.wait(_CUT_SECONDS):
@@ -69,7 +71,7 @@ def interrupts(
     def handle(number, frame):
         for each in _ASKED:
             signal.signal(each, interrupt)
-        threading.Thread(target=follow, daemon=True).start()
+        threading.Thread(target=follow, args=(number,), daemon=True).start()
         if number != signal.SIGINT:
             timer.start()
 

@@ -5,9 +5,11 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
 from unittest.mock import MagicMock
 
 import psutil
@@ -172,6 +174,33 @@ def test_a_local_run_goes_on_by_itself_when_its_trainer_is_killed(tmp_path):
     assert "resuming from the last checkpoint (retry 1 of 1)" in out
     assert sorted({record["step"] for record in records(run / "metrics.jsonl")}) == [1, 2, 3, 4]
     assert not processes_of(run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_local_run_with_retries_gets_the_signal_itself(tmp_path, monkeypatch, number):
+    """SIGTERM has a deadline, in which a run ends without its long step."""
+    program = """
+import pathlib, signal, sys, time
+def note(number, frame):
+    pathlib.Path("got").write_text(str(number))
+    sys.exit(130)
+for each in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(each, note)
+pathlib.Path("ready").touch()
+time.sleep(60)
+"""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-c", program])
+
+    def send():
+        wait_for((tmp_path / "ready").exists)
+        os.kill(os.getpid(), number)
+
+    sender = Thread(target=send)
+    sender.start()
+    assert scheduler.launch(config_of(scheduler__type="local"), tmp_path, [], False) == 130
+    sender.join()
+    assert int((tmp_path / "got").read_text()) == number
 
 
 @pytest.mark.slow
