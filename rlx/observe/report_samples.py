@@ -1,10 +1,9 @@
-"""Make the report's transcripts, each token shaded by the lag of its version.
+"""Make the report's transcripts.
 
 A model wrote them: the template escapes the text, `visible` names characters that hide or reorder.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 from rlx.cli.text import number, visible
@@ -61,41 +60,24 @@ def card(
     return {
         "reward": number(reward), "facts": [visible(fact) for fact in facts],
         "good": 0.5 if reward is None or high <= low else round((reward - low) / (high - low), 3),
-        "prompt": _cut(visible(prompt)), "pieces": version_stretches(sample, versions),
+        "prompt": _cut(visible(prompt)), "pieces": pieces(sample),
         "images": [*filter(None, map(image, sample.get("images") or ()))],
     }  # fmt: skip
 
 
-def version_stretches(
-    sample: Mapping[str, Any], versions: Sequence[int]
-) -> list[tuple[str, int | None, str]]:
-    """Return the completion as (text, lag, tooltip) of each stretch that one version wrote.
-
-    Text between turns has a tooltip and no lag. A text without versions, or one too long to show in
-    full, has neither. The trainer consumed step k with version k − 1.
-    """
-    # Records do not hold the text of each token: a turn's text is divided evenly over its tokens.
-    text = sample["completion"]
-    if not versions or len(text) > MAX_CHARACTERS:
-        return [(_cut(visible(text)), None, "")]
-    stretches: list[tuple[str, int | None, str]] = []
-    shown = used = 0
-    turns = sample.get("turns") or []  # begin, end and number of tokens of each
-    if sum(count for *_, count in turns) != len(versions):
-        turns = [[0, len(text), len(versions)]]
-    for turn, (start, end, count) in enumerate(turns, 1):
+def pieces(sample: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the completion as (text, tooltip) of each turn, and of what is observed between."""
+    text, shown, parts = sample["completion"], 0, list[tuple[str, str]]()
+    if len(text) > MAX_CHARACTERS:
+        return [(_cut(visible(text)), "")]
+    for turn, (start, end, _) in enumerate(sample.get("turns") or [[0, len(text), 0]], 1):
         if start > shown:
-            stretches.append((visible(text[shown:start]), None, f"before turn {turn}, observed"))
-        first, width, name = 0, (end - start) / max(1, count), f"turn {turn}, " * (start > 0)
-        for version, group in groupby(versions[used : used + count]):
-            last = first + len(list(group))
-            piece = text[start + round(first * width) : start + round(last * width)]
-            lag = max(0, int(sample["step"]) - 1 - version)
-            tip = f"{name}version {version}, lag {lag}\n{last - first} tokens"
-            stretches.append((visible(piece), min(lag, 5), tip))
-            first = last
-        shown, used = end, used + count
-    return stretches
+            parts.append((visible(text[shown:start]), f"before turn {turn}, observed"))
+        parts.append((visible(text[start:end]), ""))
+        shown = end
+    if shown < len(text):
+        parts.append((visible(text[shown:]), ""))
+    return parts
 
 
 def trained_versions(sample: Mapping[str, Any]) -> list[int]:

@@ -73,8 +73,6 @@ def page(run: Run, defaults: Mapping[str, Any] | None = None) -> str:
         timeline=report_speed.overview(run.spans, min(60.0, 5 * steps[len(steps) // 2])),
         samples=report_samples.cards(run.samples, partial(_image, run.path)) if run.samples else {},
         views=report_samples.VIEWS,
-        sampled=any(report_samples.trained_versions(sample) for sample in run.samples),
-        top_lag=int(min(5, max((v for v in run.series("staleness_max") if v), default=0))),
         config=_config(run, defaults), changes=_changes(run), environment=flatten(run.environment),
         skipped=_failed_rows(run), num_skipped=len(run.skipped),
     )  # fmt: skip

@@ -15,7 +15,7 @@ from rlx.base import UserError
 from rlx.cli.text import visible
 from rlx.observe.metrics import MetricsWriter
 from rlx.observe.report_learning import optimisation, tiles
-from rlx.observe.report_samples import card, choose, version_stretches
+from rlx.observe.report_samples import card, choose, pieces
 from rlx.observe.report_speed import busy_shares, color_of, covered_ns, overview
 from rlx.observe.run_report import page, write_report
 from rlx.observe.rundir import load
@@ -308,18 +308,15 @@ def test_the_chart_of_publishing_goes_by_the_versions_of_spans(make_run, tmp_pat
     assert [span.name for span in load(run).spans] == ["publish", "load"]
 
 
-def test_versions_shade_the_tokens_they_made():
+def test_a_sample_has_its_versions_and_what_it_observed_between_turns():
     sample = {"step": 5, "completion": "abcdef", "versions": [-1, 2, 2, 4], "reward": 1.0}
     shown = card(sample, 0.0, 1.0, lambda name: "")
     assert "3 tokens" in shown["facts"]
     assert "version 2–4" in shown["facts"]
-    assert [(text, lag) for text, lag, _ in shown["pieces"]] == [("abcd", 2), ("ef", 0)]
+    assert shown["pieces"] == [("abcdef", "")]
     talk = {**sample, "completion": "ab<NO>cdef", "turns": [[0, 2, 1], [6, 10, 2]]}
-    pieces = version_stretches(talk, [3, 4, 4])
-    assert [text for text, *_ in pieces] == ["ab", "<NO>", "cdef"]
-    assert (pieces[1][1], pieces[1][2]) == (None, "before turn 2, observed")
-    assert pieces[2][2].startswith("turn 2, version 4")
-    assert version_stretches(sample, []) == [("abcdef", None, "")]
+    observed = ("<NO>", "before turn 2, observed")
+    assert pieces(talk) == [("ab", ""), observed, ("cdef", "")]
 
 
 def test_best_and_worst_do_not_overlap():
@@ -374,7 +371,7 @@ def test_a_run_on_a_dataset_shows_its_losses_and_margins_and_no_reward(tmp_path)
     for part in ("DPO", "32 rows a batch", "no servers", "Held-out loss", "Held-out pairs right",
                  "held-out pairs", "Margin"):  # fmt: skip
         assert part in text, part
-    for part in ("Task reward", "Held-out accuracy", "gsm8k · ", "max staleness", "version lag",
+    for part in ("Task reward", "Held-out accuracy", "gsm8k · ", "max staleness",
                  "Asynchrony", "samples"):  # fmt: skip
         assert part not in text.replace("sampling.n_samples", ""), part
 
