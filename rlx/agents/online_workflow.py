@@ -10,12 +10,10 @@ sessions in their slots; after a kill it repeats the lost steps with the same se
 """
 
 import asyncio
-import math
-from collections import deque
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -80,7 +78,7 @@ class OnlineWorkflow:
         self._gateway: Any = None  # set once it listens
         self._starting = asyncio.Lock()
         self._slots: dict[int, _Slot] = {}
-        self._admitted = deque[float](maxlen=_RECENT)  # start times of slots, seconds
+        self._admitted = time.monotonic()  # when the newest slot began, seconds
 
     async def run(self, fleet: Generator, task: Task) -> Group:
         """Return a group of finished sessions, or of a held-out row."""
@@ -88,7 +86,7 @@ class OnlineWorkflow:
             return await self.held_out.run(fleet, task)
         online = await self._sessions_for(fleet)
         full = asyncio.get_running_loop().create_future()
-        self._admitted.append(asyncio.get_running_loop().time())
+        self._admitted = time.monotonic()
         slot = self._slots[task.group_id] = _Slot(task.group_id, task.version, full)
         # Sessions from before a restart, or from a failed attempt at this group.
         before = [s for s in online.states.values() if s.slot == task.group_id and not s.why]
@@ -163,7 +161,7 @@ class OnlineWorkflow:
             if len(slot.sessions) < self.n and (not slot.sessions or slot.task == task):
                 slot.task = task
                 return slot.group_id
-        wait = expected_wait(self._admitted, asyncio.get_running_loop().time())
+        wait = time.monotonic() - self._admitted  # as long again as there has been no slot
         raise Denied("full", "training admits no more sessions now; try again", wait)
 
     def _settle(self, now: float) -> None:
@@ -210,22 +208,6 @@ class OnlineWorkflow:
 
 
 _NO_REWARD, _SINGLE = "it has no reward", "no other session of its task came"
-_AT_ONCE_SECONDS = 0.1  # slots closer together were admitted by the same step
-_RECENT = 64  # slots that the expected wait is computed from
-
-
-def expected_wait(admitted: Sequence[float], now: float) -> float:
-    """Return the expected seconds until the next slot, 0 if unknown.
-
-    This is the mean interval between steps that admit slots, minus the time since the last one.
-    After a longer wait, the wait so far is expected again. `admitted` are start times of slots,
-    ascending, in seconds of the same clock as `now`.
-    """
-    moments = [b for a, b in pairwise((-math.inf, *admitted)) if b - a > _AT_ONCE_SECONDS]
-    if len(moments) < 2:
-        return 0.0
-    mean, since = (moments[-1] - moments[0]) / (len(moments) - 1), now - admitted[-1]
-    return mean - since if since < mean else since
 
 
 def _oldest(online: OnlineSessions, name: str) -> int:

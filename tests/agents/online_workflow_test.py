@@ -1,4 +1,4 @@
-"""Groups that sessions of one task make, and when the next place in training is to be expected."""
+"""Groups that sessions of one task make, and sessions whose groups fail."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -6,11 +6,10 @@ from types import SimpleNamespace
 
 import aiohttp
 import numpy as np
-import pytest
 
 from rlx.agents.agent_options import AgentOptions
 from rlx.agents.online import OnlineOptions
-from rlx.agents.online_workflow import OnlineWorkflow, RunContext, expected_wait
+from rlx.agents.online_workflow import OnlineWorkflow, RunContext
 from rlx.rollout.attempts import Patience
 from rlx.rollout.data import Cursor
 from rlx.rollout.executor import Executor
@@ -237,13 +236,3 @@ def test_sessions_of_a_group_that_is_given_up_say_why_and_are_exported(agents, t
     assert "RuntimeError: the teacher is down" in failed["why"]
     assert equal["why"] == "all rewards of its group are equal"
     assert [len(one["trajectories"]) for one in (failed, equal)] == [1, 1]
-
-
-def test_the_next_place_is_expected_by_the_rate_of_steps():
-    assert expected_wait((), 5.0) == 0.0
-    assert expected_wait((1.0, 1.01, 1.02), 5.0) == 0.0, "one moment has no rate"
-    # Three steps, 10 s apart, each of which let two slots in.
-    steps = (0.0, 0.01, 10.0, 10.01, 20.0, 20.01)
-    assert expected_wait(steps, 20.01) == pytest.approx(10.0)
-    assert expected_wait(steps, 26.01) == pytest.approx(4.0)
-    assert expected_wait(steps, 50.01) == pytest.approx(30.0), "later than ever: as long again"
