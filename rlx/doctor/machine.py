@@ -172,8 +172,11 @@ def check(workdir: Path, jax_devices: Devices | str) -> Iterator[Finding]:
     yield judge_workdir(place, shutil.disk_usage(place).free, os.access(place, os.W_OK))
 
 
-def check_publish_dir(place: str, needed: int) -> Finding:
-    """Return the row of the file system where weights are published; `needed` is in bytes."""
+def check_publish_dir(place: str, needed: int, workdir: int = 0) -> Finding:
+    """Return the row of the file system where weights are published.
+
+    Bytes: `needed`, and those free in the `workdir` if weights may be published there too.
+    """
     grow = "docker run --shm-size=8g, or set fleet.publish_dir to a disk"
     try:
         usage = shutil.disk_usage(place)
@@ -181,5 +184,8 @@ def check_publish_dir(place: str, needed: int) -> Finding:
         return Finding("memory", "publishing", "problem", f"{place}: {error.strerror}", grow)
     free = f"{place}: {size(usage.free)} of {size(usage.total)} free"
     what = f"{free}; two versions of the weights need {size(needed)}"
-    level, remedy = ("problem", grow) if needed > usage.free else ("ok", "")
-    return Finding("memory", "publishing", level, what, remedy)
+    if needed <= usage.free:
+        return Finding("memory", "publishing", "ok", what)
+    if needed <= workdir:
+        return Finding("memory", "publishing", "warning", f"{what}; the workdir is slower", grow)
+    return Finding("memory", "publishing", "problem", what, grow)

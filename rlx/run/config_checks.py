@@ -18,6 +18,7 @@ from rlx.fleet.addresses import read_addresses
 from rlx.model.mesh import WEIGHTS, check_devices, mesh_axes, num_row_shards
 from rlx.model.model_config import ModelConfig
 from rlx.run.auto_values import decide_dtypes, decide_microbatches
+from rlx.run.export import held_bytes
 from rlx.run.inputs import Missing, prepare
 from rlx.run.plan_run import judge_idle
 from rlx.run.room_options import sizes_of
@@ -62,7 +63,8 @@ def check(config: ConfigDict, workdir: Path, devices: machine.Devices) -> Iterat
             what = "one more forward pass per batch (algorithm.proximal=recompute)"
             yield Finding("config", "proximal", "ok", what)
     if sizes:
-        yield from check_capacity(sizes, workdir, devices)
+        same_host = not (config.fleet.addresses or config.fleet.join)
+        yield from check_capacity(sizes, workdir, devices, same_host or sizes.publish != "path")
 
 
 @contextmanager
@@ -147,8 +149,13 @@ def judge_staleness(config: ConfigDict, group: int) -> Finding:
     return advised("config", "staleness", what, remedy)
 
 
-def check_capacity(sizes: RunSizes, workdir: Path, devices: machine.Devices) -> Iterator[Finding]:
-    """Yield the rows of a train step's memory, of published weights, and of checkpoints."""
+def check_capacity(
+    sizes: RunSizes, workdir: Path, devices: machine.Devices, in_workdir: bool = True
+) -> Iterator[Finding]:
+    """Yield the rows of a train step's memory, of published weights, and of checkpoints.
+
+    Weights may be published in the workdir too if `in_workdir`, see `parts.publish_dir`.
+    """
     pieces = memory.trainer(sizes, devices)
     needed, room = sum(pieces.values()), devices.memory  # 0: unknown
     if devices.platform == "cpu":
@@ -158,9 +165,11 @@ def check_capacity(sizes: RunSizes, workdir: Path, devices: machine.Devices) -> 
     least = needed * (_LEAST if devices.platform == "gpu" else 1.0)
     level = ("problem" if least > room else "warning") if tight else "ok"
     yield Finding("memory", "trainer", level, what, memory.remedy(sizes, devices) if tight else "")
-    if sizes.has_fleet:
-        yield machine.check_publish_dir(sizes.publish_dir, memory.in_publish_dir(sizes))
     free, (needed, what) = shutil.disk_usage(existing(workdir)).free, memory.checkpoints(sizes)
-    remedy = "free some, give another --workdir, or lower checkpoint.keep" * (needed > free)
+    if sizes.has_fleet:
+        place, both = sizes.publish_dir, memory.in_publish_dir(sizes)
+        yield machine.check_publish_dir(place, both, free * in_workdir)
+    remedy = "free some, give another --workdir, or lower checkpoint.keep"
+    remedy *= needed > free + held_bytes(workdir)
     level = "problem" if remedy else "ok"
     yield Finding("memory", "disk", level, f"{what}; {size(free)} free", remedy)

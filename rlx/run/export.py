@@ -140,6 +140,12 @@ def prune(directory: Path, keep: int) -> None:
         shutil.rmtree(steps[step])
 
 
+def held_bytes(workdir: Path) -> int:
+    """Return the bytes of the checkpoints and the HF directory there, which new ones replace."""
+    paths = (path for name in ("checkpoints", "hf") for path in (workdir / name).rglob("*"))
+    return sum(path.stat().st_size for path in paths if path.is_file())
+
+
 def require_base(host: Mapping[str, Any], wanted: bytes, directory: Path) -> None:
     """Raise UserError unless a checkpoint's adapters belong to the base with digest `wanted`."""
     digest = host.get("lora_base", "")  # both digests are empty without LoRA

@@ -49,7 +49,7 @@ from rlx.rollout.executor import Executor
 from rlx.rollout.teacher_scores import JudgeRewarded, TeacherScored
 from rlx.run import flags, resume, trainers
 from rlx.run.auto_values import Fit, Precision, decide_dtypes, decide_microbatches
-from rlx.run.export import Export, require_base
+from rlx.run.export import Export, held_bytes, require_base
 from rlx.run.frequency import Position, from_host
 from rlx.run.inputs import INITIAL, Inputs
 from rlx.run.room_options import RunOptions, as_json, joining_of, limits_of, sizes_of
@@ -443,9 +443,7 @@ def _warnings(parts: Parts, killed: Killed | None, platform: str) -> Iterator[st
 
 def disk_warning(sizes: memory.RunSizes, workdir: Path) -> str:
     """Return a warning about disk space for checkpoints; raise DiskFull if none fits."""
-    paths = (path for name in ("checkpoints", "hf") for path in (workdir / name).rglob("*"))
-    used = sum(path.stat().st_size for path in paths if path.is_file())
-    return memory.full_disk_warning(sizes, shutil.disk_usage(workdir).free, used)
+    return memory.full_disk_warning(sizes, shutil.disk_usage(workdir).free, held_bytes(workdir))
 
 
 def publish_dir(

@@ -87,3 +87,5 @@ def test_a_publish_dir_is_a_problem_where_it_is_missing_or_too_small(tmp_path):
     for place, needed in (("/nowhere", 0), (str(tmp_path), 10**18)):
         found = machine.check_publish_dir(place, needed)
         assert (found.level, "fleet.publish_dir" in found.remedy) == ("problem", True)
+    assert machine.check_publish_dir(str(tmp_path), 10**18, 10**18 - 1).level == "problem"
+    assert machine.check_publish_dir(str(tmp_path), 10**18, 10**18).level == "warning"

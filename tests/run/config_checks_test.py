@@ -333,6 +333,24 @@ def test_the_disk_is_weighed(model, tmp_path, monkeypatch):
         *_, row = config_checks.check_capacity(sizes, tmp_path, Devices())
         assert (row.name, row.level) == ("disk", level)
         assert f"{what}; " in row.result
+    (tmp_path / "checkpoints/step_2").mkdir(parents=True)
+    (tmp_path / "checkpoints/step_2/arrays").write_bytes(b"x")
+    *_, row = config_checks.check_capacity(sizes, tmp_path, Devices())
+    assert row.level == "ok", "a new checkpoint takes the place of an old one"
+
+
+def test_a_full_shared_memory_is_a_problem_only_where_the_workdir_cannot_replace_it(
+    config, tmp_path, monkeypatch
+):
+    """`parts.publish_dir` takes the workdir."""
+    usage = {"/dev/shm": SimpleNamespace(free=1, total=GB)}
+    full = SimpleNamespace(free=100 * GB, total=100 * GB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage.get(str(path), full))
+    assert rows_of(config, tmp_path)["publishing"].level == "warning"
+    config.fleet.addresses = ("127.0.0.1:1",)
+    assert rows_of(config, tmp_path)["publishing"].level == "problem"
+    config.fleet.publish = "stream"
+    assert rows_of(config, tmp_path)["publishing"].level == "warning"
 
 
 def test_a_teacher_is_looked_at(config, tmp_path):
