@@ -21,7 +21,7 @@ class EngineOptions:
         "puts the trainer on the same GPUs", "[0, 1)",
     )  # fmt: skip
     slots: int = option(64, "sequences decoded together on one server", "1")
-    max_model_len: int = option(0, "tokens; 0: the model's context, in a run both budgets")
+    max_model_len: int = option(0, "tokens; 0: the model's context, in a run both budgets", "0")
     decode_steps: int = option(8, "tokens of a sequence in one jitted decode call", "1")
     engine_args: str = option(
         "", "vLLM's own arguments, NAME=VALUE;NAME=VALUE with values in JSON or plain text, "

@@ -254,6 +254,10 @@ def check_context(config: ConfigDict, model: ModelConfig, options: RunOptions) -
             f"model's context of {model.max_position} tokens; lower one of them"
         )
     hf, context = model.to_hf(), options.context
+    if config.fleet.num_servers and not config.fleet.addresses and context > model.max_position:
+        budget = "fleet.max_model_len, or data.max_prompt_tokens + eval.max_new_tokens,"
+        limit = f"exceeds the model's context of {model.max_position} tokens; lower it"
+        raise UserError(f"{budget} = {context} {limit}")
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     most = hf.get("original_max_position_embeddings", rope.get("original_max_position_embeddings"))
     long = "longrope" in (rope.get("rope_type"), rope.get("type")) and context > (most or 0)

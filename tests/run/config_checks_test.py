@@ -19,6 +19,7 @@ from rlx.doctor.machine import Devices
 from rlx.model import hf
 from rlx.rollout.workflows import Prompts
 from rlx.run import config_checks, loop, run_checks
+from rlx.run.inputs import prepare
 from rlx.run.room_options import sizes_of
 from rlx.run.tokenizer_files import load_tokenizer
 
@@ -351,6 +352,20 @@ def test_a_full_shared_memory_is_a_problem_only_where_the_workdir_cannot_replace
     assert rows_of(config, tmp_path)["publishing"].level == "problem"
     config.fleet.publish = "stream"
     assert rows_of(config, tmp_path)["publishing"].level == "warning"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("eval.max_new_tokens", 100_000, "eval.max_new_tokens, = 100064 exceeds the model's"),
+        ("fleet.max_model_len", 100_000, "fleet.max_model_len, or .* = 100000 exceeds the model's"),
+        ("fleet.max_model_len", -1, "fleet.max_model_len=-1 is below 0"),
+    ],
+)
+def test_a_context_that_no_server_would_take_is_refused_before(config, key, value, words):
+    config.update_from_flattened_dict({key: value})
+    with pytest.raises(UserError, match=words):
+        prepare(config)
 
 
 def test_a_teacher_is_looked_at(config, tmp_path):
