@@ -51,16 +51,16 @@ def ballot(completion: str) -> str | None:
     return compact(tidy(answers[0])) or None if answers else None
 
 
-def interval(values: Sequence[float]) -> tuple[float, float] | None:
+def interval(values: Sequence[float], share: bool = True) -> tuple[float, float] | None:
     """Return a mean's 95 % confidence interval, (low, high); None for fewer than two questions.
 
-    For shares it is Wilson's score interval (10.2307/2276774), for values outside [0, 1] Student's.
+    For shares, in [0, 1], it is Wilson's score interval (10.2307/2276774), for others Student's.
     """
     if (n := len(values)) < 2:
         return None
     x = np.asarray(values, np.float64)
     mean, variance, z = float(x.mean()), float(x.var()), NormalDist().inv_cdf(0.975)
-    if x.min() < 0 or x.max() > 1:
+    if not share:
         t = z + (z**3 + z) / (4 * n - 4) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * (n - 1) ** 2)
         half = t * math.sqrt(variance / (n - 1))  # t: Abramowitz and Stegun 26.7.5
         return mean - half, mean + half
@@ -104,7 +104,7 @@ def row(dataset: str, questions: Sequence[Mapping], names: Sequence[str]) -> dic
     for name in names:
         values = [q[name] for q in questions if name in q]
         cells[name] = float(np.mean(values)) if values else None
-        intervals[name] = interval(values)
+        intervals[name] = interval(values, share=not name.endswith("length"))
     return {**cells, "intervals": intervals}
 
 

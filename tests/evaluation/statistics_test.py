@@ -51,7 +51,7 @@ def test_an_interval_covers_the_mean_and_shrinks_with_questions():
     )
 
 
-def _coverage(n, values, chances):
+def _coverage(n, values, chances, share=True):
     """How often the interval of n questions holds their mean: the multinomial, summed exactly."""
     mean, covered = float(np.dot(values, chances)), 0.0
     for cuts in itertools.combinations(range(n + len(values) - 1), len(values) - 1):
@@ -61,7 +61,7 @@ def _coverage(n, values, chances):
         for count, p in zip(counts, chances, strict=True):
             chance, left = chance * math.comb(left, count) * p**count, left - count
         if chance > 1e-9:
-            low, high = statistics.interval(np.repeat(values, counts))
+            low, high = statistics.interval(np.repeat(values, counts), share)
             covered += chance * (low - 1e-12 <= mean <= high + 1e-12)
     return covered
 
@@ -85,7 +85,9 @@ def test_an_interval_of_shares_of_samples_covers_what_it_says(values, chances):
 
 
 def test_an_interval_of_differences_covers_what_it_says():
-    assert _coverage(20, (-1, 0, 1), (0.2, 0.5, 0.3)) >= 0.94
+    assert _coverage(20, (-1, 0, 1), (0.2, 0.5, 0.3), share=False) >= 0.94
+    # Where no question was lost, the differences look like shares.
+    assert _coverage(20, (-1, 0, 1), (0.02, 0.96, 0.02), share=False) >= 0.94
 
 
 def test_the_intervals_ends_are_wilsons():
@@ -102,7 +104,7 @@ def test_the_intervals_ends_are_wilsons():
 
 
 def test_an_interval_of_lengths_is_students():
-    low, high = statistics.interval([10.0, 12.0, 14.0, 16.0, 18.0])
+    low, high = statistics.interval([10.0, 12.0, 14.0, 16.0, 18.0], share=False)
     assert (low, high) == (pytest.approx(14 - 3.926, abs=0.1), pytest.approx(14 + 3.926, abs=0.1))
 
 
