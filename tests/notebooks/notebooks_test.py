@@ -35,7 +35,7 @@ SAYS = {  # what a cell must have said, by its id
     "agent_with_tool": {"transcripts": "--- last step, reward "},
     "compare_checkpoints": {"paired": "95 % [", "ask": "greedy_acc"},
     "custom_loss": {"generate": "8 groups of 2"},
-    "embedded_task": {"left": "trajectories thrown away: 0; oldest tokens"},
+    "embedded_task": {"left": "groups thrown away: 0; oldest tokens"},
     "gsm8k_one_gpu": {"look": "a tiny random model", "run": "a tiny random model, LoRA"},
 }
 PICTURES = {
