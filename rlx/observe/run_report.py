@@ -111,7 +111,7 @@ def _header(run: Run) -> dict[str, Any]:
 
 def _facts(run: Run) -> list[str]:
     """Return the header's facts of one start; "" for a setting that is missing."""
-    served = run.setting("fleet.num_servers") or run.setting("fleet.addresses")
+    elsewhere = run.setting("fleet.addresses") or run.setting("fleet.join")
     terms = " + ".join(f"{weight:g}·{name}" for name, weight in run.setting("reward.terms", ()))
     if report_learning.on_dataset(run):
         source = [_fact(run, "{} rows a batch", "rollout.batch_prompts")]
@@ -121,12 +121,17 @@ def _facts(run: Run) -> list[str]:
             _fact(run, "{} prompts × {} samples", "rollout.batch_prompts", "sampling.n_samples"),
             _fact(run, "max staleness {}", "rollout.max_staleness"),
         ]
-    servers = _fact(run, "{} × {} server", "fleet.num_servers", "fleet.engine")
+    servers = "no servers"
+    if elsewhere:  # whose number and engine no key has
+        count = len({s.process for s in run.spans if s.process.startswith("server ")})
+        servers = f"{count or ''} server{'s' * (count != 1)}".strip()
+    elif run.setting("fleet.num_servers"):
+        servers = _fact(run, "{} × {} server", "fleet.num_servers", "fleet.engine")
     return [
         str(run.setting("algorithm.preset", "")).upper().replace("_", " "),
         Path(str(run.setting("model.path", ""))).name,
         *source,
-        servers if served else "no servers",
+        servers,
         _fact(run, "seed {}", "seed"),
     ]
 

@@ -17,7 +17,7 @@ from rlx.observe.metrics import MetricsWriter
 from rlx.observe.report_learning import optimisation, tiles
 from rlx.observe.report_samples import card, choose, pieces
 from rlx.observe.report_speed import busy_shares, color_of, covered_ns, overview
-from rlx.observe.run_report import page, write_report
+from rlx.observe.run_report import _header, page, write_report
 from rlx.observe.rundir import load
 from rlx.observe.timeline import Span, Timeline
 from rlx.system.jsonl import append_jsonl
@@ -374,6 +374,25 @@ def test_a_run_on_a_dataset_shows_its_losses_and_margins_and_no_reward(tmp_path)
     for part in ("Task reward", "Held-out accuracy", "gsm8k · ", "max staleness",
                  "Asynchrony", "samples"):  # fmt: skip
         assert part not in text.replace("sampling.n_samples", ""), part
+
+
+@pytest.mark.parametrize(
+    ("fleet", "shown"),
+    [
+        ({}, "1 × jax server"),
+        ({"addresses": ["@servers"]}, "3 servers"),
+        ({"join": "place", "num_servers": 0}, "3 servers"),
+        ({"num_servers": 0}, "no servers"),
+    ],
+)
+def test_the_header_counts_servers_elsewhere_by_what_they_did(fleet, shown, tmp_path):
+    config = {"fleet": {"num_servers": 1, "engine": "jax", **fleet}}
+    timeline = Timeline()
+    for server in range(3):
+        timeline.add(f"server {server}", "engine", "decode", 0, 1_000_000)
+    timeline.save(tmp_path / "timeline.json")
+    MetricsWriter(tmp_path, config=config).write("metrics.jsonl", {"step": 1, "start": 1})
+    assert shown in _header(load(tmp_path))["facts"]
 
 
 def test_a_distillation_shows_its_distance_to_the_teacher_and_what_the_teacher_did(tmp_path):
