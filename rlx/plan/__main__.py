@@ -44,6 +44,9 @@ def main() -> int:
         if (values.run or values.gpu == "this") and getattr(values, flag):
             what = f"--{flag} does nothing with a run, whose lengths are measured"
             raise UserError(f"{what}; leave it out, or plan by --config")
+    if values.run and config is not None:
+        what = "--config does nothing with a run, whose own config is planned"
+        raise UserError(f"{what}; leave one of them out, or try a key by --what_if")
     if values.gpu == "this":
         if config is None:
             raise UserError("--gpu=this measures the run of a config; give --config=FILE")

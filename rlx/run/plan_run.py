@@ -73,6 +73,10 @@ class PlanRequest:
         place = run.start(last).get("environment", {})
         devices, card = place.get("devices", ""), CARDS.get(values.gpu)
         if devices.endswith("cpu") and not card:
+            for flag in ("gpus", "allocation"):
+                if getattr(values, flag):
+                    what = f"--{flag} does nothing with a run on CPUs"
+                    raise UserError(f"{what}; add --gpu=KIND, or leave it out")
             peak = place.get("peak_flops", 0.0) / place["cores"]
             return cls(config, values, replace(CPU, peak=peak or CPU.peak), place["cores"], run)
         card = card or gpu_cards.card_of(devices)
@@ -366,7 +370,9 @@ def _failure_factor(config: ConfigDict, plan: SplitPlan) -> float:
 
     A server's failure takes its share of the tokens only, until it is back.
     """
-    repeated = max(config.checkpoint.every_seconds, plan.prediction.step_seconds) / 2
+    step, saves = plan.prediction.step_seconds, config.checkpoint
+    every = [each for each in (saves.every_seconds, saves.every_steps * step) if each > 0]
+    repeated = max(min(every, default=config.total_steps * step), step) / 2
     return plan.trainer_gpus / _FAILURE_HOURS * (_RESTART + repeated) / 3600
 
 

@@ -5,6 +5,7 @@ import re
 import runpy
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -92,6 +93,7 @@ def test_a_key_is_varied(model):
         (["--gpus=8", "--gpu=h100", "--turns=inf"], "--turns=inf is not a number from 0"),
         (["--run=x", "--answer_tokens=900"], "--answer_tokens does nothing with a run"),
         (["--gpu=this", "--prompt_tokens=90"], "--prompt_tokens does nothing with a run"),
+        (["--run=x", "--gpus=8", "--gpu=h100"], "--config does nothing with a run"),
         (["--gpus=8", "--gpu=h100", "--what_if=rollout.max_stalenes=1"], "max_staleness"),
     ],
 )
@@ -249,3 +251,25 @@ def test_a_run_on_cpus_predicts_other_settings(model, tmp_path):
     assert rows["rollout.", 0][1] > 1.2 * rows["rollout.", 2][1]
     assert rows["rollout.", 0][2] != "0%"
     assert not (tmp_path / "run/plan.json").exists(), "a CPU has no data sheet"
+    for flag in ("--gpus=8", "--allocation=jax:d2+jax:f1"):
+        done = subprocess.run([*command, flag], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert f"{flag.partition('=')[0]} does nothing with a run on CPUs" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("every", "repeated"),
+    [
+        ({}, 300),
+        ({"every_seconds": 0.0, "every_steps": 100}, 3000),
+        ({"every_seconds": 600.0, "every_steps": 2}, 60),
+        ({"every_seconds": 10.0}, 30),
+        ({"every_seconds": 0.0}, 6000),
+    ],
+)
+def test_a_failure_repeats_half_of_what_is_between_two_checkpoints(every, repeated):
+    config, means = default(), SimpleNamespace(step_seconds=60.0)
+    config.total_steps = 200
+    config.checkpoint.update(every)
+    plan = SimpleNamespace(trainer_gpus=50_700, prediction=means)
+    assert plan_run._failure_factor(config, plan) == pytest.approx((300 + repeated) / 3600)
