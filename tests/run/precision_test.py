@@ -110,6 +110,7 @@ def test_gpus_are_not_measured_and_old_ones_compute_in_float32(config, model, cp
     assert (old.dtypes["compute_dtype"], old.peak) == ("float32", 0.0)
     assert peak_flops("NVIDIA A100-SXM4-40GB", "float32") == 156e12
     assert peak_flops("NVIDIA H200", "bfloat16") == 989e12
+    assert [peak_flops(f"NVIDIA {c}", "bfloat16") for c in ("L4", "L40")] == [121e12, 181e12]
     assert asked == []
 
 
