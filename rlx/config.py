@@ -26,7 +26,7 @@ from rlx.workers.worker_process import WorkerLimits
 
 ENGINES = ("jax", "vllm")
 _DTYPES = ("float32", "bfloat16")
-_PAIRS = ("data.mix", "eval.sets", "reward.terms")
+_PAIRS = ("data.mix", "reward.terms")
 
 
 def _section(doc: str, *rooms: type, **fields: Field) -> tuple[str, dict[str, Field]]:
@@ -340,7 +340,8 @@ def check_tuple(key: str, value: Any) -> None:
         return
     kinds: dict[str, tuple[Any, str]] = {
         "train.row_buckets": (int, "whole numbers, as (192, 384)"),
-        **dict.fromkeys(_PAIRS, (tuple | list, "pairs, as (('a', 1), ('b', 2))")),
+        **dict.fromkeys(_PAIRS, (tuple | list, "pairs, as (('a', 1),) with a last comma")),
+        "eval.sets": (tuple | list, "pairs, as (('a', 'a.jsonl'),) with a last comma"),
     }
     kind, form = kinds.get(key, (str, "texts, as ('a', 'b')"))
     for entry in (value,) if isinstance(value, str) else value:
@@ -424,7 +425,7 @@ def _rules(config: ConfigDict, trains: bool) -> tuple[tuple[object, str], ...]:
         (sleeps and fleet.num_servers != 1 and not config.allocation_mode,
          f"fleet.sleep={fleet.sleep} with fleet.num_servers={fleet.num_servers}: without "
          "allocation_mode all share one device; set fleet.num_servers=1, or fleet.sleep=off"),
-        (sampling.temperature <= 0,
+        (not 0 < sampling.temperature < float("inf"),  # nor NaN
          f"sampling.temperature={sampling.temperature} must be above 0: the loss divides logits by "
          "it; evaluation is greedy by itself"),
         (sampling.guide and sampling.min_new_tokens,

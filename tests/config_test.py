@@ -91,7 +91,8 @@ def test_a_name_that_two_sections_have_must_be_given():
         ("train.row_buckets", ("abc",), "train.row_buckets has 'abc'; write whole numbers"),
         ("train.row_buckets", (), "exceeds the longest train.row_buckets entry 0"),
         ("fleet.addresses", (5,), "fleet.addresses has 5; write texts"),
-        ("reward.terms", ("abc",), "reward.terms has 'abc'; write pairs"),
+        ("reward.terms", ("abc", 1.0), "reward.terms has 'abc'; write pairs, as (('a', 1),) with"),
+        ("sampling.temperature", float("nan"), "sampling.temperature=nan must be above 0"),
         ("rollout.workflow_kwargs", {"rewards": (1.0, 0.6)}, ""),
     ],
 )

@@ -79,6 +79,10 @@ def parsed(*arguments):
         ([CONFIG, "--config.total_steps=1.5"], ["=1.5 is not a whole number; give one like"]),
         ([CONFIG, "--config.total_steps="], ["total_steps= is not a whole number"]),
         (
+            [CONFIG, "--config.eval.sets=(('a', 'b.jsonl'))"],
+            ["eval.sets has 'a'; write pairs, as (('a', 'a.jsonl'),) with a last comma"],
+        ),
+        (
             [CONFIG, "--config.rollout.max_concurrent_rollouts=most"],
             ["=most is not a whole number"],
         ),
