@@ -22,7 +22,7 @@ from rlx.base import UserError, refuse
 from rlx.cli.command import say
 from rlx.cli.hangs import reported
 from rlx.evaluation import sample_files, statistics
-from rlx.evaluation.question_sets import Benchmark
+from rlx.evaluation.question_sets import BENCHMARKS, Benchmark
 from rlx.evaluation.runner import Evaluator
 from rlx.fleet import wire
 from rlx.fleet.client import Fleet
@@ -85,6 +85,10 @@ def score_models(
     UserError if `out` holds another evaluation, or a server, prompt or grader cannot work.
     """
     statistics.check_samples(how.n_samples, how.pass_at, how.maj_at)
+    files = (b for b, _ in sets if b.reward == config.reward.name and b.name not in BENCHMARKS)
+    for b in files if config.reward.terms else ():
+        if named_workflow.uses_rewards(b.workflow or how.workflow):
+            _say(f"reward.terms are for training: {b.name} is graded by reward.name={b.reward}")
     options, template = RunOptions.of(config), config.data.chat_template
     token = wire.take_token(os.environ)
     judge = judge_of(config) if any(b.reward == JUDGE for b, _ in sets) else None

@@ -154,6 +154,15 @@ def test_too_long_an_answer_for_the_model_is_explained(tmp_path):
         score(config, models, [], Path(tmp_path))
 
 
+def test_rows_of_a_run_with_several_rewards_are_graded_by_the_one_that_is_named(tmp_path, capsys):
+    config = arithmetic.get_config()
+    sets = [question_sets.find(name, config.reward.name) for name in ("arithmetic", "own.jsonl")]
+    for terms, said in ((), ""), ((("mine.py:brevity", 1.0),), "own is graded by reward.name=ar"):
+        config.reward.terms = terms
+        assert score(config, {}, [(each, []) for each in sets], tmp_path) == []
+        assert said in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run's directory with a checkpoint: one step of LoRA on demonstrations."""
