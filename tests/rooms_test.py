@@ -71,7 +71,7 @@ BUDGET = {  # room → lines of Python, generated files left out
     "cli": 776, "model": 4_578, "train": 3_509, "observe": 2_451, "fleet": 3_276, "engines": 4_718,
     "sandbox": 696, "workers": 392, "environments": 653, "plan": 804, "rewards": 1_660,
     "rollout": 3_621, "agents": 3_748,
-    "launch": 1_832, "mismatch": 745, "evaluation": 808, "doctor": 1_100, "debugger": 440,
+    "launch": 1_832, "mismatch": 745, "evaluation": 811, "doctor": 1_100, "debugger": 440,
     "config": 458, "areal": 622, "run": 6_794, "tinker": 1_168, "commands": 1_111,
     "rlx_torch": 2_010,
 }  # fmt: skip

@@ -68,6 +68,9 @@ def rows(
         raise UserError(f"--limit={limit} is out of range; give a number up to {most_rows}")
     if not benchmark.source:
         return data.generated_rows(benchmark.name, 0, "held_out", limit or 200, images)
+    if benchmark.reward == rewards.MODEL:
+        what = "reward.name=model: an evaluation has no reward model"
+        raise UserError(f"{what}; set reward.name to a function that grades answers, or to judge")
     graders = [] if benchmark.reward == rewards.JUDGE else [benchmark.reward]
     keys = benchmark.question_key, rewards.answer_key(graders, benchmark.answer_key)
     loaded = data.load(benchmark.source, *keys, split="test", most=limit or None, images=images)

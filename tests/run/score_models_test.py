@@ -328,6 +328,8 @@ def test_the_questions_of_a_file_have_the_configs_key(tmp_path):
     assert (rows[0]["question"], rows[0]["answer"]) == ("1+1=?", "2")
     with pytest.raises(UserError, match="has no 'answer', only 'problem', 'final'"):
         question_sets.load_sets(str(file), "gsm8k", 0, "problem")
+    with pytest.raises(UserError, match="an evaluation has no reward model"):
+        question_sets.load_sets(str(file), "model", 0)
 
 
 def test_an_evaluation_that_wrote_no_sample_claims_no_directory(tmp_path):
