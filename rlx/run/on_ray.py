@@ -56,7 +56,7 @@ class _RayRun:
         self._directory = self._workdir / "ray"  # shared by the hosts
         self._running: list[Running] = []
         self._restarts: dict[str, int] = {}  # by name of a server
-        self._signal = signal.SIGINT
+        self._signal: int = signal.SIGINT
         self._stop, self._lost = Event(), False  # whether the host of trainer 0 is gone
 
     def plan(self, weights: bool = True) -> tuple[Process, ...]:
