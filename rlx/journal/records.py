@@ -105,6 +105,8 @@ def _describe(group: Group) -> dict[str, Any]:
         entry = {name: getattr(t, name) for name in _OTHERS}
         entry |= {"reward": float(t.reward), "baseline": float(t.baseline), "size": len(t.tokens)}
         entry["info"] = {key: float(value) for key, value in t.info.items()}
+        entry["turn_rewards"] = [*map(float, t.turn_rewards)]  # a workflow's may be numpy's
+        entry["said"] = [[*map(int, span)] for span in t.said]
         entry["arrays"] = [name for name in _ARRAYS if getattr(t, name) is not None]
         trajectories.append(entry)
     return {"group_id": int(group.group_id), "row": {**group.row}, "trajectories": trajectories}

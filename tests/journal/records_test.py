@@ -1,5 +1,7 @@
 """Groups come back equal: arrays with their dtypes, texts, rows, turns, a teacher's logprobs."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -81,7 +83,10 @@ def test_the_turns_of_a_conversation_are_read_as_they_were_written():
         "0.0", turn_ids=np.array([0, 0, 1, 1], np.int32), turn_rewards=(1.5, 0.1),
         said=((0, 2), (5, 7)),
     )  # fmt: skip
-    (group,) = records.loads(records.dumps([Group(0, (one,))]))
-    (read,) = group.trajectories
-    assert (read.turn_rewards, read.said) == (one.turn_rewards, one.said)
-    assert read.run_id == "0.0"
+    spans = tuple(np.array([[0, 2], [5, 7]]))
+    numpys = replace(one, turn_rewards=(np.float64(1.5), np.float32(0.1)), said=spans)
+    for written in (one, numpys):
+        (group,) = records.loads(records.dumps([Group(0, (written,))]))
+        (read,) = group.trajectories
+        assert (read.turn_rewards, read.said) == (tuple(written.turn_rewards), one.said)
+        assert read.run_id == "0.0"
