@@ -1,6 +1,7 @@
 """Check the groups that workflows make, and try users' workflows before a run begins."""
 
 import asyncio
+import copy
 import numbers
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,7 +34,7 @@ async def checked_group(
     """Return a task's group; raise TrajectoryError if it is unfit or above `max_tokens` > 0."""
     # The workflow gets a copy of the row, because checkpoints hold the row as it was read.
     try:
-        group = await workflow.run(fleet, replace(task, row=dict(task.row)))
+        group = await workflow.run(fleet, replace(task, row=copy.deepcopy(dict(task.row))))
     except SystemExit as error:  # which would end the loop of all attempts
         raise RuntimeError(f"SystemExit: {error}").with_traceback(error.__traceback__) from None
     if problem := _wrong(group, task, max_tokens):

@@ -160,12 +160,13 @@ def test_a_workflow_cannot_change_the_row_that_checkpoints_hold(fake_workflow, f
     class Notes:
         async def run(self, fleet, task):
             task.row["seen"] = object()
+            task.row["turns"].append("and this?")  # would stay for its next attempt and epoch
             group = await fake_workflow().run(fleet, task)
             return dataclasses.replace(group, row={"seen": task.row["seen"]})
 
-    row = dict(ROW)
+    row = {**ROW, "turns": ["20 + 52?"]}
     assert asyncio.run(checked_group(Notes(), fake_fleet(), Task(row, 4, 7))).row is row
-    assert row == ROW
+    assert row == {**ROW, "turns": ["20 + 52?"]}
 
 
 def test_a_teacher_s_wrapper_has_the_name_of_the_workflow_inside(fake_workflow, fake_fleet):
