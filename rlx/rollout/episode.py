@@ -54,7 +54,10 @@ class Episode:
             self._turns[-1] = shown, _one_piece(before, sampled)
         self._shown = ()
         before_last = self._decode(self._turns[-1][1].tokens[:-1], special=True)
-        self.ended = self.left <= 0 or not cut(self.last_text, stop, before_last)[1]
+        stopped = cut(self.last_text, stop, before_last)[1]
+        self.ended = self.left <= 0 or not stopped
+        if stopped and self.ended:  # in a call, at the end of the budget
+            self.truncate()
 
     async def sample(self, fleet: Generator, stop: Sequence[str] = ()) -> None:
         """Let the model continue to its end, a stop string, or the end of its budget."""

@@ -235,6 +235,11 @@ def test_budgets_end_an_answer_as_it_is(hermes, pool):
     assert t.loss_mask[-1], "no row ends in an output"
     assert len(t.tokens) <= len(fleet.calls[0][0]) + 200
 
+    for last in ("<tool_call>", call("1+1")):  # the engine says `stop`
+        (t,), _ = group(hermes, pool, again, tokens=len(last))
+        assert (t.info["tools/over_tokens"], t.truncated) == (1, True)
+        assert hermes.decode(t.tokens).endswith(last)
+
     def wait(seconds):
         text = of("slow", seconds=seconds)
         return lambda prompt, i: text[len(prompt.rpartition("<|assistant|>")[2]) :]
