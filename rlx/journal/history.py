@@ -106,8 +106,11 @@ class _State:
         self._step, self._best = host["step"], host.get("best_reward")
         self._waiting = dict(host["pending"])
         self._versions = dict(host.get("admitted_at", ()))
-        self._finished = dict.fromkeys(host.get("buffered", ()))
         self._order = dict(enumerate(host.get("order", ()), self._step))
+        # Groups of batches that a later start cannot repeat are buffered again.
+        self._finished = dict.fromkeys(
+            itertools.chain(*self._order.values(), host.get("buffered", ()))
+        )
 
     def after(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Change the state by one event; ignore an unknown one."""

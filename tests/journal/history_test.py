@@ -23,3 +23,21 @@ def test_a_start_on_other_rows_is_not_continued_even_if_it_kept_nothing(rows, po
     found = history.recover(host, history.position(None), events)
     assert found.host["cursor"]["position"] == position
     assert found.complete == (rows == "b")
+
+
+def test_groups_of_a_batch_that_a_start_could_not_repeat_are_not_lost():
+    """A checkpoint had a batch to repeat, and the next start smaller ones; it was killed too."""
+    host = {
+        "step": 2, "pending": [], "admitted": 8, "buffered": [7], "order": [[4, 5, 6]],
+        "cursor": {"position": 8}, "journal": [0, -1],
+    }  # fmt: skip
+    events = noted(
+        ("start", {"step": 2, "order": 2, "whole": True, "rows": ""}),
+        ("take", {"step": 2, "groups": [4]}),
+        ("admit", {"group_id": 6, "attempt": 0, "version": 3}),
+    )
+    found = history.recover(host, (1, -1), events).host
+    assert (found["order"], found["buffered"]) == ([[4]], [5, 7])
+    assert found["pending"] == [[6, 0]]
+    whole = history.recover(host, (1, -1), ()).host
+    assert (whole["order"], whole["buffered"]) == ([[4, 5, 6]], [7])
