@@ -65,7 +65,7 @@ FUNCTION_LINES = 104  # of the longest function, with its docstring
 NAMELESS = {
     "asked", "begun", "found", "given", "gone", "had", "made", "own", "there", "took", "whole",
 }  # fmt: skip
-TOTAL_LINES = 51_408
+TOTAL_LINES = 51_433
 BUDGET = {  # room → lines of Python, generated files left out
     "": 13, "base": 281, "system": 1_321, "journal": 493, "option": 64, "algorithms": 1_918,
     "cli": 776, "model": 4_578, "train": 3_509, "observe": 2_436, "fleet": 3_276, "engines": 4_718,

@@ -536,6 +536,9 @@ def _recover(parts: Parts, initial: _Initial) -> history.Recovered:
     at = history.position(saved if restored else None)
     records = (record for record, _ in journals.read(place, at[0] if at else 0))
     recovery = history.recover(saved, at, records)
+    inputs = parts.inputs
+    groups = resume.usable(recovery.groups, inputs.algorithm, inputs.train.row_budget)
+    recovery = recovery._replace(groups=groups)  # others are generated again
     allow = parts.config.data.allow_change
     if changed := executor.restore(recovery.host, recovery.groups, allow, recovery.samples):
         say(f"{changed}; continuing, because data.allow_change is set")

@@ -7,14 +7,15 @@ removed and the run starts again. A run of another config is never changed.
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
 
-from rlx.base import UserError, leaves, refuse
+from rlx.algorithms.algorithm import Algorithm
+from rlx.base import Group, UserError, leaves, refuse
 from rlx.journal.history import Recovered
 from rlx.observe.environment import SAME
 from rlx.observe.metrics import RECORDS, STARTS, forget
@@ -89,6 +90,27 @@ def finished_steps(config: ConfigDict, workdir: Path) -> int:
     steps = map(checkpoint.step_of, checkpoint.checkpoints(workdir / "checkpoints"))
     auto = config.checkpoint.recover_mode == "auto"
     return done if auto and done >= config.total_steps and done in steps else 0
+
+
+def usable(groups: Iterable[Group], algorithm: Algorithm, most: int) -> list[Group]:
+    """Return the groups of earlier starts that can be trained on, in microbatches of `most` tokens.
+
+    Settings may have changed since they were made.
+    """
+    size = {"demonstrations": 1, "pairs": 2}.get(algorithm.data)
+    needed = ["reference_logprobs"] * (algorithm.kl_anchor == "teacher")
+    needed += ["turn_ids"] * (algorithm.peers == "turn")
+
+    def fits(group: Group) -> bool:
+        ts = group.trajectories
+        sampled = group.oldest_version >= 0 or any(t.behaviour_logprobs.any() for t in ts)
+        complete = all(getattr(t, name) is not None for t in ts for name in needed)
+        kind = sampled if size is None else not sampled and len(ts) == size
+        lengths = [len(t.tokens) for t in ts]
+        longest = sum(lengths) if size == 2 else max(lengths)  # a pair shares a row
+        return complete and kind and longest <= most
+
+    return list(filter(fits, groups))
 
 
 def continuation(recovery: Recovered, last: Mapping[str, Any], counts: Mapping[str, int]) -> str:

@@ -2,10 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from rlx import config as config_lib
-from rlx.base import Group, UserError
+from rlx.algorithms import presets
+from rlx.base import Group, Trajectory, UserError
 from rlx.journal.history import Recovered
 from rlx.observe.metrics import MetricsWriter
 from rlx.rollout.unfinished import Unfinished
@@ -156,6 +158,28 @@ def test_what_is_done_again_and_what_goes_on_is_counted():
     assert resume.continuation(found, {"step": 12}, none).endswith("nothing is repeated")
     had = resume.continuation(found._replace(groups=[Group(1, ())] * 2), {"step": 12}, none)
     assert had.endswith("nothing is repeated; the journal had 2 finished groups")
+
+
+def test_groups_of_another_algorithm_are_generated_again():
+    """Else answers of the policy would be demonstrations, and a teacher's first batch an error."""
+
+    def group(count, version=-1, logprob=0.0, scores=None):
+        tokens, logprobs = np.arange(2, dtype=np.int32), np.float32([0, logprob])
+        versions, mask = np.array([-1, version], np.int32), np.array([False, True])
+        ends = 1.0, "stop", "0.0", None, scores
+        return Group(0, (Trajectory(tokens, mask, logprobs, versions, *ends),) * count)
+
+    rollout, scored = group(2, 3, -0.5), group(2, 3, -0.5, np.zeros(2, np.float32))
+    without_versions, shown, pair = group(1, logprob=-0.5), group(1), group(2)
+    groups = [rollout, scored, without_versions, shown, pair]
+    usable = {
+        "grpo": [rollout, scored, without_versions], "distill": [scored], "sft": [shown],
+        "dpo": [pair],
+    }  # fmt: skip
+    for preset, wanted in usable.items():
+        assert resume.usable(groups, presets.PRESETS[preset], most=4) == wanted
+    assert resume.usable(groups, presets.PRESETS["dpo"], most=3) == []
+    assert resume.usable(groups, presets.PRESETS["grpo"], most=1) == []
 
 
 def test_another_place_is_told_once_and_the_same_not():
