@@ -17,7 +17,7 @@ import math
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import UTC, datetime
@@ -269,9 +269,12 @@ class Gateway:
             raise ApiError(400, f"{problem} {remedy}", "tools")
         tool = shielded(chat_request.forced or "", controls(self.tokenizer).pattern)
         forced = "" if chat_request.forced is None else self._reader.beginning(tool)
-        messages, place = session.recognise(chat_request.messages)
-        messages, images = self._stored_images(messages)
-        text, context = self._render(chat_request, messages) + forced, self.fleet.context
+        recognised, place = session.recognise(chat_request.messages)
+        try:
+            text, images = self._render(chat_request, recognised)
+        except ApiError:  # Mistral's templates take a call as text for a turn of its own
+            text, images = self._render(chat_request, chat_request.messages)
+        text, context = text + forced, self.fleet.context
         if context and len(text) > context * self._longest:  # cheaper than tokenising it
             raise TooLong(len(text) // self._longest, context)
         tokens, parent = session.prompt(text, self._encode, images)
@@ -299,7 +302,9 @@ class Gateway:
         text = self.images.expanded(text, images) if images and self.images else text
         return workflows.encode(self.tokenizer, text)
 
-    def _render(self, chat_request: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _render(self, chat_request: ChatRequest, sent: Sequence[Any]) -> tuple[str, tuple]:
+        """Return the text of messages and the names of their images."""
+        messages, images = self._stored_images(sent)
         template = dict(chat_request.template_kwargs)
         if clashes := self._template_own & set(template):
             message = f"{min(clashes)} is not a variable of the chat template; leave it out"
@@ -307,7 +312,7 @@ class Gateway:
         if chat_request.tools:
             template["tools"] = list(chat_request.tools)
         try:
-            return workflows.chat(self.tokenizer, messages, **template)
+            return workflows.chat(self.tokenizer, messages, **template), images
         except Exception as error:  # templates raise any exception
             why = " ".join(str(error).split())[:300]
             message = f"the model's chat template rejects these messages: {why}"
@@ -342,8 +347,8 @@ class Gateway:
             content: str | None = spoken
             calls: list[dict[str, Any]] = []
             if p.chat.tools and spoken:
-                new_id, ended = partial(_new_id, "call_"), completion.stop_reason == "stop"
-                content, calls = self._reader.calls(spoken, new_id, p.chat.tools, ended=ended)
+                ended = completion.stop_reason == "stop"
+                content, calls = self._reader.calls(spoken, _call_id, p.chat.tools, ended=ended)
                 calls = calls if p.chat.parallel else calls[:1]
             memory = ""
             if (calls or spoken) and words != content:
@@ -449,6 +454,10 @@ def _load_dialects() -> dict[str, type[Reply]]:
 
 def _new_id(prefix: str) -> str:
     return prefix + uuid.uuid4().hex
+
+
+def _call_id() -> str:
+    return uuid.uuid4().hex[:9]  # Mistral's templates take no other length
 
 
 def _sse(events: Sequence[Event]) -> bytes:

@@ -605,6 +605,38 @@ def test_one_call_of_two_goes_back_as_the_model_wrote_it(agents):
     assert second.parent == 0
 
 
+STRICT = (  # as Mistral's templates: turns alternate, and an id has 9 characters
+    "{% set ns = namespace(turns=0) %}{% for m in messages %}"
+    "{% if m.role != 'tool' and not m.tool_calls %}"
+    "{% if (m.role == 'user') != (ns.turns % 2 == 0) %}{{ raise_exception('no turns') }}{% endif %}"
+    "{% set ns.turns = ns.turns + 1 %}{% endif %}"
+    "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_exception('an id') }}"
+    "{% endif %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}<|assistant|>"
+    "{# tools <tool_call> #}"
+)
+
+
+def test_a_template_that_takes_calls_as_calls_only_has_tool_loops_too(agents):
+    said = iter([CALL, CALL, "3", "ok"])
+
+    async def main():
+        engine = agents.engine(lambda *_: next(said))
+        async with agents.gateway(engine, template=STRICT) as g, agents.client(g) as client:
+            talk = list(HELLO)
+            for _ in range(2):
+                got = await client.chat.completions.create(model="m", messages=talk, tools=[ADD])
+                talk.append(got.choices[0].message.model_dump(exclude_none=True))
+                (call,) = talk[-1]["tool_calls"]
+                talk.append({"role": "tool", "tool_call_id": call["id"], "content": "3"})
+            await client.chat.completions.create(model="m", messages=talk, tools=[ADD])
+            return g.session.interactions
+
+    kept = agents.run(main())
+    assert [i.after for i in kept] == [None, 0, 1]
+    assert kept[2].prompt_text.count("<tool_call>{") == 2
+
+
 THINKS = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m[field] %}<think>{{ m[field] }}</think>"
     "{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}"
