@@ -41,6 +41,8 @@ class StreamText:
             self._from, self._read = self._read, len(self._ids)
         self._safe = max(self._safe, self._until())
         thoughts, words = self.thoughts(self._text[: self._safe])
+        if self.tags and not (thoughts or words.strip()):
+            words = ""  # a tag may come after the blanks, which are then no words
         self.span = self._safe - len(words), self._safe
         return self.rest(thoughts, words)
 

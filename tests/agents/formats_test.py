@@ -195,6 +195,7 @@ def test_thoughts_have_their_own_place_and_go_back_as_they_were(agents, begun):
 SAYS = {  # what the model says → the content that the agent gets
     "plain": ("é😊漢!", "é😊漢!"),
     "thoughts": ("<think>hm é</think>\n\n漢 42", "漢 42"),
+    "thoughts after a blank": ("\n <think>hm</think>\n\n漢 42", "漢 42"),
     "thoughts alone": ("<think>hm", ""),
     "stop": ("漢 42 é END", "漢 42 é "),
     "call": ('漢: <tool_call>{"name": "f", "arguments": {}}</tool_call>', "漢: "),
@@ -237,7 +238,7 @@ def test_logprobs_are_those_of_the_contents_tokens(agents, case):
         wanted = drawn.logprobs[first : first + len(found)].tolist()
         assert [t.logprob for t in found] == pytest.approx(wanted)
         assert all(t.top_logprobs[0].bytes == t.bytes for t in found)
-    if case in ("plain", "thoughts", "call"):
+    if case in ("plain", "thoughts", "thoughts after a blank", "call"):
         (text,) = [p for i in response.output if i.type == "message" for p in i.content]
         assert b"".join(bytes(t.bytes) for t in text.logprobs).decode() == text.text == content
 
