@@ -88,6 +88,7 @@ class Judge:
             for name, entry in self._models.items()
         }  # fmt: skip
         self._plain = set[str]()  # judges whose servers refuse a schema
+        self._renamed = set[str]()  # judges whose servers refuse `max_tokens`, as OpenAI's newer do
         self._free, self._next = asyncio.Semaphore(options.concurrent), 0.0
         self._asking = WeakValueDictionary[str, asyncio.Lock]()  # by the key of a verdict
         self.keep(":memory:")
@@ -152,18 +153,23 @@ class Judge:
             await asyncio.sleep(turn - now)
 
     async def _ask(self, name: str, text: str) -> Any:
-        """Return the server's answer; without a schema if the server takes none."""
+        """Return the server's answer, asked with the fields that the server takes."""
         openai = self._openai
+        limit = "max_completion_tokens" if name in self._renamed else "max_tokens"
         schema: Any = {} if name in self._plain else {"response_format": _FORMAT}
+        fields: Any = {limit: self._options.max_tokens, **schema}
         talk: Any = [{"role": "system", "content": self._rubric}, {"role": "user", "content": text}]
         try:
             return await self._clients[name].chat.completions.create(
-                model=self._models[name]["model"], messages=talk,
-                max_tokens=self._options.max_tokens, **schema,
-            )  # fmt: skip
+                model=self._models[name]["model"], messages=talk, **fields
+            )
         except openai.APIStatusError as error:
-            if error.status_code in (400, 422) and schema and "response_format" in str(error):
+            refused = str(error) if error.status_code in (400, 422) else ""
+            if schema and "response_format" in refused:
                 self._plain.add(name)
+                return await self._ask(name, text)
+            if limit == "max_tokens" and "max_completion_tokens" in refused:
+                self._renamed.add(name)
                 return await self._ask(name, text)
             if error.status_code not in _REFUSALS:
                 raise JudgeError(f"judge {name} failed: {error}"[:300]) from error

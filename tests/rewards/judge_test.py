@@ -107,6 +107,15 @@ def test_a_server_that_takes_no_schema_is_asked_without_one():
     assert ["response_format" in body for body in server.asked] == [True, False, False]
 
 
+def test_a_model_that_wants_the_limit_under_its_newer_name_gets_it_there():
+    says = "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
+    server = ChatServer((400, f"Unsupported parameter: {says}"), VERDICT)
+    grade(server, "4", "5", concurrent=1)
+    limits = [(body.get("max_tokens"), body.get("max_completion_tokens")) for body in server.asked]
+    assert limits == [(512, None), (None, 512), (None, 512)]
+    assert all("response_format" in body for body in server.asked)
+
+
 @pytest.mark.parametrize(
     ("answer", "kind", "says"),
     [
