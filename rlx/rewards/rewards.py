@@ -83,7 +83,8 @@ async def code(prompt: str, completion: str, *ids: Sequence[int], answer: Any, *
     before them passes none. It may still look for what they print at their end, or change what they
     call: tests in its own process judge no adversary.
     """
-    if not (blocks := [text for kind, text in _FENCE.findall(completion) if kind in _PYTHON]):
+    pairs = _FENCE.findall(completion)
+    if not (blocks := [text for kind, text in pairs if kind.lower() in _PYTHON]):
         return 0.0
     mark = secrets.token_hex(8)
     sandbox = await asyncio.shield(_sandbox(asyncio.get_running_loop()))
