@@ -78,13 +78,13 @@ def exact(prompt: str, completion: str, *ids: Sequence[int], answer: Any, **row:
 async def code(prompt: str, completion: str, *ids: Sequence[int], answer: Any, **row: Any) -> float:
     """Return 1 when the completion's last fenced block of Python passes the tests, else 0.
 
-    The tests are `answer`, a text or a list of them. They are Python that is run after the program,
-    in its names, and raises where it is wrong, such as `assert add(1, 2) == 3`. A program that ends
-    before them passes none. It may still look for what they print at their end, or change what they
-    call: tests in its own process judge no adversary.
+    Blocks in a thought do not count. The tests are `answer`, a text or a list of them. They are
+    Python that is run after the program, in its names, and raises where it is wrong, such as
+    `assert add(1, 2) == 3`. A program that ends before them passes none. It may still look for what
+    they print at their end, or change what they call: tests in its own process judge no adversary.
     """
-    pairs = _FENCE.findall(completion)
-    if not (blocks := [text for kind, text in pairs if kind.lower() in _PYTHON]):
+    words = answers.outside_thoughts(prompt, completion)
+    if not (blocks := [text for kind, text in _FENCE.findall(words) if kind.lower() in _PYTHON]):
         return 0.0
     mark = secrets.token_hex(8)
     sandbox = await asyncio.shield(_sandbox(asyncio.get_running_loop()))

@@ -37,6 +37,10 @@ def test_a_program_is_worth_what_its_tests_say():
     assert graded(others) == [1.0, 1.0, 0.0]  # blocks of other languages
     assert graded(fenced[:2], TESTS.split("\n")) == [1.0, 0.0]  # one by one, as MBPP has them
     assert graded([fenced[0].replace("```python", "```Python")]) == [1.0]
+    thought = f"<think>{fenced[0]}"
+    wrong = f"{thought}</think>No code."
+    assert graded([thought, wrong, f"{thought}</think>{fenced[1]}"]) == [0.0, 0.0, 0.0]
+    assert graded([f"<think>{fenced[1]}</think>{fenced[0]}"]) == [1.0]
 
 
 def test_the_config_s_sandbox_is_the_worker_s():
