@@ -11,6 +11,7 @@ import json
 import os
 import select
 import signal
+import site
 import socket
 import sys
 import tempfile
@@ -29,7 +30,9 @@ _CPU_SLACK = 0.2  # seconds; the kernel counts differently
 
 def main(number: str, level: str, preload: str) -> None:
     """Serve calls until the other end of socket `number` closes."""
-    sys.path.remove(os.environ.pop("PYTHONPATH"))  # programs do not need it
+    # Programs do not need rlx; an installed one is where all other packages are.
+    if (home := os.environ.pop("PYTHONPATH")) not in site.getsitepackages():
+        sys.path.remove(home)
     layers: Layers | OSError
     try:
         layers = Layers(level)

@@ -13,9 +13,11 @@ import subprocess
 import sys
 import time
 import uuid
+import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy
 import pytest
 
 from rlx.base import UserError
@@ -515,6 +517,27 @@ def test_root_does_not_get_a_level_that_holds_no_files():
 
     with pytest.raises(UserError, match="'seccomp': 'it does not protect files"):
         asyncio.run(enter(Sandbox(require="seccomp", strongest="seccomp")))
+
+
+def test_programs_import_packages_that_are_installed_next_to_rlx(tmp_path):
+    venv.create(tmp_path, symlinks=True)
+    (packages,) = tmp_path.glob("lib/python*/site-packages")
+    (packages / "rlx").symlink_to(Path(sandbox_module.__file__).parents[1])
+    (packages / "needed.pth").write_text(str(Path(numpy.__file__).parents[1]))
+    (packages / "other.py").touch()
+    code = """
+import asyncio
+from rlx.sandbox.sandbox import Sandbox
+async def main():
+    async with Sandbox(1, require="none", strongest="none") as sandbox:
+        print(await sandbox.run("import other, numpy; print(other.__file__)"))
+asyncio.run(main())
+"""
+    done = subprocess.run(
+        [tmp_path / "bin/python", "-c", code], cwd=tmp_path, env={"PATH": os.environ["PATH"]},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert f"text='{packages / 'other.py'}\\n'" in done.stdout, done
 
 
 def test_less_than_is_required_is_refused(monkeypatch):
