@@ -77,7 +77,8 @@ class RunOptions:
             servers=asdict(read_options(EngineOptions, fleet, max_model_len=context, sleep="off"))
             | {
                 "engine": fleet.engine, "seed": config.seed, "publish_dir": fleet.publish_dir,
-                "dtype": config.model.publish_dtype.replace(AUTO, "float32"),
+                "dtype": config.model.publish_dtype.replace(AUTO, config.model.compute_dtype)
+                .replace(AUTO, "float32"),
                 "ready_timeout": fleet.ready_seconds, "answer_timeout": fleet.kill_seconds,
                 "max_restarts": fleet.max_restarts, "traces": config.observe.traces,
             },

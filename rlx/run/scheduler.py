@@ -26,6 +26,7 @@ from rlx.run.trainers import PARENT, end_with_spawner
 from rlx.system import exit_reason
 from rlx.system.jsonl import read_last
 from rlx.system.signals import interrupts
+from rlx.train.train_options import AUTO
 
 DONE, FAILED = 0, 1  # exit statuses
 RETRIES = 3  # where scheduler.retries is −1
@@ -131,6 +132,10 @@ def processes_of(
     changes: dict[str, object] = {"scheduler.type": "local", "scheduler.retries": 0}
     changes |= {"allocation_mode": "", **(allocation.settings(parsed) if parsed else {})}
     if servers:
+        # Servers start before a trainer could choose the dtype.
+        dtype = config.model.publish_dtype.replace(AUTO, config.model.compute_dtype)
+        dtype = dtype.replace(AUTO, "bfloat16" if any(hosts.values()) else "float32")
+        server["dtype"] = changes["model.publish_dtype"] = dtype
         changes |= {
             "fleet.addresses": (f"@{directory / ADDRESSES}",), "fleet.tls.ca": certificate,
             "fleet.connect_seconds": max(config.fleet.connect_seconds, _LOAD_SECONDS),

@@ -108,6 +108,26 @@ def config_of(**keys):
     return config
 
 
+@pytest.mark.parametrize(
+    ("gpus", "keys", "dtype"),
+    [
+        ((), {}, "float32"),
+        (("0",), {}, "bfloat16"),
+        ((), {"model__compute_dtype": "bfloat16"}, "bfloat16"),
+        (("0",), {"model__compute_dtype": "float32"}, "float32"),
+        (("0",), {"model__publish_dtype": "float32"}, "float32"),
+    ],
+)
+def test_servers_have_the_dtype_that_the_trainer_publishes(gpus, keys, dtype, tmp_path):
+    """With model.publish_dtype=auto they computed in float32, whatever the trainer published."""
+    config = config_of(**keys)
+    hosts = {"a": gpus, "b": gpus}
+    plan = scheduler.processes_of(config, tmp_path, [], hosts, tmp_path, 20_000)
+    found = {p.role: [word for word in p.argv if "dtype=" in word] for p in plan}
+    published = f"--config.model.publish_dtype={dtype}"
+    assert found == {"trainer": [published], "server": [f"--dtype={dtype}"]}
+
+
 def test_no_second_job_is_submitted_while_slurm_does_not_answer_about_the_first(
     tmp_path, monkeypatch
 ):
