@@ -139,7 +139,8 @@ def servers(
     if options.addresses:
         return RunningServers(options.addresses, token=token, tls=tls)
     model = directory.resolve(options.path, options.name)
-    longest = min(options.longest, directory.load_config(model).max_position)
+    longest = max(options.longest, local.get("max_model_len", 0))  # conversations of agents
+    longest = min(longest, directory.load_config(model).max_position)
     flags = {"engine": options.engine, "slots": options.slots, "max_model_len": longest}
     if options.engine != "vllm":
         flags["engine_args"] = ""  # only vLLM takes the student's

@@ -112,6 +112,19 @@ def test_a_context_that_is_too_short_is_said_before_anything_starts(other):
         teacher.check(c, DISTILL, STUDENT)
 
 
+def test_its_servers_take_what_the_students_take(monkeypatch):
+    """Conversations of agents beyond a prompt and an answer were refused, with their rows."""
+    monkeypatch.setattr(teacher, "LocalServers", lambda _, **options: options["max_model_len"])
+
+    def longest(context):
+        options = options_of(path="rlx:arithmetic")
+        how = {"token": None, "tls": None, "on_message": print, "max_model_len": context}
+        return teacher.servers(options, [(0,)], **how)
+
+    most = teacher.directory.load_config(STUDENT).max_position
+    assert [longest(n) for n in (64, 200, 2 * most)] == [96, 200, most]
+
+
 def test_only_servers_of_the_runs_own_need_cores():
     assert options_of().num_local == 0
     assert options_of(path="x", num_servers=3).num_local == 3
