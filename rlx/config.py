@@ -431,6 +431,9 @@ def _rules(config: ConfigDict, trains: bool) -> tuple[tuple[object, str], ...]:
         (sampling.guide and sampling.min_new_tokens,
          f"sampling.min_new_tokens={sampling.min_new_tokens} with sampling.guide, which says when "
          "an answer ends; set it to 0"),
+        (sampling.guide and fleet.kv_on_update == "abort",
+         "fleet.kv_on_update=abort with sampling.guide: an answer with a guide cannot continue "
+         "after an update; set it to keep or recompute"),
         (sampling.min_new_tokens > answer,
          f"sampling.min_new_tokens={sampling.min_new_tokens} is above sampling.max_new_tokens="
          f"{answer}; lower the minimum"),

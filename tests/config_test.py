@@ -123,6 +123,16 @@ def test_what_would_fail_in_the_middle_of_a_start_is_refused(key, value):
         module.check(config)
 
 
+def test_a_guide_and_updates_that_abort_are_refused():
+    """Each update failed the attempts at all answers under way, until their rows were skipped."""
+    config = module.default()
+    config.model.path, config.sampling.guide = "rlx:arithmetic", '{"type": "integer"}'
+    module.check(config)
+    config.fleet.kv_on_update = "abort"
+    with pytest.raises(UserError, match=r"kv_on_update=abort with sampling\.guide"):
+        module.check(config)
+
+
 @pytest.mark.parametrize(("key", "value"), [("samples", 4), ("sets", (("easy", "a.jsonl"),))])
 def test_answers_to_held_out_questions_need_servers(key, value):
     config = module.default()
