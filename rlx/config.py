@@ -389,6 +389,8 @@ def _rules(config: ConfigDict, trains: bool) -> tuple[tuple[object, str], ...]:
     longest, served = prompt + answer, prompt + max(answer, config.eval.max_new_tokens)
     one_device = "context" not in train.mesh  # else model.mesh.check_rows knows
     others, sleeps = fleet.addresses or fleet.join, trains and fleet.sleep != "off"
+    far = others or config.teacher.addresses or config.reward.model.addresses
+    far = far or config.observe.metrics_host != OPTIONS["observe.metrics_host"].default
     return (
         (config.trainer == "torch" and config.model.dtype != "float32",
          f"trainer=torch does not take model.dtype={config.model.dtype!r}; set it to 'float32', or "
@@ -455,7 +457,7 @@ def _rules(config: ConfigDict, trains: bool) -> tuple[tuple[object, str], ...]:
         (trains and not others and fleet.num_servers < 1 and (held_out.sets or held_out.samples),
          f"eval.sets={held_out.sets!r} and eval.samples={held_out.samples} do nothing without "
          "servers; set fleet.num_servers, or leave them out"),
-        (fleet.tls.ca and not others,
+        (fleet.tls.ca and not far,
          f"fleet.tls.ca={fleet.tls.ca} without fleet.addresses or fleet.join: local servers listen "
          "on loopback and need no TLS; give addresses or leave fleet.tls empty"),
     )  # fmt: skip

@@ -123,6 +123,21 @@ def test_what_would_fail_in_the_middle_of_a_start_is_refused(key, value):
         module.check(config)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [*((f"{x}.addresses", ("far:8001",)) for x in ("fleet", "teacher", "reward.model")),
+     ("observe.metrics_host", "0.0.0.0")],
+)  # fmt: skip
+def test_who_is_elsewhere_may_have_certificates(key, value):
+    """A teacher elsewhere, or Prometheus, needs them, and with local servers they were refused."""
+    config = module.default()
+    config.model.path, config.fleet.tls.ca = "rlx:arithmetic", "ca.pem"
+    with pytest.raises(UserError, match=r"fleet.tls.ca=ca.pem without fleet.addresses"):
+        module.check(config)
+    config.update_from_flattened_dict({key: value})
+    module.check(config)
+
+
 def test_a_guide_and_updates_that_abort_are_refused():
     """Each update failed the attempts at all answers under way, until their rows were skipped."""
     config = module.default()
