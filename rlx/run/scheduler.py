@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
+from rlx.base import UserError
 from rlx.cli.command import INTERRUPTED, say
 from rlx.config import default
+from rlx.engines.engine import SLEEPS
 from rlx.launch import allocation
 from rlx.launch.processes import Process, processes
 from rlx.launch.run_secrets import CERTIFICATE, KEY
@@ -118,6 +120,9 @@ def processes_of(
     Servers and trainer 0 need $RLX_FLEET_TOKEN. The caller writes the servers' addresses into
     `directory`/ADDRESSES before trainer 0 starts.
     """
+    if (sleep := config.fleet.sleep) != SLEEPS[0]:
+        problem = f"fleet.sleep={sleep} with servers that a scheduler places on other devices"
+        raise UserError(f"{problem}; set it to off")
     parsed = allocation.parse(config.allocation_mode) if config.allocation_mode else None
     servers = 0 if config.fleet.addresses else config.fleet.num_servers
     if config.model.random_init:

@@ -128,6 +128,11 @@ def test_servers_have_the_dtype_that_the_trainer_publishes(gpus, keys, dtype, tm
     assert found == {"trainer": [published], "server": [f"--dtype={dtype}"]}
 
 
+def test_servers_that_sleep_are_refused_before_a_job_waits_for_its_nodes(tmp_path):
+    with pytest.raises(UserError, match=r"fleet\.sleep=cache with servers that a scheduler"):
+        scheduler.launch(config_of(fleet__sleep="cache"), tmp_path, ["--config=x.py"], True)
+
+
 def test_no_second_job_is_submitted_while_slurm_does_not_answer_about_the_first(
     tmp_path, monkeypatch
 ):
