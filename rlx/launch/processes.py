@@ -39,7 +39,8 @@ def processes(
     servers: int,  # number; on GPUs `allocation` overrides it
     trainers: int = 1,  # likewise
     library: str = "jax",  # of the trainer: jax | torch
-    allocation: Allocation | None = None,  # None: one GPU per server, whole hosts for the trainer
+    allocation: Allocation | None = None,  # None: whole hosts for the trainer
+    tensor_parallel: int = 1,  # GPUs of a server, without an allocation
     trainer: Sequence[str],  # command of rlx.main, which gets `cluster.*`
     server: Sequence[str] = (),  # command of rlx.serve, which gets host, port and seed
     port: int,  # of trainer 0; servers have those above it
@@ -51,7 +52,7 @@ def processes(
         if allocation is None:
             first = sum(len(gpus) for gpus in list(hosts.values())[:trainers])
             trains = Part(library, True, {"f": trainers if library == "torch" else first})
-            parts = trains, Part("vllm", False, {"d": servers})
+            parts = trains, Part("vllm", False, {"d": servers, "t": tensor_parallel})
             allocation = Allocation(tuple(part for part in parts if part.gpus))
         seats = _by_gpu(allocation, hosts)
     else:

@@ -157,7 +157,8 @@ def processes_of(
     options = (f"--{name.replace('_', '-')}={value}" for name, value in server.items())
     plan = processes(
         hosts, servers=servers, trainers=max(1, config.cluster.processes), library=config.trainer,
-        allocation=parsed, port=port, seed=config.seed, metrics_port=config.observe.metrics_port,
+        allocation=parsed, tensor_parallel=config.fleet.tensor_parallel, port=port,
+        seed=config.seed, metrics_port=config.observe.metrics_port,
         trainer=(python, "-m", "rlx.main", *flags, f"--workdir={workdir.absolute()}", *settings),
         server=(python, "-m", "rlx.serve", *options),
     )  # fmt: skip

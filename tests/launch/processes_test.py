@@ -61,6 +61,13 @@ def test_without_an_allocation_the_trainer_has_whole_hosts_and_a_server_one_gpu(
     assert [len(p.gpus) for p in plan[:2]] == [8, 8]
 
 
+def test_without_an_allocation_a_server_has_its_gpus_on_one_host():
+    """It had one, and vLLM's workers found no other."""
+    plan = planned({"servers": 3, "tensor_parallel": 4}, dict.fromkeys("abc", EIGHT))
+    places = [(p.host, len(p.gpus)) for p in plan if p.role == "server"]
+    assert places == [("b", 4), ("b", 4), ("c", 4)]
+
+
 def test_without_gpus_the_trainer_comes_first_and_servers_take_the_hosts_that_are_left():
     plan = planned({"servers": 3, "trainers": 1}, {"::1": (), "b": (), "c": ()})
     assert seats(plan) == [
