@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import secrets
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -43,7 +44,8 @@ def parser(engines: Mapping[str, Callable] = ENGINES) -> argparse.ArgumentParser
     p.add_options(EngineOptions)
     p.add_argument("--max-queue", type=command.number(1), default=16384, help="samples at one time")
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    p.add_argument("--seed", type=int, default=0)
+    seed = secrets.randbelow(1 << 31)  # servers with one seed on GPUs would draw alike
+    p.add_argument("--seed", type=int, default=seed, help="of draws without one; default: random")
     p.add_argument("--hang-seconds", type=seconds, default=_HANG, help="silence that ends vLLM")
     p.add_argument("--host", default="127.0.0.1", help="any but loopback needs a token and TLS")
     p.add_argument("--port", type=int, default=0, help="0: any")

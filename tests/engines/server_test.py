@@ -364,6 +364,12 @@ def test_flags_that_do_nothing_or_are_out_of_range_are_refused(flag, words):
         options.server_options(options.parser().parse_args(["--model=any", flag]))
 
 
+def test_servers_without_a_seed_draw_apart():
+    """On GPUs, where vLLM gets no seeds of requests, two servers drew by the same numbers."""
+    seeds = [options.parser().parse_args(["--model=any"]).seed for _ in range(2)]
+    assert seeds[0] != seeds[1]
+
+
 def test_engine_that_breaks_has_a_status(tools):
     async def main():
         async with tools.server() as (engine, server), tools.stub(server) as stub:
