@@ -161,7 +161,7 @@ class _RayRun:
             if not one.over:
                 continue
             restarts = self._restarts[one.name] = self._restarts.get(one.name, 0) + 1
-            failed = one.code is not None and not one.ready  # to start
+            failed = restarts == 1 and one.code is not None and not one.ready  # to start
             if failed or restarts > self._config.fleet.max_restarts:
                 raise UserError(f"{one.name} on {one.process.host} {one.ending}")
             say(f"{one.name} on {one.process.host} {one.ending}; starting another")

@@ -24,6 +24,7 @@ from unittest.mock import MagicMock
 import psutil
 import pytest
 
+from rlx.base import UserError
 from rlx.config import default
 from rlx.launch.processes import Process
 from rlx.launch.ray_cluster import RayCluster, Running
@@ -404,6 +405,22 @@ def test_a_server_that_wrote_many_lines_is_replaced(tmp_path):
     cluster.again = lambda *_: again
     run._replace_ended()
     assert run._running == [again]
+
+
+def test_only_a_first_server_that_cannot_start_ends_the_run(tmp_path):
+    """One that was to replace a lost server, whose memory is not free at once, ended it too."""
+    cluster, run = MagicMock(), _RayRun(MagicMock(), default(), tmp_path, [])
+    run._cluster, run._hosts, run._environment = cluster, ("a",), {}
+    server = Process("server", 0, "a", (), 1, (), {})
+    run._running = [Running(server, MagicMock(), None, code=-9, ready=True)]
+    run._replace_ended()
+    run._running = [Running(server, MagicMock(), None, code=2)]
+    run._replace_ended()
+    assert run._running == [cluster.again.return_value]
+    first = _RayRun(cluster, default(), tmp_path, [])
+    first._running = [Running(server, MagicMock(), None, code=2)]
+    with pytest.raises(UserError, match="server 0 on a ended"):
+        first._replace_ended()
 
 
 def test_ctrl_c_before_the_start_ends_the_command(tmp_path):
