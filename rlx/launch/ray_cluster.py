@@ -54,7 +54,7 @@ class Keeper:
                 argv += (f"--metrics-host={host}",)  # the last one counts
         base = {k: v for k, v in os.environ.items() if not k.startswith("OMP_NUM")}
         gpus = {k: v for k, v in base.items() if k == "CUDA_VISIBLE_DEVICES" and process.gpus}
-        environment = {**base, **process.env, **env, **gpus, "PYTHONUNBUFFERED": "1"}
+        environment = {**base, **env, **process.env, **gpus, "PYTHONUNBUFFERED": "1"}
         Path(log).parent.mkdir(parents=True, exist_ok=True)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks Ctrl-C, for children too
         with open(log, "ab") as file:

@@ -26,6 +26,7 @@ import pytest
 
 from rlx.base import UserError
 from rlx.config import default
+from rlx.launch import ray_cluster
 from rlx.launch.processes import Process
 from rlx.launch.ray_cluster import RayCluster, Running
 from rlx.run.on_ray import _RayRun
@@ -405,6 +406,19 @@ def test_a_server_that_wrote_many_lines_is_replaced(tmp_path):
     cluster.again = lambda *_: again
     run._replace_ended()
     assert run._running == [again]
+
+
+def test_a_server_has_the_platform_of_the_plan(monkeypatch, tmp_path):
+    """JAX_PLATFORMS of the command's own shell took its place."""
+    ray, start = MagicMock(), MagicMock()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(ray_cluster, "SupervisedProcess", start)
+    start.return_value.running = False
+    env = {"JAX_PLATFORMS": "cpu", "RLX_FLEET_TOKEN": "t"}
+    planned = Process("trainer", 0, "a", (), 1, ("rlx",), {"JAX_PLATFORMS": "cuda"})
+    ray_cluster.Keeper().begin(planned, env, ".", str(tmp_path / "log"))
+    found = start.call_args.kwargs["environment"]
+    assert (found["JAX_PLATFORMS"], found["RLX_FLEET_TOKEN"]) == ("cuda", "t")
 
 
 def test_only_a_first_server_that_cannot_start_ends_the_run(tmp_path):
