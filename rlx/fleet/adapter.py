@@ -17,6 +17,7 @@ import numpy as np
 
 from rlx.base import UserError
 from rlx.fleet import publish
+from rlx.model.directory import resolve
 from rlx.model.tensors import Buckets, LazyTensors, open_tensors, shards
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -43,12 +44,13 @@ class Base:
     """A server's model directory, to which adapters are added."""
 
     def __init__(self, directory: str | Path):
-        self._directory = Path(directory)
+        self._directory = Path(directory)  # or a hub name, until `require` finds its directory
         self._read: Any = None  # identities of the files when they were read
         self._digest = b""  # their digest
 
     def require(self, wanted: bytes) -> None:
         """Raise OtherBase unless the directory's digest is `wanted`, UserError without weights."""
+        self._directory = resolve(str(self._directory), "--model")
         files = [path.stat() for path in shards(self._directory)]
         now = [(each.st_ino, each.st_size, each.st_mtime_ns) for each in files]
         if self._read != now:

@@ -19,7 +19,7 @@ from rlx.fleet import rollout_pb2 as pb
 from rlx.fleet.client import Fleet
 from rlx.fleet.publish import Adapter
 from rlx.fleet.requests import Request, Sampling
-from rlx.model import hf, lora, peft
+from rlx.model import directory, hf, lora, peft
 from rlx.model import params as parameters
 from rlx.model.lora_config import LoraConfig
 
@@ -320,6 +320,17 @@ def test_the_digest_is_of_the_tensors_not_of_the_files(tmp_path):
     ]
     digests = {digest_of(f"other{index}", each) for index, each in enumerate(others)}
     assert len({whole, *digests}) == 1 + len(others)
+
+
+def test_a_base_may_be_given_by_its_name(tmp_path):
+    """A server of a hub name refused every adapter, as if it had no weights."""
+    place = directory.resolve("rlx:arithmetic")
+    base = adapter.Base("rlx:arithmetic")
+    base.require(adapter.digest(place))
+    (tmp_path / "out").touch()
+    publish.write_weights({}, tmp_path / "none")
+    base.write(tmp_path / "none", 1.0, "float32", tmp_path / "out")
+    assert load_file(tmp_path / "out").keys() == load_file(place / "model.safetensors").keys()
 
 
 def test_a_base_that_changes_on_disk_is_read_again(model_dir):
