@@ -29,7 +29,7 @@ done
 if [ "${#trainers[@]}" = 0 ]; then
   until [ -e "$over" ]; do
     sleep 1 & wait $!
-    kill -0 -- "${servers[@]}" 2> /dev/null || exit 1
+    for each in "${servers[@]}"; do kill -0 -- "$each" 2> /dev/null || exit 1; done
   done
 elif [ "$status" = 0 ]; then
   touch "$over" # the pods of servers end too

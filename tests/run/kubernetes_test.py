@@ -181,6 +181,34 @@ def wait(condition, what):
         time.sleep(0.1)
 
 
+def test_a_pod_ends_when_one_of_its_servers_is_not_started_again(tmp_path):
+    """It went on without it as long as another one ran."""
+    flags = (*FLAGS, "--config.scheduler.nodes=2", "--config.fleet.max_restarts=0", "--image=a")
+    claim = f"--claim=disk:{tmp_path}", f"--workdir={tmp_path}/a"
+    script = script_of(manifests(*flags, *claim)[1])
+    root = Path(re.search("^root=(.*?) ", script, re.MULTILINE)[1])
+    root.mkdir(parents=True)
+    for name in ("servers", "token"):
+        (root / name).touch()
+    python = tmp_path / "python3"
+    pids = tmp_path / "pids"
+    python.write_text(
+        f'#!/bin/sh\ncase "$*" in *--seed=0*) exit 1;; esac\necho $$ >> {pids}\nexec sleep 100\n'
+    )
+    python.chmod(0o755)
+    pod = subprocess.Popen(
+        ["bash", "-c", script], stdin=subprocess.DEVNULL,
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "1"},
+    )  # fmt: skip
+    try:
+        assert pod.wait(20) == 1
+    finally:
+        pod.kill()
+        pod.wait()
+        for pid in map(int, pids.read_text().split()):
+            os.kill(pid, signal.SIGKILL)
+
+
 @pytest.mark.slow
 def test_pods_train_through_a_lost_server_and_a_drained_node(pods, tmp_path):
     for index in range(3):
