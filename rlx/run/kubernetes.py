@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 
 from rlx.launch import slurm
 from rlx.launch.processes import Process, addresses
-from rlx.run.scheduler import RETRIES, processes_of
+from rlx.run.scheduler import RETRIES, processes_of, until_weights
 
 _PORT = 20_000
 _TEMPLATE = slurm.TEMPLATE.with_name("kubernetes_pod.sh")
@@ -64,7 +64,7 @@ def manifests(
     path = config.model.path  # a name is for the pods to resolve
     model = Path(path).absolute() if Path(path).is_dir() else path
     plan = processes_of(config, workdir, flags, hosts, root, _PORT, "python3", False, model)
-    script = _script(plan, list(hosts), root, config)
+    script = _script(plan, list(hosts), root, config, until_weights(config, workdir))
     retries = RETRIES if s.retries < 0 else s.retries
     pod = pods.spec(s.gpus_per_node, command=["bash", "-c", script]) | {
         "subdomain": name, "restartPolicy": "OnFailure",
@@ -118,13 +118,16 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_str)
 
 
-def _script(plan: Sequence[Process], hosts: Sequence[str], root: Path, config: ConfigDict) -> str:
+def _script(
+    plan: Sequence[Process], hosts: Sequence[str], root: Path, config: ConfigDict, ready: str
+) -> str:
     """Return the script of bash that all pods run, each with its own index."""
     started = dict[str, list[str]]()
     for p in plan:
         words = [*(f"{k}={v}" for k, v in p.env.items()), *p.argv]
-        again, sign = ("", "") if p.role == "trainer" else ("again ", "-")
-        run = f"  {again}env {shlex.join(words)} &\n  {p.role}s+=({sign}$!)"
+        env = f"env {shlex.join(words)}"
+        run, sign = (env, "") if p.role == "trainer" else (f"{{ {ready}again {env}; }}", "-")
+        run = f"  {run} &\n  {p.role}s+=({sign}$!)"
         started.setdefault(p.host, []).append(run)
     cases = ("\n".join((f"{i})", *started.get(host, ()), "  ;;")) for i, host in enumerate(hosts))
     values = {

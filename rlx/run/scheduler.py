@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -102,6 +103,12 @@ def _launch_here(config: ConfigDict, workdir: Path) -> int:
         return Ended(status if status >= 0 else 128 - status, "" if over else words, status >= 0)
 
     return retry(attempt, config, workdir).status
+
+
+def until_weights(config: ConfigDict, workdir: Path) -> str:
+    """Return shell code that waits for random first weights, which trainer 0 writes; or ""."""
+    first = shlex.quote(str(workdir / INITIAL / "config.json"))
+    return f"until [ -e {first} ]; do sleep 1; done; " * config.model.random_init
 
 
 def processes_of(

@@ -23,9 +23,8 @@ from rlx.base import UserError, explained
 from rlx.cli.command import INTERRUPTED, say
 from rlx.launch import slurm
 from rlx.launch.processes import addresses, table
-from rlx.run.inputs import INITIAL
 from rlx.run.room_options import as_json
-from rlx.run.scheduler import DONE, FAILED, Ended, processes_of, retry, steps_in
+from rlx.run.scheduler import DONE, FAILED, Ended, processes_of, retry, steps_in, until_weights
 from rlx.system.exit_reason import last_words
 from rlx.system.jsonl import read_json, write_atomically
 from rlx.system.process_settings import HOME
@@ -104,8 +103,7 @@ def _write(
     except UserError as error:
         raise UserError(str(error).replace("@", "")) from None
     places = {node: f'"${{nodes[{i}]}}"' for i, node in enumerate(nodes)}
-    first = shlex.quote(str(workdir / INITIAL / "config.json"))  # written by trainer 0
-    ready = f"until [ -e {first} ]; do sleep 1; done; " * config.model.random_init
+    ready = until_weights(config, workdir)
     tasks = []
     for p in plan:
         words = (*(f"{k}={v}" for k, v in p.env.items()), *p.argv)

@@ -80,6 +80,16 @@ def test_a_pod_has_the_processes_and_gpus_of_its_host():
     assert "--model=Qwen/" in first, "a model of the hub is loaded by the pod itself"
 
 
+def test_servers_wait_for_random_weights():
+    """They ended without them, and their restarts were over before a trainer had written some."""
+    flags = (*FLAGS, *POD, "--workdir=/shared/a")
+    for random in (False, True):
+        script = script_of(manifests(*flags, f"--config.model.random_init={random}")[1])
+        waits = "until [ -e /shared/a/initial/config.json ]; do sleep 1; done; again env" in script
+        assert waits == random
+        subprocess.run(["bash", "-n", "-c", script], check=True)
+
+
 def test_ray_runs_the_same_command():
     (job,) = manifests(*GPUS, *POD, "--workdir=/shared/a", "--ray")
     entry = job["spec"]["entrypoint"]
