@@ -148,6 +148,7 @@ class Fleet:
             self._start(self._run_member(member))
         if self._joining:
             await self._replace(await in_thread(self._read_addresses))
+        if self._joining or any(text.startswith(FILE) for text in self._given):
             self._start(self._follow_addresses())
         reports = asyncio.create_task(self._report_missing())
         try:
@@ -164,8 +165,6 @@ class Fleet:
         finally:
             reports.cancel()
         self._connected = True
-        if not self._joining and any(text.startswith(FILE) for text in self._given):
-            self._start(self._follow_addresses())
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         """Start a task that `close` cancels if it still runs."""

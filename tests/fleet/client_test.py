@@ -486,6 +486,26 @@ def test_connect_goes_on_with_the_servers_there_are(tools, tmp_path, arithmetic)
     tools.run(main())
 
 
+def test_connect_follows_a_file_of_addresses(tools, tmp_path):
+    """A server that took the place of another one was found only after `connect_seconds`."""
+
+    async def main():
+        async with tools.server() as (_, server):
+            unused = Server(lambda: None)
+            await unused.stop()
+            file, address = tmp_path / "servers", f"127.0.0.1:{server.port}"
+            file.write_text(f"127.0.0.1:{unused.port}")
+            fleet = Fleet([f"@{file}"], limits=tools.limits)
+            connecting = asyncio.create_task(fleet.connect())
+            await asyncio.sleep(0.5)
+            file.write_text(address)
+            await connecting
+            assert fleet.live == {address}
+            await fleet.close()
+
+    tools.run(main())
+
+
 def test_token(tools, tmp_path, arithmetic):
     async def main():
         async with tools.server(token="sesame") as (_, server):
