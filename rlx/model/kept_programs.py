@@ -146,7 +146,7 @@ def _sources() -> str:
 
 def _patched() -> bool:
     """Return whether a function of rlx that programs are traced from was replaced by another."""
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith(_TRACED)]
+    modules = [module for name, module in sys.modules.copy().items() if name.startswith(_TRACED)]
     origins = {str(f.__module__).partition(".")[0] for m in modules for f in _callables(m)}
     return not origins <= {"rlx", *_LIBRARIES, *_OTHERS, *sys.stdlib_module_names}
 

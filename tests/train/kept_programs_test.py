@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import gc
 import importlib
 import pkgutil
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -175,3 +177,26 @@ def test_loaded_updates_have_the_same_bits(
     options = dataclasses.replace(options, image_dir="another", seed=1)  # are in no program
     monkeypatch.setattr(jax.stages.Traced, "lower", None)
     assert train(programs=folder) == compiled
+
+
+def test_a_module_that_is_imported_meanwhile_ends_nothing(monkeypatch):
+    """A collection of garbage let another thread import while the modules were listed."""
+    for number in range(5000):  # more than the tuples that Python keeps
+        monkeypatch.setitem(sys.modules, f"many{number}", sys)
+
+    def collected(phase, info):
+        if phase == "start" and sys.modules.pop("late", None) is None:
+            sys.modules["late"] = sys
+
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.callbacks.append(collected)
+    gc.set_threshold(1)
+    try:
+        assert not kept_programs._patched()
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(collected)
+        gc.unfreeze()
+        sys.modules.pop("late", None)
