@@ -115,7 +115,8 @@ class JaxUpdate(BatchUpdate):
         self.state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
         self.devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
         about = dataclasses.replace(options, seed=0, image_dir=""), self.model, self._mesh
-        self._compile(places, KeptPrograms(programs, about).jit)
+        user_code = algorithm.loss_function or algorithm.advantage_function  # no text has all of it
+        self._compile(places, KeptPrograms(None if user_code else programs, about).jit)
 
     def _obstacle(self, attention: str) -> str:
         """Return why attention of this kind computes no trees here; empty if it does."""

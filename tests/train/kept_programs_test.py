@@ -146,6 +146,26 @@ def test_what_jax_has_in_memory_from_its_cache_is_not_written_either(folder, tmp
     assert not list((tmp_path / "programs").iterdir())
 
 
+@dataclasses.dataclass(frozen=True)
+class OwnLoss:
+    """A user's loss, whose text has neither its code nor an address."""
+
+    def __call__(self, inputs, algorithm):
+        return -inputs.advantage * inputs.target, {}
+
+
+@pytest.mark.parametrize("field", ["loss_function", "advantage_function"])
+def test_programs_of_a_users_own_code_are_not_kept(
+    folder, tmp_path, field, model_config, make_config
+):
+    options = TrainOptions.of(make_config())
+    algorithm = dataclasses.replace(options.algorithm, **{field: OwnLoss()})
+    options = dataclasses.replace(options, algorithm=algorithm)
+    trainer = JaxUpdate(model_config, options, programs=folder)
+    trainer._waits(jnp.int32(0))
+    assert not list((tmp_path / "programs").iterdir())
+
+
 def test_without_a_folder_it_is_jax_s_own():
     assert use(None) == use(None) == ([0.0, 2.0, 4.0], 1)
     assert isinstance(KeptPrograms(None).jit(Doubled().double), type(jax.jit(Doubled().double)))
