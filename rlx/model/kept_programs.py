@@ -23,6 +23,7 @@ import numpy as np
 from jax.experimental import serialize_executable
 
 import rlx
+from rlx.model.compile_cache import cpu_flags
 from rlx.model.ops import on_cpu
 from rlx.system.jsonl import write_atomically
 
@@ -45,7 +46,7 @@ class KeptPrograms:
         self._folder = Path(folder or "")
         versions = [sys.version, *map(version, _LIBRARIES)]
         flags = os.environ.get("XLA_FLAGS")
-        self._machine = f"{versions} {jax.devices()} {flags} {jax.config.values}"
+        self._machine = f"{versions} {cpu_flags()} {jax.devices()} {flags} {jax.config.values}"
         self._source = f"{about} {_sources()}"
         self._keeps = bool(folder) and on_cpu() and jax.device_count() == 1
 
@@ -70,7 +71,7 @@ class KeptPrograms:
         if " at 0x" in shapes + self._source or _patched():
             return jitted
         link = self._file(shapes, self._source)
-        with suppress(Exception):  # missing, damaged, or of a processor with other features
+        with suppress(Exception):  # missing or damaged
             return _load(self._folder / _read(link).decode())
         traced = jitted.trace(*arguments)
         lowered = traced.lower()

@@ -86,6 +86,16 @@ class Edited:
         return "edited"
 
 
+def test_programs_of_another_processor_are_not_loaded(folder, monkeypatch):
+    def older():
+        return "flags: avx2"
+
+    use(folder)
+    older.__module__ = "rlx"  # a function of another module would be a replacement
+    monkeypatch.setattr(kept_programs, "cpu_flags", older, raising=False)
+    assert use(folder)[1] == 1
+
+
 def test_replaced_functions_of_rlx_are_used(folder, monkeypatch):
     use(folder)
     assert use(folder)[1] == 0
