@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -47,7 +46,7 @@ class KeptPrograms:
         versions = [sys.version, *map(version, _LIBRARIES)]
         flags = os.environ.get("XLA_FLAGS")
         self._machine = f"{versions} {cpu_flags()} {jax.devices()} {flags} {jax.config.values}"
-        self._source = f"{about} {_sources()}"
+        self._source = f"{about} {_SOURCES}"
         self._keeps = bool(folder) and on_cpu() and jax.device_count() == 1
 
     def jit(self, function: Callable, name: str = "", **options: Any) -> Any:
@@ -138,11 +137,8 @@ def _events() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_listener(note)
 
 
-@cache
-def _sources() -> str:
-    """Return a digest of rlx's source."""
-    files = sorted(Path(rlx.__path__[0]).rglob("*.py"))
-    return _digest(b"".join(file.read_bytes() for file in files)).hex()
+# When this is imported: files that change later are not the code of this process.
+_SOURCES = _digest(b"".join(f.read_bytes() for f in sorted(Path(rlx.__path__[0]).rglob("*.py"))))
 
 
 def _patched() -> bool:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import importlib
+import importlib.util
 import pkgutil
 import sys
 
@@ -72,18 +73,9 @@ def test_what_it_depends_on_decides(folder, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")  # XLA has read it before
     assert use(folder, 2.0)[1] == 1
     monkeypatch.undo()
-    monkeypatch.setattr(kept_programs, "_sources", Edited())
+    monkeypatch.setattr(kept_programs, "_SOURCES", "edited")
     assert use(folder, 2.0)[1] == 1  # traced, and found by its text
     assert use(folder, 2.0)[1] == 0
-
-
-class Edited:
-    """Stands for another source of rlx."""
-
-    __module__ = "rlx"
-
-    def __call__(self):
-        return "edited"
 
 
 def test_programs_of_another_processor_are_not_loaded(folder, monkeypatch):
@@ -94,6 +86,14 @@ def test_programs_of_another_processor_are_not_loaded(folder, monkeypatch):
     older.__module__ = "rlx"  # a function of another module would be a replacement
     monkeypatch.setattr(kept_programs, "cpu_flags", older, raising=False)
     assert use(folder)[1] == 1
+
+
+def test_the_source_is_that_of_the_import(monkeypatch, tmp_path):
+    spec = kept_programs.__spec__
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    monkeypatch.setattr(rlx, "__path__", [str(tmp_path)])  # as if all files were edited
+    assert fresh.KeptPrograms(None)._source == KeptPrograms(None)._source
 
 
 def test_replaced_functions_of_rlx_are_used(folder, monkeypatch):
