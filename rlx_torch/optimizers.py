@@ -37,7 +37,7 @@ _MADE: dict[str, Callable[[Any, OptimizerOptions], torch.optim.Optimizer]] = {
         groups, lr=0.0, betas=(c.b1, c.b2), eps=c.eps, fused=True
     ),
     "lion": lambda groups, c: Lion(groups, lr=0.0, betas=(c.b1, c.b2)),
-    "sgd": lambda groups, c: torch.optim.SGD([{"params": g["params"]} for g in groups], lr=0.0),
+    "sgd": lambda groups, c: torch.optim.SGD(groups, lr=0.0),
 }
 
 

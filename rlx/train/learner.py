@@ -162,7 +162,9 @@ OPTIMIZERS: dict[str, Callable[[OptimizerOptions, Schedule], optax.GradientTrans
     "lion": lambda c, rate: optax.lion(
         rate, b1=c.b1, b2=c.b2, weight_decay=c.weight_decay, mask=decay_mask
     ),
-    "sgd": lambda c, rate: optax.sgd(rate),
+    "sgd": lambda c, rate: optax.chain(
+        optax.add_decayed_weights(c.weight_decay, decay_mask), optax.scale_by_learning_rate(rate)
+    ),
 }
 
 

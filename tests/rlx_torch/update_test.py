@@ -304,9 +304,10 @@ def test_weights_cast_once_an_update_train_by_all_its_microbatches(tiny_model_di
         assert error < 0.05, f"{name}: {error}"
 
 
-def test_lion_is_that_of_optax():
+@pytest.mark.parametrize("rule", ["lion", "sgd"])
+def test_lion_and_sgd_are_those_of_optax(rule):
     """Alone, of the same gradients: of a model's, the sign of rounded zeros is anyone's."""
-    own = OptimizerOptions("lion", 0.1, b1=0.8, b2=0.9, weight_decay=0.5)
+    own = OptimizerOptions(rule, 0.1, b1=0.8, b2=0.9, weight_decay=0.5)
     noise = np.random.default_rng(0).normal(size=(4, 3, 3)).astype(np.float32)
     first = {"w": noise[0], "a_norm": noise[0, 0]}
     theirs = make_jax_optimizer(own, 9)
@@ -325,8 +326,9 @@ def test_lion_is_that_of_optax():
     moments = optax.tree.get(state, "mu")
     for p, name in zip(ours, first, strict=True):
         np.testing.assert_allclose(p.detach(), params[name], atol=1e-6, err_msg=name)
-        np.testing.assert_allclose(optimizer.state[p]["exp_avg"], moments[name], atol=1e-6)
-        assert optimizer.state[p]["step"] == 3
+        if moments:
+            np.testing.assert_allclose(optimizer.state[p]["exp_avg"], moments[name], atol=1e-6)
+            assert optimizer.state[p]["step"] == 3
 
 
 def test_offloaded_moments_come_back_from_every_step():

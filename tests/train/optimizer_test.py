@@ -31,9 +31,11 @@ def test_schedules(name, expected):
         assert float(rate(step)) == pytest.approx(value, abs=1e-6), step
 
 
-def test_adamw_first_step_is_the_papers():
-    """m̂/√v̂ = sign(g) at the first step, plus decay on matrices only."""
-    tx = learner.make_optimizer(options(weight_decay=0.1, learning_rate=0.5, eps=0.0), 10)
+@pytest.mark.parametrize(("name", "size"), [("adamw", 1.0), ("lion", 1.0), ("sgd", 7.0)])
+def test_the_first_step_is_the_papers(name, size):
+    """m̂/√v̂ and Lion's sign are sign(g) at the first step, plus decay on matrices only."""
+    own = options(name=name, weight_decay=0.1, learning_rate=0.5, eps=0.0)
+    tx = learner.make_optimizer(own, 10)
     params = {
         "embed": jnp.full((2, 2), 3.0),
         "final_norm": jnp.full(2, 3.0),
@@ -45,9 +47,9 @@ def test_adamw_first_step_is_the_papers():
         "layers": {"q_bias": jnp.full((2, 2), 7.0), "input_norm": jnp.full((2, 2), 7.0)},
     }
     updates, _ = tx.update(grads, tx.init(params), params)
-    np.testing.assert_allclose(updates["embed"], 0.5 - 0.5 * 0.1 * 3.0, rtol=1e-5)
+    np.testing.assert_allclose(updates["embed"], 0.5 * size - 0.5 * 0.1 * 3.0, rtol=1e-5)
     for leaf in (updates["final_norm"], *updates["layers"].values()):
-        np.testing.assert_allclose(leaf, -0.5, rtol=1e-5)
+        np.testing.assert_allclose(leaf, -0.5 * size, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
