@@ -289,16 +289,16 @@ def put(
     """
     sizes = segment_sizes(arrays["segment_ids"])
     sizes, places = sizes[sizes > 0], np.flatnonzero(arrays["segment_ids"])
-    if not len(places):  # only padding: keep two tokens, which no loss reads
-        sizes, places = np.array([2], np.int32), np.arange(2)
+    if not len(places):  # only padding: keep a token, which no loss reads
+        sizes, places = np.ones(1, np.int32), np.zeros(1, int)
     parts = np.split(places, np.cumsum(sizes)[:-1])
     order = np.argsort(-sizes, kind="stable")  # so that one call computes several similar ones
     sizes, places = sizes[order], np.concatenate([parts[i] for i in order])
     ends = np.append(0, np.cumsum(sizes)).astype(np.int32)
     mask = arrays.get("loss_mask", arrays["segment_ids"] > 0).reshape(-1)[places]
     mask[ends[:-1]] = False
-    # At least one: every process must call its head, which may be sharded.
-    scored_at = np.flatnonzero(mask) if mask.any() else np.ones(1, int)
+    # At least one, which no loss reads: every process must call its head, which may be sharded.
+    scored_at = np.flatnonzero(mask) if mask.any() else np.zeros(1, int)
     blocks: Blocks | Trees = blocks_of(sizes.tolist(), device)
     computed = states_at = None
     if "tree_tokens" in arrays:
@@ -326,7 +326,7 @@ def _trees(
     """
     width = arrays["tree_tokens"].shape[1]
     mask = arrays["tree_counts"].ravel() > 0
-    mask[:2] |= not mask.any()  # only padding, as above
+    mask[0] |= not mask.any()  # only padding, as above
     computed = np.flatnonzero(mask)
     number = np.cumsum(mask) - 1
     slots = used // arrays["sources"].shape[1] * width + arrays["sources"].ravel()[used]

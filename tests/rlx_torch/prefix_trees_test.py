@@ -1,6 +1,7 @@
 """The trainer in PyTorch with trees: its plain update, and an oracle of each trajectory alone."""
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -115,6 +116,23 @@ def test_every_preset_has_the_update_of_plain_rows(preset, tiny_model_dir):
         assert metrics[name] == pytest.approx(plain[name], rel=1e-5, abs=1e-5), name
     assert metrics["n_shared_tokens"] > 20
     assert metrics["grad_norm"] > 1e-4
+
+
+def test_a_trajectory_without_a_trained_token_may_have_a_row_of_its_own(tiny_model_dir):
+    groups = branching(count=2, samples=1)
+    (bare,) = groups[1].trajectories
+    bare = replace(bare, loss_mask=np.zeros_like(bare.loss_mask), versions=0 * bare.versions - 1)
+    groups[1] = replace(groups[1], trajectories=(bare,))
+    longest = max(len(g.trajectories[0].tokens) for g in groups)
+    rows = {"train.max_tokens_per_microbatch": longest, "train.row_buckets": (longest,)}
+    (want, plain, _), (got, metrics, _) = (
+        updated(of_torch(options("sft", share, **rows)), tiny_model_dir, groups, steps=1)
+        for share in ("off", "on")
+    )
+    assert metrics["n_microbatches"] == 2
+    assert metrics["sft_loss"] == pytest.approx(plain["sft_loss"], rel=1e-5)
+    for name, tensor in want.items():
+        np.testing.assert_allclose(got[name], tensor, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("make", [of_jax, of_torch])
