@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
@@ -79,6 +79,11 @@ def join_processes(config: ConfigDict, stop: Event) -> Iterator[Hosts]:
     equal = {f"config.{key}": value for key, value in leaves(as_json(config))}
     del equal["config.cluster.process"]
     equal |= {"rlx's code": code.hexdigest(), config.trainer: version(config.trainer)}
+    for key in ("loss", "advantage"):
+        with suppress(OSError):  # not FILE.py:name
+            path = Path(str(config.algorithm[key]).rpartition(":")[0])
+            digest = hashlib.blake2b(path.read_bytes(), digest_size=8)
+            equal[f"the file of algorithm.{key}"] = digest.hexdigest()
     hosts = join(Cluster.of(os.environ, **config.cluster), equal)
     hosts.on_stop = stop.set  # on process 0, when another process receives a signal
     try:

@@ -5,13 +5,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 
 from rlx.base import UserError
 from rlx.config import default
+from rlx.run import trainers
 from rlx.run.trainers import spawn_local_ranks
-from rlx.train.hosts import Cluster, join
+from rlx.train.hosts import Cluster, Hosts, join
 from tests.fixtures.commands import ended
 
 LONG = 100_000.0  # that nobody waits for
@@ -50,6 +53,21 @@ def test_a_process_that_ends_before_it_comes_is_missed_at_once(program, wanted, 
         spawn_local_ranks(config_of()) as config,
     ):
         join(Cluster.of({}, **config.cluster), {})
+
+
+def test_a_host_with_another_file_of_the_users_loss_is_another_run(tmp_path, monkeypatch):
+    seen, file = [], tmp_path / "loss.py"
+    monkeypatch.setattr(
+        trainers, "join", lambda cluster, equal: seen.append(equal) or Hosts(cluster, [])
+    )
+    monkeypatch.setattr(trainers, "library", lambda config: SimpleNamespace(set_up=lambda: None))
+    config = default()
+    config.algorithm.loss = f"{file}:own"
+    for text in ("one", "one", "another"):
+        file.write_text(text)
+        with trainers.join_processes(config, threading.Event()):
+            pass
+    assert seen[0] == seen[1] != seen[2]
 
 
 STARTS = """
