@@ -46,7 +46,7 @@ class KeptPrograms:
         versions = [sys.version, *map(version, _LIBRARIES)]
         flags = os.environ.get("XLA_FLAGS")
         self._machine = f"{versions} {cpu_flags()} {jax.devices()} {flags} {jax.config.values}"
-        self._source = f"{about} {_SOURCES}"
+        self._source = f"{about} {_SOURCES!r}"
         self._keeps = bool(folder) and on_cpu() and jax.device_count() == 1
 
     def jit(self, function: Callable, name: str = "", **options: Any) -> Any:
