@@ -45,7 +45,7 @@ from rlx.system.process_settings import keep_freed_memory
 keep_freed_memory()
 heap = [part for part in re.split(r"\\n(?=[0-9a-f]+-)", open("/proc/self/smaps").read())
         if "[heap]" in part and " hg" in part]
-print(sum(int(re.search(r"Size: +([0-9]+)", part)[1]) for part in heap) >> 20)
+print(sum(int(re.search(r"Size: +([0-9]+)", part)[1]) for part in heap) >> 10)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     assert int(done.stdout) > 256  # MiB of addresses
