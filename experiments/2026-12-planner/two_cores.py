@@ -68,7 +68,7 @@ def measured(asked: PlanRequest) -> dict[str, float]:
 
 def main() -> None:
     """Print a table of Markdown."""
-    root, values = Path(sys.argv[1]), SimpleNamespace(gpu="", gpus="")
+    root, values = Path(sys.argv[1]), SimpleNamespace(gpu="", gpus="", allocation="")
     for flag in (a for a in sys.argv if a.startswith("--run")):
         run(root, flag.removeprefix("--run").removeprefix("="))
     first = PlanRequest.of(None, values, workdir(root, *GRID[0]))
