@@ -6,7 +6,8 @@
 `--run=3.7M` runs the benchmarks' random model of 3.7M parameters instead of the embedded task, and
 `--run=135M` SmolLM2 on word problems, 4 prompts × 4 samples a step.
 
-The run with one server and max_staleness 2 gives lengths and speeds. The others are predicted.
+The run with one server and max_staleness 2 gives lengths and speeds. The others are predicted. The
+plan knows no stops of runs that compile, so make all runs once before, in another directory.
 """
 
 import dataclasses
