@@ -37,6 +37,7 @@ from rlx.system.jsonl import jsonable, read_jsonl, write_atomically
 from rlx.train.train_options import AUTO
 
 IDLE = 0.3  # of one side, above which another split is named
+_STOP = 5.0  # × the median step; longer ones compile, save or evaluate, which no plan has
 RECENT = 32  # batches of a run whose lengths are read
 _PROBE_STEPS, _PROBE_SECONDS = 24, 110.0  # at most; the first ones compile
 # Hours of a GPU between two failures: 419 in 54 days of 16,384, Llama 3 (arXiv 2407.21783, 3.3.4).
@@ -134,11 +135,14 @@ class PlanRequest:
 
     @cached_property
     def measured(self) -> dict[str, float]:
-        """Seconds of a step's phases in the second half of the run, where there are any."""
+        """Mean seconds of a step's phases in the second half of the run, without its stops."""
         records = [record for _, record in sorted(self.run.metrics.items())] if self.run else []
         if (done := len(records)) >= self.config.total_steps:  # servers had no prompts at the end
             records = records[: max(2, done - int(self.config.rollout.max_staleness))]
-        seconds = measured_phases(records[max(0, len(records) // 2 - 1) :])
+        half = records[max(0, len(records) // 2 - 1) :]  # the first one is not averaged
+        usual = statistics.median([record["step_seconds"] for record in half[1:]] or [math.inf])
+        others = [record for record in half[1:] if record["step_seconds"] <= _STOP * usual]
+        seconds = measured_phases([*half[:1], *others])
         if "train" in seconds:  # with packing and records, which the trainer does not wait for
             seconds["train"] = seconds["step"] - seconds.get("wait", 0.0)
         return seconds

@@ -136,6 +136,17 @@ def test_steps_after_the_last_admission_are_not_measured():
         assert request.measured["generate"] == pytest.approx(expected, abs=0.5), total
 
 
+def test_steps_that_compile_are_not_measured():
+    """A batch with a new shape stops a trainer for seconds, at any step."""
+    config, records = default(), {}
+    config.total_steps = 100
+    for step in range(1, 21):
+        seconds = 6.0 if step == 17 else 0.25 + 0.5 * (step % 2)
+        records[step] = {"step": step, "step_seconds": seconds, "seconds": {"wait": 0.25}}
+    request = PlanRequest(config, SimpleNamespace(), CPU, 2, SimpleNamespace(metrics=records))
+    assert request.measured["step"] == pytest.approx(0.5, abs=0.05)
+
+
 def test_turns_are_read_from_the_masks_of_sampled_tokens():
     one, three, none = (
         np.array(list(map(int, mask)), bool) for mask in ("0011", "0110001101", "00")
