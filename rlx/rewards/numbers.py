@@ -91,8 +91,8 @@ _NAMES = {  # of a unit; two known units that differ are a contradiction
 _UNITS = {name: unit for unit, names in _NAMES.items() for name in names.split()}
 _UNITS |= {f"{name}s": unit for name, unit in _UNITS.items() if len(name) > 1}
 _NOT_UNITS = {"and", "or", "to", "if", "when", "mod", "over", "not", "is", "are", "plus", "minus",
-              "times", "than", "at", "dozen", "factorial", "remainder", "half", "halves", "third",
-              "thirds", "fourths", "fifths", "sixths", "sevenths", "eighths", "ninths", "tenths",
+              "times", "than", "at", "dozen", "factorial", "remainder", "halves", "thirds",
+              "fourths", "fifths", "sixths", "sevenths", "eighths", "ninths", "tenths",
               "hundredths", "thousandths", "tens"}  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -143,7 +144,11 @@ def prune(directory: Path, keep: int) -> None:
 def held_bytes(workdir: Path) -> int:
     """Return the bytes of the checkpoints and the HF directory there, which new ones replace."""
     paths = (path for name in ("checkpoints", "hf") for path in (workdir / name).rglob("*"))
-    return sum(path.stat().st_size for path in paths if path.is_file())
+    total = 0
+    for path in paths:
+        with suppress(OSError):  # a run has just removed it
+            total += path.stat().st_size * path.is_file()
+    return total
 
 
 def require_base(host: Mapping[str, Any], wanted: bytes, directory: Path) -> None:

@@ -37,7 +37,7 @@ from rlx.system.jsonl import jsonable, read_jsonl, write_atomically
 from rlx.train.train_options import AUTO
 
 IDLE = 0.3  # of one side, above which another split is named
-_STOP = 5.0  # × the median step; longer ones compile, save or evaluate, which no plan has
+_STOP = 5.0  # × the median step; work above it is to compile, save or evaluate, not planned
 RECENT = 32  # batches of a run whose lengths are read
 _PROBE_STEPS, _PROBE_SECONDS = 24, 110.0  # at most; the first ones compile
 # Hours of a GPU between two failures: 419 in 54 days of 16,384, Llama 3 (arXiv 2407.21783, 3.3.4).
@@ -75,7 +75,7 @@ class PlanRequest:
         devices, card = place.get("devices", ""), CARDS.get(values.gpu)
         if devices.endswith("cpu") and not card:
             for flag in ("gpus", "allocation"):
-                if getattr(values, flag):
+                if getattr(values, flag) and values.gpu != "this":
                     what = f"--{flag} does nothing with a run on CPUs"
                     raise UserError(f"{what}; add --gpu=KIND, or leave it out")
             peak = place.get("peak_flops", 0.0) / place["cores"]
@@ -140,8 +140,9 @@ class PlanRequest:
         if (done := len(records)) >= self.config.total_steps:  # servers had no prompts at the end
             records = records[: max(2, done - int(self.config.rollout.max_staleness))]
         half = records[max(0, len(records) // 2 - 1) :]  # the first one is not averaged
-        usual = statistics.median([record["step_seconds"] for record in half[1:]] or [math.inf])
-        others = [record for record in half[1:] if record["step_seconds"] <= _STOP * usual]
+        works = [r["step_seconds"] - r["seconds"].get("wait", 0.0) for r in half[1:]]
+        most = _STOP * statistics.median([r["step_seconds"] for r in half[1:]] or [0.0])
+        others = [record for record, work in zip(half[1:], works, strict=True) if work <= most]
         seconds = measured_phases([*half[:1], *others])
         if "train" in seconds:  # with packing and records, which the trainer does not wait for
             seconds["train"] = seconds["step"] - seconds.get("wait", 0.0)
@@ -376,7 +377,8 @@ def _failure_factor(config: ConfigDict, plan: SplitPlan) -> float:
     """
     step, saves = plan.prediction.step_seconds, config.checkpoint
     every = [each for each in (saves.every_seconds, saves.every_steps * step) if each > 0]
-    repeated = max(min(every, default=config.total_steps * step), step) / 2
+    rarely = step if saves.every_epochs else config.total_steps * step  # epochs are not known
+    repeated = max(min(every, default=rarely), step) / 2
     return plan.trainer_gpus / _FAILURE_HOURS * (_RESTART + repeated) / 3600
 
 

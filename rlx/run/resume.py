@@ -105,7 +105,8 @@ def usable(groups: Iterable[Group], algorithm: Algorithm, most: int) -> list[Gro
         ts = group.trajectories
         sampled = group.oldest_version >= 0 or any(t.behaviour_logprobs.any() for t in ts)
         complete = all(getattr(t, name) is not None for t in ts for name in needed)
-        kind = sampled if size is None else not sampled and len(ts) == size
+        empty = not any(t.loss_mask.any() for t in ts)
+        kind = sampled or empty if size is None else not sampled and len(ts) == size
         lengths = [len(t.tokens) for t in ts]
         longest = sum(lengths) if size == 2 else max(lengths)  # a pair shares a row
         return complete and kind and longest <= most

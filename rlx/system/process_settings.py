@@ -3,7 +3,9 @@
 import ctypes
 import mmap
 import os
+import resource
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 HOME = str(Path(__file__).parents[2])  # the directory that contains rlx, maybe a clone's
@@ -44,9 +46,11 @@ def keep_freed_memory() -> bool:
     # In huge pages a small model's step takes 0.93 times the seconds. The kernel gives them where
     # a program asks for them, so the heap grows once, by addresses that have no memory yet.
     size = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // 2
-    counts = Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"  # addresses as used
+    free = resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+    with suppress(OSError):  # 2: addresses count as used
+        free &= Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "2"
     libc.malloc.restype = ctypes.c_void_p
-    block = libc.malloc(ctypes.c_size_t(size)) if keeps and not counts else None
+    block = libc.malloc(ctypes.c_size_t(size)) if keeps and free else None
     if block:
         start = ctypes.c_void_p(block + -block % mmap.PAGESIZE)
         libc.madvise(start, ctypes.c_size_t(size - mmap.PAGESIZE), mmap.MADV_HUGEPAGE)

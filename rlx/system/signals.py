@@ -54,7 +54,8 @@ def interrupts(
     timer.daemon = True
 
     def follow(number: int) -> None:
-        forward(number)
+        # A program that does not handle SIGTERM yet ends as well.
+        forward(signal.SIGTERM if number == signal.SIGUSR1 else number)
         stop()
         before = None
         while not over.wait(_CUT_SECONDS):

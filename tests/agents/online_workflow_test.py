@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import aiohttp
 import numpy as np
+import pytest
 
 from rlx.agents.agent_options import AgentOptions
-from rlx.agents.online import OnlineOptions
+from rlx.agents.online import Denied, OnlineOptions
 from rlx.agents.online_workflow import OnlineWorkflow, RunContext
 from rlx.rollout.attempts import Patience
 from rlx.rollout.data import Cursor
@@ -56,6 +57,16 @@ def test_sessions_of_one_task_make_a_group(agents, tmp_path):
     rewards = [[t.reward for t in group.trajectories] for group in found]
     assert [group.group_id for group in found] == [7, 8]
     assert rewards == [[0.0, 2.0], [1.0, 3.0]]
+
+
+def test_a_full_run_is_tried_again_after_as_long_as_it_was_full(agents):
+    listen = SimpleNamespace(host="127.0.0.1", port=0, tls_cert="", tls_key="")
+    options = OnlineOptions(ADMIN), AgentOptions(), listen
+    workflow = OnlineWorkflow(*options, agents.tokenizer(), agents.sampling, 1, held_out=None)
+    workflow._admitted -= 30
+    with pytest.raises(Denied) as denied:
+        workflow._admit("")
+    assert 30 <= denied.value.wait < 60
 
 
 def test_a_session_that_stays_the_only_one_of_its_task_keeps_no_place(agents, tmp_path):

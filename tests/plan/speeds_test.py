@@ -147,6 +147,17 @@ def test_steps_that_compile_are_not_measured():
     assert request.measured["step"] == pytest.approx(0.5, abs=0.05)
 
 
+def test_steps_that_wait_are_measured():
+    """Batches come in waves where servers are slow: one step waits, the next two do not."""
+    config, records = default(), {}
+    config.total_steps = 100
+    for step in range(1, 32):
+        wait = 17.0 * (step % 3 == 0)
+        records[step] = {"step": step, "step_seconds": 1.0 + wait, "seconds": {"wait": wait}}
+    request = PlanRequest(config, SimpleNamespace(), CPU, 2, SimpleNamespace(metrics=records))
+    assert request.measured["step"] == pytest.approx(1 + 17 / 3, abs=0.5)
+
+
 def test_turns_are_read_from_the_masks_of_sampled_tokens():
     one, three, none = (
         np.array(list(map(int, mask)), bool) for mask in ("0011", "0110001101", "00")

@@ -202,6 +202,7 @@ def test_a_pod_ends_when_one_of_its_servers_is_not_started_again(tmp_path):
         (root / name).touch()
     python = tmp_path / "python3"
     pids = tmp_path / "pids"
+    pids.touch()
     python.write_text(
         f'#!/bin/sh\ncase "$*" in *--seed=0*) exit 1;; esac\necho $$ >> {pids}\nexec sleep 100\n'
     )
