@@ -213,8 +213,9 @@ def test_a_critic_has_a_learning_rate_of_its_own_and_the_policys_clip(model_conf
     own = {"algorithm.preset": "ppo", "critic.learning_rate": 0.25, "optimizer.clip_norm": 0.5}
     trainer = update.JaxUpdate(model_config, TrainOptions.of(make_config(**{**SGD, **own})))
     for learner, rate in ((trainer.learner, 1.0), (trainer.critic_learner, 0.25)):
-        one = jnp.ones(())
-        assert learner.optimizer.update(one, learner.optimizer.init(one))[0] == -rate
+        ones = {"bias": jnp.ones(1)}
+        updates, _ = learner.optimizer.update(ones, learner.optimizer.init(ones), ones)
+        assert updates["bias"] == -rate
         assert learner.clip_norm == 0.5
 
 
