@@ -65,14 +65,14 @@ FUNCTION_LINES = 104  # of the longest function, with its docstring
 NAMELESS = {
     "asked", "begun", "found", "given", "gone", "had", "made", "own", "there", "took", "whole",
 }  # fmt: skip
-TOTAL_LINES = 51_530
+TOTAL_LINES = 51_541
 BUDGET = {  # room → lines of Python, generated files left out
-    "": 13, "base": 281, "system": 1_339, "journal": 498, "option": 64, "algorithms": 1_918,
+    "": 13, "base": 281, "system": 1_349, "journal": 498, "option": 64, "algorithms": 1_918,
     "cli": 776, "model": 4_575, "train": 3_512, "observe": 2_436, "fleet": 3_277, "engines": 4_720,
     "sandbox": 699, "workers": 392, "environments": 653, "plan": 804, "rewards": 1_669,
     "rollout": 3_625, "agents": 3_741,
     "launch": 1_834, "mismatch": 745, "evaluation": 811, "doctor": 1_100, "debugger": 440,
-    "config": 463, "areal": 622, "run": 6_856, "tinker": 1_168, "commands": 1_111,
+    "config": 463, "areal": 622, "run": 6_857, "tinker": 1_168, "commands": 1_111,
     "rlx_torch": 2_010,
 }  # fmt: skip
 

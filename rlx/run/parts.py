@@ -52,7 +52,7 @@ from rlx.run.auto_values import Fit, Precision, decide_dtypes, decide_microbatch
 from rlx.run.export import Export, held_bytes, require_base
 from rlx.run.frequency import Position, from_host
 from rlx.run.inputs import INITIAL, Inputs
-from rlx.run.room_options import RunOptions, as_json, joining_of, limits_of, sizes_of
+from rlx.run.room_options import RunOptions, as_json, joining_of, limits_of, served_dtype, sizes_of
 from rlx.run.turns import CACHE, Turns, in_turns, rests
 from rlx.system import available_memory
 from rlx.system.jsonl import append_jsonl, read_json, read_jsonl, read_last
@@ -62,7 +62,6 @@ from rlx.system.workdir_lock import Killed
 from rlx.train import checkpoint, conductor
 from rlx.train.contract import State, Update
 from rlx.train.hosts import Cluster, Hosts
-from rlx.train.train_options import AUTO
 
 END_SECONDS = 20.0  # of the grace period, for servers and a requeue, at most a quarter of it
 POLICY = "policy"  # name of the fleet that generates
@@ -398,8 +397,7 @@ def early_servers(config: ConfigDict) -> Iterator[list[Popen]]:
     unfit = fleet.engine != "jax" or model.random_init or config.allocation_mode
     cores, place = sorted(os.sched_getaffinity(0)), directory.at_hand(model.path)
     likely = "bfloat16" if Devices().has_bfloat16 else "float32"  # what `auto` will be
-    dtype = model.publish_dtype.replace(AUTO, model.compute_dtype).replace(AUTO, likely)
-    settings = {**options.servers, "dtype": dtype}
+    settings = {**options.servers, "dtype": served_dtype(config, likely)}
     servers = list[Popen]()
     with ExitStack() as stack:
         if place and not (elsewhere or unfit or options.teacher or options.reward_model):

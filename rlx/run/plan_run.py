@@ -37,7 +37,7 @@ from rlx.system.jsonl import jsonable, read_jsonl, write_atomically
 from rlx.train.train_options import AUTO
 
 IDLE = 0.3  # of one side, above which another split is named
-_STOP = 5.0  # × the median step; work above it is to compile, save or evaluate, not planned
+_STOP = 5.0  # × the median step; steps that work longer compile, save or evaluate
 RECENT = 32  # batches of a run whose lengths are read
 _PROBE_STEPS, _PROBE_SECONDS = 24, 110.0  # at most; the first ones compile
 # Hours of a GPU between two failures: 419 in 54 days of 16,384, Llama 3 (arXiv 2407.21783, 3.3.4).

@@ -77,14 +77,19 @@ class RunOptions:
             servers=asdict(read_options(EngineOptions, fleet, max_model_len=context, sleep="off"))
             | {
                 "engine": fleet.engine, "seed": config.seed, "publish_dir": fleet.publish_dir,
-                "dtype": config.model.publish_dtype.replace(AUTO, config.model.compute_dtype)
-                .replace(AUTO, "float32"),
+                "dtype": served_dtype(config, "float32"),
                 "ready_timeout": fleet.ready_seconds, "answer_timeout": fleet.kill_seconds,
                 "max_restarts": fleet.max_restarts, "traces": config.observe.traces,
             },
             teacher=ScorerOptions.of_teacher(config),
             reward_model=ScorerOptions.of_reward_model(config),
         )  # fmt: skip
+
+
+def served_dtype(config: ConfigDict, likely: str) -> str:
+    """Return the dtype of servers: what the config publishes, else computes in, else `likely`."""
+    model = config.model
+    return model.publish_dtype.replace(AUTO, model.compute_dtype).replace(AUTO, likely)
 
 
 def check_reward(config: ConfigDict) -> dict[str, float]:

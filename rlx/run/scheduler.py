@@ -24,12 +24,11 @@ from rlx.launch.processes import Process, processes
 from rlx.launch.run_secrets import CERTIFICATE, KEY
 from rlx.model.directory import resolve
 from rlx.run.inputs import INITIAL
-from rlx.run.room_options import RunOptions
+from rlx.run.room_options import RunOptions, served_dtype
 from rlx.run.trainers import PARENT, end_with_spawner
 from rlx.system import exit_reason
 from rlx.system.jsonl import read_last
 from rlx.system.signals import interrupts
-from rlx.train.train_options import AUTO
 
 DONE, FAILED = 0, 1  # exit statuses
 RETRIES = 3  # where scheduler.retries is −1
@@ -145,8 +144,7 @@ def processes_of(
     changes |= {"allocation_mode": "", **(allocation.settings(parsed) if parsed else {})}
     if servers:
         # Servers start before a trainer could choose the dtype.
-        dtype = config.model.publish_dtype.replace(AUTO, config.model.compute_dtype)
-        dtype = dtype.replace(AUTO, "bfloat16" if any(hosts.values()) else "float32")
+        dtype = served_dtype(config, "bfloat16" if any(hosts.values()) else "float32")
         server["dtype"] = changes["model.publish_dtype"] = dtype
         changes |= {
             "fleet.addresses": (f"@{directory / ADDRESSES}",), "fleet.tls.ca": certificate,

@@ -7,6 +7,7 @@ import resource
 import signal
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 HOME = str(Path(__file__).parents[2])  # the directory that contains rlx, maybe a clone's
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
@@ -34,7 +35,10 @@ def keep_private() -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory; call before threads start. Return whether it does."""
+    """Make glibc keep freed memory, in huge pages; return whether it does.
+
+    Call it before threads start.
+    """
     # A train step frees hundreds of megabytes at its end. By default the kernel zeroes and maps
     # these pages again in the next step. On a CPU that is a fifth of a small model's step, and a
     # third of a 135M-parameter model's.
@@ -43,6 +47,13 @@ def keep_freed_memory() -> bool:
     # One arena, because threads' arenas cannot hold such blocks; no block has its own mapping;
     # never trimmed (the largest int would be a limit of 2 GiB, which real models exceed).
     keeps = all([mallopt(_ARENA_MAX, 1), mallopt(_MMAP_MAX, 0), mallopt(_TRIM_THRESHOLD, -1)])
+    if keeps:
+        _ask_for_huge_pages(libc)
+    return keeps
+
+
+def _ask_for_huge_pages(libc: Any) -> None:
+    """Ask the kernel for huge pages in the heap, where its addresses are not limited."""
     # In huge pages a small model's step takes 0.93 times the seconds. The kernel gives them where
     # a program asks for them, so the heap grows once, by addresses that have no memory yet.
     size = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // 2
@@ -50,9 +61,8 @@ def keep_freed_memory() -> bool:
     with suppress(OSError):  # 2: addresses count as used
         free &= Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "2"
     libc.malloc.restype = ctypes.c_void_p
-    block = libc.malloc(ctypes.c_size_t(size)) if keeps and free else None
+    block = libc.malloc(ctypes.c_size_t(size)) if free else None
     if block:
         start = ctypes.c_void_p(block + -block % mmap.PAGESIZE)
         libc.madvise(start, ctypes.c_size_t(size - mmap.PAGESIZE), mmap.MADV_HUGEPAGE)
         libc.free(ctypes.c_void_p(block))
-    return keeps

@@ -217,8 +217,10 @@ time.sleep(60)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-c", program])
 
+    before = signal.getsignal(number)
+
     def send():
-        wait_for((tmp_path / "ready").exists)
+        wait_for(lambda: (tmp_path / "ready").exists() and signal.getsignal(number) is not before)
         os.kill(os.getpid(), number)
 
     sender = Thread(target=send)
